@@ -1,0 +1,1 @@
+"""The composable pieces of a round: frozen values with pure methods, no I/O."""

@@ -1,0 +1,113 @@
+"""From many client deltas to one: aggregation as a monoid.
+
+``init / accumulate / merge / finalize``. From this one choice follow constant memory
+while replies stream in, whole blocks at a time in a simulation, an all-reduce over worker
+processes, and hierarchical aggregation.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedlearn.core.collecting import Block
+from fedlearn.core.params import Layout
+
+StateT = TypeVar("StateT")
+
+
+class Aggregator(Protocol[StateT]):
+    """Folds blocks of client deltas into one aggregate."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the aggregation weights of clients with these example counts."""
+
+    def init(self, layout: Layout, *, device: torch.device) -> StateT:
+        """Return the empty state, the identity of :meth:`merge`."""
+
+    def accumulate(self, state: StateT, block: Block) -> StateT:
+        """Return ``state`` with ``block`` folded in. Consumes ``state``: use the result."""
+
+    def merge(self, left: StateT, right: StateT) -> StateT:
+        """Return the state of both sets of clients. Consumes both."""
+
+    def finalize(self, state: StateT) -> Tensor:
+        """Return the aggregated delta, shape [P].
+
+        Raises:
+            ValueError: Nothing was folded in.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSum:
+    """The state of a weighted mean: a sum of deltas and the sum of its weights.
+
+    Attributes:
+        total_P: Sum of weight x delta: shape [P].
+        weight: Sum of weights: shape [], float64.
+    """
+
+    total_P: Tensor
+    weight: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that an all-reduce adds up."""
+        return (self.total_P, self.weight)
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
+        """Return the state with these tensors instead."""
+        total_P, weight = tensors
+        return type(self)(total_P, weight)
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """Mean of deltas, weighted by their number of examples or not. Memory: one model.
+
+    Attributes:
+        by_examples: Weight a client by its number of examples (FedAvg); otherwise each
+            client counts the same.
+
+    Example:
+        >>> from torch import nn
+        >>> mean, layout = WeightedMean(by_examples=True), Layout.of(nn.Linear(1, 1))
+        >>> block = Block(torch.tensor([[1.0, 1.0], [4.0, 4.0]]), torch.tensor([2.0, 1.0]))
+        >>> state = mean.accumulate(mean.init(layout, device=torch.device("cpu")), block)
+        >>> mean.finalize(state)
+        tensor([2., 2.])
+
+    References:
+        McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
+        Decentralized Data <https://arxiv.org/abs/1602.05629>`_, algorithm 1.
+    """
+
+    by_examples: bool
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the example counts, or ones."""
+        return num_examples_B if self.by_examples else torch.ones_like(num_examples_B)
+
+    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
+        """Return an empty sum."""
+        return WeightedSum(
+            torch.zeros(layout.size, dtype=layout.dtype, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+
+    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
+        """Add the weighted rows of ``block``: one matrix-vector product, in place."""
+        state.total_P.addmv_(block.deltas_BP.t(), block.weights_B)
+        return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
+
+    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
+        """Return the sum of both."""
+        return WeightedSum(left.total_P.add_(right.total_P), left.weight.add_(right.weight))
+
+    def finalize(self, state: WeightedSum) -> Tensor:
+        """Return the sum divided by the sum of weights."""
+        weight = float(state.weight)
+        if weight <= 0.0:
+            raise ValueError("no client was folded in, so there is no mean")
+        return state.total_P / weight

@@ -1,0 +1,155 @@
+r"""What a client does with its examples: local SGD and its element-wise kin.
+
+:class:`LocalSgd` is the one place where the update rule stands. It works on lists of
+tensors of any shape, so one client's parameters and a stack of many clients' parameters
+take the same step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.messages import Settings
+from fedlearn.core.randomness import Seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgd:
+    r"""Minibatch SGD for E epochs with optional momentum, weight decay and proximal term.
+
+    Per step, with the gradient :math:`g` of the mean loss of the batch and the global model
+    :math:`x_0` that the client was sent:
+    :math:`d = g + \lambda x + \mu (x - x_0)`, :math:`v \leftarrow \beta v + d`,
+    :math:`x \leftarrow x - \eta v`.
+
+    Attributes:
+        epochs: E, passes over the local examples, >= 1.
+        batch_size: Examples a step; ``None`` takes all of them at once. The last batch of
+            an epoch may be smaller.
+        learning_rate: :math:`\eta` > 0.
+        momentum: :math:`\beta` in [0, 1).
+        weight_decay: :math:`\lambda` >= 0.
+        proximal: :math:`\mu` >= 0; 0 is FedAvg.
+        shuffle: Draw a new order of the examples every epoch.
+        keep_momentum: The client keeps its velocity from one of its rounds to the next
+            instead of starting from zero. Client-held state.
+
+    References:
+        McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_;
+        Li et al., 2020, `Federated Optimization in Heterogeneous Networks
+        <https://arxiv.org/abs/1812.06127>`_ (FedProx); Yu, Jin and Yang, 2019, `On the
+        Linear Speedup Analysis of Communication Efficient Momentum SGD
+        <https://arxiv.org/abs/1905.03817>`_ (local momentum, reset or kept).
+    """
+
+    epochs: int
+    batch_size: int | None
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    proximal: float
+    shuffle: bool
+    keep_momentum: bool
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; a client trains for at least one")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it is positive, or none for all")
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
+        for name, value in (("weight_decay", self.weight_decay), ("proximal", self.proximal)):
+            if not 0.0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value}; it is not negative")
+        if self.keep_momentum and self.momentum == 0.0:
+            raise ValueError("keep_momentum needs a momentum above 0")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is ``x -= learning_rate * (g + weight_decay * x)`` and no more."""
+        return self.momentum == 0.0 and self.proximal == 0.0
+
+    def settings(self) -> Settings:
+        """Return the fields, as they travel in a request."""
+        return asdict(self)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Return the local update that ``settings`` describe.
+
+        Raises:
+            ValueError: A field is missing, unknown, of the wrong type or out of range.
+        """
+        fields = cls.__dataclass_fields__
+        if settings.keys() != fields.keys():
+            wrong = sorted(settings.keys() ^ fields.keys())
+            raise ValueError(f"local settings with missing or unknown fields {wrong}")
+        types = {"epochs": int, "batch_size": int, "shuffle": bool, "keep_momentum": bool}
+        for name, value in settings.items():
+            kind = types.get(name, float)
+            accepted = (int, float) if kind is float else kind
+            if (name, value) == ("batch_size", None):
+                continue
+            if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+                raise ValueError(f"local setting {name} is {value!r}, not {kind.__name__}")
+        return cls(**settings)  # type: ignore[arg-type]
+
+    def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the steps that clients with so many examples take, element-wise."""
+        return self.steps_per_epoch(num_examples) * self.epochs
+
+    def steps_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the steps of one epoch, element-wise."""
+        if self.batch_size is None:
+            return np.ones_like(num_examples)
+        return -(-num_examples // self.batch_size)
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        anchor: Sequence[Tensor],
+        velocity: Sequence[Tensor],
+    ) -> None:
+        """Take one step, in place on ``params`` and ``velocity``.
+
+        Args:
+            params: Local parameters.
+            grads: Gradients of the batch's mean loss; may be overwritten.
+            anchor: The global parameters; broadcast against ``params``.
+            velocity: Of the shapes of ``params``; unused (may be empty) without momentum.
+        """
+        directions = list(grads)
+        if self.weight_decay:
+            torch._foreach_add_(directions, list(params), alpha=self.weight_decay)  # noqa: SLF001
+        if self.proximal:
+            pull = torch._foreach_sub(list(params), list(anchor))  # noqa: SLF001
+            torch._foreach_add_(directions, pull, alpha=self.proximal)  # noqa: SLF001
+        if self.momentum:
+            torch._foreach_mul_(list(velocity), self.momentum)  # noqa: SLF001
+            torch._foreach_add_(list(velocity), directions)  # noqa: SLF001
+            directions = list(velocity)
+        torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)  # noqa: SLF001
+
+
+def shuffled_positions(
+    seed: Seed, *, round_num: int, client_id: int, epoch: int, num_examples: int
+) -> NDArray[np.int64]:
+    """Return the order in which a client visits its examples in one epoch.
+
+    A function of its arguments alone, so that a simulation, a deployment and a resumed run
+    visit them alike.
+
+    Returns:
+        A permutation of ``range(num_examples)``.
+    """
+    keys = seed.hash(round_num, client_id, epoch, np.arange(num_examples))
+    return np.argsort(keys, kind="stable")

@@ -1,0 +1,157 @@
+r"""From an aggregated delta to the next global model.
+
+Sign convention: the aggregate :math:`\Delta` is a delta (local minus global), so it is
+*added*. A gradient-descent reader takes :math:`-\Delta` as the pseudo-gradient.
+
+Only the layout's trainable prefix passes through the optimiser; floating-point statistics
+(BatchNorm) move by their mean delta, since dividing a running variance by the root of its
+own second moment has no meaning and can make it negative.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedlearn.core.params import Params
+
+OptimizerState = Mapping[str, Tensor]
+
+
+class ServerOptimizer(Protocol):
+    """A pair of pure functions, as ``optax.GradientTransformation``."""
+
+    def init(self, params: Params) -> OptimizerState:
+        """Return the state before the first round; its tensors go into checkpoints."""
+
+    def step(
+        self, params: Params, delta_P: Tensor, state: OptimizerState
+    ) -> tuple[Params, OptimizerState]:
+        """Return the next model and the next state; writes to none of its arguments."""
+
+
+def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
+    """Add ``update`` to the trainable prefix and the plain mean delta to the statistics."""
+    split = params.layout.num_parameters
+    vector = params.vector + delta_P
+    torch.add(params.vector[:split], update, out=vector[:split])
+    return params.with_vector(vector)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSgd:
+    r"""Momentum SGD on the pseudo-gradient: FedAvg at rate 1 and momentum 0, else FedAvgM.
+
+    :math:`v \leftarrow \beta v + \Delta,\; x \leftarrow x + \eta v`.
+
+    Attributes:
+        learning_rate: :math:`\eta` > 0.
+        momentum: :math:`\beta` in [0, 1).
+
+    References:
+        Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
+        for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_ (FedAvgM).
+    """
+
+    learning_rate: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
+
+    def init(self, params: Params) -> OptimizerState:
+        """Return a zero velocity, or nothing without momentum."""
+        if self.momentum == 0.0:
+            return {}
+        return {"velocity": torch.zeros_like(params.vector[: params.layout.num_parameters])}
+
+    def step(
+        self, params: Params, delta_P: Tensor, state: OptimizerState
+    ) -> tuple[Params, OptimizerState]:
+        """Return ``params + learning_rate * velocity`` and the velocity."""
+        velocity = delta_P[: params.layout.num_parameters]
+        if self.momentum != 0.0:
+            velocity = state["velocity"] * self.momentum + velocity
+            state = {"velocity": velocity}
+        return _apply(params, delta_P, velocity * self.learning_rate), state
+
+
+class SecondMoment(StrEnum):
+    """How an adaptive server optimiser tracks the squared delta."""
+
+    ADAGRAD = "adagrad"
+    ADAM = "adam"
+    YOGI = "yogi"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAdaptive:
+    r"""FedAdagrad, FedAdam and FedYogi (Reddi et al., algorithm 2).
+
+    :math:`m \leftarrow \beta_1 m + (1-\beta_1)\Delta`, then by ``second_moment``
+    :math:`v \leftarrow v + \Delta^2` (Adagrad),
+    :math:`\beta_2 v + (1-\beta_2)\Delta^2` (Adam), or
+    :math:`v - (1-\beta_2)\Delta^2\,\mathrm{sign}(v-\Delta^2)` (Yogi), and
+    :math:`x \leftarrow x + \eta\, m / (\sqrt{v} + \tau)`. As in the paper there is no bias
+    correction, and :math:`v` starts at :math:`\tau^2`.
+
+    Attributes:
+        second_moment: Which of the three.
+        learning_rate: :math:`\eta` > 0.
+        beta_1: In [0, 1).
+        beta_2: In [0, 1); unused by Adagrad.
+        tau: Adaptivity :math:`\tau` > 0: the smaller, the more adaptive.
+
+    References:
+        Reddi et al., 2021, `Adaptive Federated Optimization
+        <https://arxiv.org/abs/2003.00295>`_, algorithm 2.
+    """
+
+    second_moment: SecondMoment
+    learning_rate: float
+    beta_1: float
+    beta_2: float
+    tau: float
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
+        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"{name} is {beta}; it lies in [0, 1)")
+        if not self.tau > 0.0:
+            raise ValueError(f"tau is {self.tau}; it is positive")
+
+    def init(self, params: Params) -> OptimizerState:
+        """Return a zero first moment and a second moment of tau squared."""
+        prefix = params.vector[: params.layout.num_parameters]
+        return {
+            "first_moment": torch.zeros_like(prefix),
+            "second_moment": torch.full_like(prefix, self.tau**2),
+        }
+
+    def step(
+        self, params: Params, delta_P: Tensor, state: OptimizerState
+    ) -> tuple[Params, OptimizerState]:
+        """Return the next model and both moments."""
+        delta = delta_P[: params.layout.num_parameters]
+        first = self.beta_1 * state["first_moment"] + (1.0 - self.beta_1) * delta
+        second = self._second(state["second_moment"], delta.square())
+        update = self.learning_rate * first / (second.sqrt() + self.tau)
+        state = {"first_moment": first, "second_moment": second}
+        return _apply(params, delta_P, update), state
+
+    def _second(self, moment: Tensor, square: Tensor) -> Tensor:
+        match self.second_moment:
+            case SecondMoment.ADAGRAD:
+                return moment + square
+            case SecondMoment.ADAM:
+                return self.beta_2 * moment + (1.0 - self.beta_2) * square
+            case SecondMoment.YOGI:
+                return moment - (1.0 - self.beta_2) * square * torch.sign(moment - square)

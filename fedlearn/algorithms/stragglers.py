@@ -1,0 +1,66 @@
+"""When a round closes, and what happens when too few have reported by then."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BelowMinimum(StrEnum):
+    """What a round below its minimum of reports does."""
+
+    RETRY = "retry"
+    SKIP = "skip"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerPolicy:
+    """Over-selection, deadline and minimum as one value.
+
+    A round asks ``ceil(num_wanted * over_selection)`` clients and closes at the first of:
+    ``num_wanted`` usable reports, every client settled, or ``deadline_s`` after the
+    broadcast. What arrives later is counted and dropped.
+
+    Attributes:
+        num_wanted: Reports that close a round.
+        over_selection: Clients asked per report wanted, >= 1.
+        deadline_s: Seconds from the broadcast to the cut-off; may be infinite.
+        min_reports: Fewest reports that make a round.
+        below_minimum: Ask a fresh cohort, leave the model as it is, or fail the run.
+        max_retries: Attempts after the first, under ``retry``; then the run fails.
+
+    References:
+        Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design
+        <https://arxiv.org/abs/1902.01046>`_, section 2.2 (130 % over-selection).
+
+    Example:
+        >>> StragglerPolicy(num_wanted=10, over_selection=1.3, deadline_s=60.0, min_reports=5,
+        ...                 below_minimum=BelowMinimum.RETRY, max_retries=3).num_asked
+        13
+    """
+
+    num_wanted: int
+    over_selection: float
+    deadline_s: float
+    min_reports: int
+    below_minimum: BelowMinimum
+    max_retries: int
+
+    def __post_init__(self) -> None:
+        if self.num_wanted < 1:
+            raise ValueError(f"num_wanted is {self.num_wanted}; at least one report is needed")
+        if self.over_selection < 1.0:
+            raise ValueError(f"over_selection is {self.over_selection}; it is at least 1")
+        if not 1 <= self.min_reports <= self.num_wanted:
+            raise ValueError(
+                f"min_reports is {self.min_reports}; it lies in 1..num_wanted ({self.num_wanted})"
+            )
+        if not self.deadline_s > 0.0:
+            raise ValueError(f"deadline_s is {self.deadline_s}; it is positive")
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries is {self.max_retries}; it is not negative")
+
+    @property
+    def num_asked(self) -> int:
+        """Clients asked in a round."""
+        return math.ceil(self.num_wanted * self.over_selection - 1e-9)

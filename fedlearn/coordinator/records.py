@@ -1,0 +1,124 @@
+"""What a run leaves behind, as values: the language of the store, reports and progress."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.messages import Scalar
+
+
+class RunStatus(StrEnum):
+    """Where a run stands."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Outcome(StrEnum):
+    """What a round did to the model."""
+
+    AGGREGATED = "aggregated"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        name: Memorable and unique in its store.
+        status: Where it stands.
+        error: Why it failed; empty otherwise.
+        created_utc: ISO 8601.
+        num_rounds: Rounds it is to have.
+        config: The resolved configuration tree, JSON values only.
+        config_hash: SHA-256 of the canonical JSON of ``config``, hexadecimal.
+        versions: Version by package: fedlearn, torch, numpy, python.
+    """
+
+    name: str
+    status: RunStatus
+    error: str
+    created_utc: str
+    num_rounds: int
+    config: Mapping[str, object]
+    config_hash: str
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One finished round.
+
+    Attributes:
+        round_num: Index, from 0.
+        attempt: How often it was retried before this outcome.
+        outcome: Whether the model moved.
+        participations: One a client asked (of the last attempt).
+        train_loss: Mean training loss of the reports, weighted by examples; NaN if none.
+        duration_s: Virtual seconds from broadcast to close, all attempts together.
+        virtual_s: Virtual seconds since the run began, at the close.
+        seconds: Real seconds the round took, evaluation included.
+        metrics: Evaluation after the round by name; empty where none was due. Central:
+            ``accuracy``, ``loss``; per client: ``clients/accuracy_mean``, ``_p10``, ``_p50``,
+            ``_p90``, ``_worst_decile`` and the same of ``clients/loss``.
+    """
+
+    round_num: int
+    attempt: int
+    outcome: Outcome
+    participations: tuple[Participation, ...]
+    train_loss: float
+    duration_s: float
+    virtual_s: float
+    seconds: float
+    metrics: Mapping[str, float]
+
+    def count(self, status: Status) -> int:
+        """Return how many clients ended with ``status``."""
+        return sum(p.status is status for p in self.participations)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """Everything a run needs to go on exactly where it was.
+
+    Attributes:
+        round_num: Rounds finished.
+        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``.
+        values: Scalars of the run's state by name.
+    """
+
+    round_num: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Scalar]
+
+
+class RunStore(Protocol):
+    """Durable state of one run, as the run loop sees it."""
+
+    def append(self, record: RoundRecord) -> None:
+        """Take the record of a finished round; durable with the next :meth:`commit`."""
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Make ``checkpoint`` and all records so far durable, together, before returning.
+
+        Raises:
+            StoreError: It could not be written; the last commit still stands.
+        """
+
+    def load(self) -> Checkpoint | None:
+        """Return the last committed checkpoint, or ``None`` before the first.
+
+        Raises:
+            CorruptCheckpoint: Its bytes are not those that were committed.
+            NewerStore: A later version of fedlearn wrote it.
+        """
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        """Record how the run ended."""

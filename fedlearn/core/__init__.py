@@ -1,0 +1,1 @@
+"""Values everything else is built from: parameters, messages, time, randomness."""

@@ -1,0 +1,177 @@
+"""A model as one flat vector, and the layout that gives its parts their names.
+
+Everything that does arithmetic on models (aggregators, server optimisers, the stacked
+engine, masks) works on vectors and on stacks of them; names and shapes matter only at
+the edges, where tensors enter from a module or from the wire. Shape legend used in the
+whole package: P parameters of one model, B clients in a block, so ``deltas_BP``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor of a model.
+
+    Attributes:
+        name: Its name in ``Module.state_dict()``.
+        shape: Its shape.
+        dtype: Its dtype in the module; in the vector it has the layout's.
+        offset: Index of its first element in the vector.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a model lies in its flat vector.
+
+    Parameters come first, then floating-point buffers ("statistics": BatchNorm's running
+    mean and variance), so a server optimiser acts on a prefix and statistics are averaged
+    only. Integer and boolean buffers are constants: they are never averaged.
+
+    Attributes:
+        specs: The tensors in vector order.
+        num_parameters: Length of the prefix that holds trainable parameters.
+        size: P, the length of the vector.
+        dtype: Dtype of the vector: float64 if any tensor is, else float32.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    num_parameters: int
+    size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """Return the layout of ``module``.
+
+        Raises:
+            ValueError: A parameter is complex or quantised, or there is none.
+        """
+        parameters = dict(module.named_parameters())
+        saved = module.state_dict(keep_vars=True)
+        statistics = {
+            name: value
+            for name, value in module.named_buffers()
+            if name in saved and value.is_floating_point()
+        }
+        if not parameters:
+            raise ValueError("the model has no parameters; there is nothing to train")
+        dtype = torch.float32
+        for name, value in (parameters | statistics).items():
+            if not value.is_floating_point():
+                raise ValueError(f"parameter {name!r} is {value.dtype}; only real floats train")
+            if value.dtype == torch.float64:
+                dtype = torch.float64
+        specs, offset, num_parameters = [], 0, 0
+        for name, value in (parameters | statistics).items():
+            specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset))
+            offset += value.numel()
+            num_parameters += value.numel() if name in parameters else 0
+        return cls(tuple(specs), num_parameters, offset, dtype)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorSpec]:
+        """The specs by name."""
+        return {spec.name: spec for spec in self.specs}
+
+    @property
+    def parameter_specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of the trainable prefix."""
+        return tuple(spec for spec in self.specs if spec.offset < self.num_parameters)
+
+    def views(self, stack: Tensor) -> dict[str, Tensor]:
+        """Return the named tensors as views into ``stack``.
+
+        Args:
+            stack: Shape [..., P].
+
+        Returns:
+            Per name a view of shape [..., *shape], in the vector's dtype.
+        """
+        lead = stack.shape[:-1]
+        return {
+            spec.name: stack[..., spec.offset : spec.offset + spec.size].view(*lead, *spec.shape)
+            for spec in self.specs
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], *, out: Tensor | None = None) -> Tensor:
+        """Return the named tensors as one vector, written to ``out`` if given.
+
+        Raises:
+            KeyError: A name of the layout is missing.
+        """
+        vector = torch.empty(self.size, dtype=self.dtype) if out is None else out
+        for name, view in self.views(vector).items():
+            view.copy_(tensors[name].detach())
+        return vector
+
+
+@dataclass(frozen=True, eq=False)
+class Params:
+    """A global model: the vector, its layout, and what is not averaged.
+
+    Attributes:
+        layout: Names and shapes.
+        vector: Shape [P].
+        constants: Integer and boolean buffers by name; kept as the coordinator has them.
+    """
+
+    layout: Layout
+    vector: Tensor
+    constants: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        """Return a copy of the parameters and buffers of ``module``."""
+        layout = Layout.of(module)
+        saved = module.state_dict()
+        constants = {
+            name: value.detach().clone()
+            for name, value in module.named_buffers()
+            if name in saved and name not in layout.by_name
+        }
+        return cls(layout, layout.pack(saved), constants)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return every tensor by name, in the model's own dtypes."""
+        views = self.layout.views(self.vector)
+        tensors = {spec.name: views[spec.name].to(spec.dtype) for spec in self.layout.specs}
+        return {**tensors, **self.constants}
+
+    def load_into(self, module: nn.Module) -> None:
+        """Copy the parameters and buffers into ``module``.
+
+        Raises:
+            ValueError: A tensor is missing from the module or has another shape.
+        """
+        targets = dict(module.named_parameters()) | dict(module.named_buffers())
+        for name, value in self.named().items():
+            if name not in targets or targets[name].shape != value.shape:
+                found = tuple(targets[name].shape) if name in targets else "nothing"
+                raise ValueError(
+                    f"the model has {found} where the weights have {name!r} of shape "
+                    f"{tuple(value.shape)}; build it as it was built for training"
+                )
+            with torch.no_grad():
+                targets[name].copy_(value)
+
+    def with_vector(self, vector: Tensor) -> Self:
+        """Return the same model with other values."""
+        return replace(self, vector=vector)

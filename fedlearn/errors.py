@@ -1,0 +1,86 @@
+"""Every exception fedlearn raises on purpose.
+
+::
+
+    FedlearnError
+    |- ConfigError        a run that must not start as configured
+    |- DataError          the examples cannot be trained on as they are
+    |- RoundError         one round failed; the server state is unchanged
+    |  |- CohortTooSmall    fewer clients are available than the round asks
+    |  `- TooFewReports     the round closed below its minimum
+    |- ProtocolError      bytes from a peer that are not a valid message
+    |- StoreError         the record of a run cannot be read or written
+    |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
+    |  `- NewerStore         written by a later version of fedlearn
+    |- EngineError        the simulation engine cannot do what it was asked to
+    `- BudgetExhausted    the next round would exceed the privacy budget
+
+A client that fails is not an exception at the coordinator: it is a
+:class:`fedlearn.core.messages.Failure` among the replies.
+"""
+
+
+class FedlearnError(Exception):
+    """Base class of all errors raised by fedlearn."""
+
+
+class ConfigError(FedlearnError):
+    """The configuration is inconsistent or unsafe; nothing was started."""
+
+
+class DataError(FedlearnError):
+    """The examples are missing, malformed or cannot be divided as asked."""
+
+
+class RoundError(FedlearnError):
+    """A round failed; the server state is the one before the round."""
+
+
+class CohortTooSmall(RoundError):
+    """Fewer clients are available than the round asks for."""
+
+    def __init__(self, *, available: int, asked: int) -> None:
+        super().__init__(
+            f"{asked} clients are asked in a round, but the population has {available}; "
+            "lower `cohort.num_wanted` or `stragglers.over_selection`, or add clients"
+        )
+        self.available = available
+        self.asked = asked
+
+
+class TooFewReports(RoundError):
+    """Fewer usable reports than the minimum when the round closed."""
+
+    def __init__(self, *, round_num: int, received: int, minimum: int) -> None:
+        super().__init__(
+            f"round {round_num}: {received} usable reports when the round closed, "
+            f"the minimum is {minimum}; lower `stragglers.min_reports`, raise "
+            "`stragglers.deadline_s`, or ask more clients (`stragglers.over_selection`)"
+        )
+        self.round_num = round_num
+        self.received = received
+        self.minimum = minimum
+
+
+class ProtocolError(FedlearnError):
+    """A peer sent bytes that are not a valid fedlearn message."""
+
+
+class StoreError(FedlearnError):
+    """The record of a run cannot be read or written."""
+
+
+class CorruptCheckpoint(StoreError):
+    """A checkpoint's bytes are not those that were committed."""
+
+
+class NewerStore(StoreError):
+    """The database or a checkpoint was written by a later version of fedlearn."""
+
+
+class EngineError(FedlearnError):
+    """The simulation engine cannot do what it was asked to."""
+
+
+class BudgetExhausted(FedlearnError):
+    """The next round would exceed the privacy budget."""
