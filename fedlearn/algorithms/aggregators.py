@@ -14,6 +14,16 @@ from torch import Tensor
 from fedlearn.core.collecting import Block
 from fedlearn.core.params import Layout
 
+class Summable(Protocol):
+    """A state whose merge is a sum, so that an all-reduce merges it over processes."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that are added up."""
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
+        """Return the state with these tensors instead."""
+
+
 StateT = TypeVar("StateT")
 
 

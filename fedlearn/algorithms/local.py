@@ -7,7 +7,7 @@ take the same step.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -50,11 +50,11 @@ class LocalSgd:
     epochs: int
     batch_size: int | None
     learning_rate: float
-    momentum: float
-    weight_decay: float
-    proximal: float
-    shuffle: bool
-    keep_momentum: bool
+    momentum: float = 0.0  # these defaults are the neutral elements: without them, FedAvg's SGD
+    weight_decay: float = 0.0
+    proximal: float = 0.0
+    shuffle: bool = True
+    keep_momentum: bool = False
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -87,19 +87,21 @@ class LocalSgd:
         Raises:
             ValueError: A field is missing, unknown, of the wrong type or out of range.
         """
-        fields = cls.__dataclass_fields__
-        if settings.keys() != fields.keys():
-            wrong = sorted(settings.keys() ^ fields.keys())
+        names = cls.__dataclass_fields__
+        if settings.keys() != names.keys():
+            wrong = sorted(settings.keys() ^ names.keys())
             raise ValueError(f"local settings with missing or unknown fields {wrong}")
-        types = {"epochs": int, "batch_size": int, "shuffle": bool, "keep_momentum": bool}
-        for name, value in settings.items():
-            kind = types.get(name, float)
-            accepted = (int, float) if kind is float else kind
-            if (name, value) == ("batch_size", None):
-                continue
-            if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
-                raise ValueError(f"local setting {name} is {value!r}, not {kind.__name__}")
-        return cls(**settings)  # type: ignore[arg-type]
+        batch_size = settings["batch_size"]
+        return cls(
+            epochs=_read(settings, "epochs", int),
+            batch_size=None if batch_size is None else _read(settings, "batch_size", int),
+            learning_rate=_read(settings, "learning_rate", float),
+            momentum=_read(settings, "momentum", float),
+            weight_decay=_read(settings, "weight_decay", float),
+            proximal=_read(settings, "proximal", float),
+            shuffle=_read(settings, "shuffle", bool),
+            keep_momentum=_read(settings, "keep_momentum", bool),
+        )
 
     def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the steps that clients with so many examples take, element-wise."""
@@ -140,6 +142,18 @@ class LocalSgd:
         torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)  # noqa: SLF001
 
 
+ScalarT = TypeVar("ScalarT", int, float, bool)
+
+
+def _read(settings: Settings, name: str, kind: type[ScalarT]) -> ScalarT:
+    value = settings[name]
+    if kind is float and type(value) is int:
+        return kind(value)
+    if type(value) is not kind:
+        raise ValueError(f"local setting {name} is {value!r}, not of type {kind.__name__}")
+    return value
+
+
 def shuffled_positions(
     seed: Seed, *, round_num: int, client_id: int, epoch: int, num_examples: int
 ) -> NDArray[np.int64]:
@@ -153,3 +167,27 @@ def shuffled_positions(
     """
     keys = seed.hash(round_num, client_id, epoch, np.arange(num_examples))
     return np.argsort(keys, kind="stable")
+
+
+def batch_positions(
+    local: LocalSgd, *, seed: Seed, round_num: int, client_id: int, num_examples: int
+) -> list[NDArray[np.int64]]:
+    """Return which examples a client trains on, step by step.
+
+    Returns:
+        Per step the positions in 0..num_examples-1, at most ``batch_size`` of them.
+    """
+    size = local.batch_size or num_examples
+    batches: list[NDArray[np.int64]] = []
+    for epoch in range(local.epochs):
+        order = np.arange(num_examples)
+        if local.shuffle:
+            order = shuffled_positions(
+                seed,
+                round_num=round_num,
+                client_id=client_id,
+                epoch=epoch,
+                num_examples=num_examples,
+            )
+        batches += [order[start : start + size] for start in range(0, num_examples, size)]
+    return batches

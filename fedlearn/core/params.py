@@ -24,12 +24,14 @@ class TensorSpec:
         shape: Its shape.
         dtype: Its dtype in the module; in the vector it has the layout's.
         offset: Index of its first element in the vector.
+        is_trainable: Whether local training changes it: a parameter that is not frozen.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    is_trainable: bool
 
     @property
     def size(self) -> int:
@@ -47,7 +49,7 @@ class Layout:
 
     Attributes:
         specs: The tensors in vector order.
-        num_parameters: Length of the prefix that holds trainable parameters.
+        num_parameters: Length of the prefix that holds parameters, not statistics.
         size: P, the length of the vector.
         dtype: Dtype of the vector: float64 if any tensor is, else float32.
     """
@@ -81,7 +83,8 @@ class Layout:
                 dtype = torch.float64
         specs, offset, num_parameters = [], 0, 0
         for name, value in (parameters | statistics).items():
-            specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset))
+            trains = value.requires_grad and name in parameters
+            specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset, trains))
             offset += value.numel()
             num_parameters += value.numel() if name in parameters else 0
         return cls(tuple(specs), num_parameters, offset, dtype)
@@ -91,10 +94,15 @@ class Layout:
         """The specs by name."""
         return {spec.name: spec for spec in self.specs}
 
+    @cached_property
+    def trainable(self) -> tuple[TensorSpec, ...]:
+        """The specs of the parameters that local training changes."""
+        return tuple(spec for spec in self.specs if spec.is_trainable)
+
     @property
-    def parameter_specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the trainable prefix."""
-        return tuple(spec for spec in self.specs if spec.offset < self.num_parameters)
+    def num_trainable(self) -> int:
+        """Q, the number of elements that local training changes."""
+        return sum(spec.size for spec in self.trainable)
 
     def views(self, stack: Tensor) -> dict[str, Tensor]:
         """Return the named tensors as views into ``stack``.
@@ -148,6 +156,11 @@ class Params:
             if name in saved and name not in layout.by_name
         }
         return cls(layout, layout.pack(saved), constants)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the model as it is sent."""
+        return self.vector.numel() * self.vector.element_size()
 
     def named(self) -> dict[str, Tensor]:
         """Return every tensor by name, in the model's own dtypes."""

@@ -1,0 +1,163 @@
+"""One model that stays in memory and trains one client after another.
+
+Its parameters are views into one flat vector, so loading a global model is one copy and
+reading a delta is one subtraction. The engine's sequential executor and a deployed
+client's :class:`~fedlearn.client.torch_trainer.TorchTrainer` both train with it, which is
+why they agree bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.client.keyed_dropout import (
+    KeyedDropouts,
+    global_generator,
+    step_key,
+    untouched,
+)
+from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed
+
+#: Examples evaluated at a time; bounds memory, changes nothing else.
+EVALUATION_BATCH = 4096
+
+
+class Precision(StrEnum):
+    """In which precision the forward and backward pass compute; parameters stay float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@contextmanager
+def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Run the block under automatic mixed precision where ``precision`` asks for it."""
+    if precision is Precision.FLOAT32:
+        yield
+    else:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            yield
+
+
+class ResidentModel:
+    """A module whose parameters and statistics are views into one vector.
+
+    Attributes:
+        module: The module, owned by this object.
+        layout: Its layout.
+        vector_P: Its parameters and statistics, shape [P].
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        objective: Objective,
+        *,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        self.module = make_model()
+        self.layout = Layout.of(self.module)
+        self.module.to(device=device, dtype=self.layout.dtype).train()
+        self._dropouts = KeyedDropouts.install(self.module)
+        self._objective, self._device, self._precision = objective, device, precision
+        self.vector_P = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
+        views, buffers = self.layout.views(self.vector_P), dict(self.module.named_buffers())
+        parameters = dict(self.module.named_parameters())
+        for name, view in views.items():
+            (parameters | buffers)[name].data = view
+        self._constants = {
+            name: value for name, value in buffers.items() if name not in self.layout.by_name
+        }
+        self._trainable = [p for p in self.module.parameters() if p.requires_grad]
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        self._trainable_names = names
+
+    def load(self, params: Params) -> None:
+        """Take the values of a global model.
+
+        Raises:
+            ValueError: It has another layout than the module.
+        """
+        if params.layout != self.layout:
+            raise ValueError("the weights are of another model than the one that is resident")
+        self.vector_P.copy_(params.vector)
+        for name, value in self._constants.items():
+            value.copy_(params.constants.get(name, value))
+
+    def new_velocity(self) -> list[Tensor]:
+        """Return a zero velocity, one tensor per trainable parameter."""
+        return [torch.zeros_like(p) for p in self._trainable]
+
+    @property
+    def trainable_names(self) -> Sequence[str]:
+        """Names of the parameters that training changes, in the order of velocities."""
+        return self._trainable_names
+
+    def train(
+        self,
+        params: Params,
+        features: Tensor,
+        labels: Tensor,
+        batches: Sequence[Tensor],
+        *,
+        local: LocalSgd,
+        velocity: Sequence[Tensor],
+        seed: Seed,
+    ) -> float:
+        """Train from ``params`` on ``batches``; the result is in :attr:`vector_P`.
+
+        Args:
+            params: The global model, also the anchor of the proximal term.
+            features: Shape [N, ...].
+            labels: Shape [N, ...].
+            batches: Per step the row numbers to train on.
+            local: The update rule.
+            velocity: Momentum, updated in place; empty without momentum.
+            seed: Of this client in this round: dropout masks and what else is random.
+
+        Returns:
+            The mean loss over all examples of all steps, each before its step.
+        """
+        self.load(params)
+        views = params.layout.views(params.vector)
+        anchor = [views[name] for name in self._trainable_names] if local.proximal else []
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        generator = global_generator(self._device)
+        with untouched(generator):
+            for step, rows in enumerate(batches):
+                self._dropouts.set_key(seed, step)
+                generator.manual_seed(step_key(seed, step))
+                loss = self._loss(features.index_select(0, rows), labels.index_select(0, rows))
+                grads = torch.autograd.grad(
+                    loss, self._trainable, allow_unused=True, materialize_grads=True
+                )
+                with torch.no_grad():
+                    local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
+                    total += loss * len(rows)
+        return float(total) / max(1, sum(len(rows) for rows in batches))
+
+    def _loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        with autocast(self._precision, self._device):
+            return self._objective.losses(self.module(features), labels).mean()
+
+    @torch.no_grad()
+    def measure(self, params: Params, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the loss and each metric of every example, in evaluation mode: shape [N]."""
+        self.load(params)
+        self.module.eval()
+        parts: dict[str, list[Tensor]] = {}
+        for start in range(0, max(1, len(labels)), EVALUATION_BATCH):
+            part = slice(start, start + EVALUATION_BATCH)
+            outputs, targets = self.module(features[part]), labels[part]
+            parts.setdefault("loss", []).append(self._objective.losses(outputs, targets))
+            for name, values in self._objective.metrics(outputs, targets).items():
+                parts.setdefault(name, []).append(values)
+        self.module.train()
+        return {name: torch.cat(values) for name, values in parts.items()}

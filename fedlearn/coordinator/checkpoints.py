@@ -1,0 +1,166 @@
+"""Checkpoints as files: complete and durable under their final name, or not there at all.
+
+A file is safetensors: tensors that any tool can read, and nothing that executes when it
+is loaded. What makes it a checkpoint of *this* run, its SHA-256, stands in the store's row.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedlearn.coordinator.records import Checkpoint
+from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
+
+_FORMAT = 1
+_METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order of several
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """A checkpoint on disk, as its row in the store describes it.
+
+    Attributes:
+        round_num: Rounds finished.
+        path: Where it lies.
+        sha256: Of the whole file, hexadecimal.
+        num_bytes: Length of the file.
+    """
+
+    round_num: int
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
+    """Write ``checkpoint`` into ``folder``, which exists, and return once it is durable.
+
+    The name carries the round and the first digits of the hash, so a file that the store
+    refers to is never replaced by another.
+
+    Raises:
+        StoreError: The disk is full or cannot be written; nothing half-written is left.
+    """
+    content = _encode(checkpoint)
+    digest = sha256(content).hexdigest()
+    path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
+    write_durably(path, content=content)
+    return CheckpointFile(
+        round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=len(content)
+    )
+
+
+def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
+    """Return the checkpoint in ``file``; its bytes are verified before they are parsed.
+
+    Args:
+        file: What the store has on record.
+        remedy: What to do if the bytes are others; ends the message.
+
+    Raises:
+        CorruptCheckpoint: The file is missing, or its SHA-256 is not the one on record.
+        NewerStore: A later version of fedlearn wrote it.
+        StoreError: The file cannot be read.
+    """
+    content = _read(file, remedy=remedy)
+    found = sha256(content).hexdigest()
+    if found != file.sha256:
+        raise CorruptCheckpoint(
+            f"{file.path} is not the checkpoint that was committed: expected sha256 "
+            f"{file.sha256} ({file.num_bytes} bytes), found {found} ({len(content)} bytes); "
+            f"{remedy}"
+        )
+    return _decode(content, path=file.path)
+
+
+def write_durably(path: Path, *, content: bytes) -> None:
+    """Write a file so that after a crash it is whole under its name, or not there.
+
+    Raises:
+        StoreError: It could not be written (disk full, folder missing or read-only); the
+            temporary file is removed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable: fsync of a file does not cover its name.
+
+    Raises:
+        OSError: The folder cannot be opened or synchronised.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(file: CheckpointFile, *, remedy: str) -> bytes:
+    try:
+        return file.path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(
+            f"{file.path} is missing: expected sha256 {file.sha256} ({file.num_bytes} bytes), "
+            f"found no file; {remedy}"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {file.path}: {error.strerror}; check the disk and the permissions"
+        ) from error
+
+
+def _encode(checkpoint: Checkpoint) -> bytes:
+    head = {
+        "format": _FORMAT,
+        "round_num": checkpoint.round_num,
+        "values": dict(checkpoint.values),
+    }
+    return save(_separate(checkpoint.tensors), {_METADATA_KEY: json.dumps(head)})
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the CPU, none in the storage of another.
+
+    Parameters are usually views of one flat vector, and the best model may *be* the last
+    one; safetensors refuses both.
+    """
+    taken: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() != own.nbytes:
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        separate[name] = own
+    return separate
+
+
+def _decode(content: bytes, *, path: Path) -> Checkpoint:
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_METADATA_KEY])
+    if head["format"] > _FORMAT:
+        raise NewerStore(
+            f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
+            f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
+        )
+    return Checkpoint(round_num=head["round_num"], tensors=load(content), values=head["values"])

@@ -1,0 +1,41 @@
+"""Run names a person can remember, say and type: ``brisk-otter-17``."""
+
+from collections.abc import Iterator
+from itertools import count
+
+from fedlearn.core.randomness import Seed
+
+_ADJECTIVES = (  # noqa: SIM905 (as prose it fits a screen)
+    "able amber brave breezy bright brisk bronze calm candid clear clever cosy crisp curious "
+    "daring deft eager early easy fair fleet fond frank fresh gentle giddy glad golden grand "
+    "green happy hardy honest humble jolly keen kind lively loyal lucky mellow merry mighty "
+    "mild modest neat noble patient plucky polite proud quick quiet rapid ready rosy silver "
+    "smart steady sunny swift tidy vivid warm wise witty"
+).split()
+_ANIMALS = (  # noqa: SIM905 (as prose it fits a screen)
+    "badger beaver bison bobcat camel caribou cheetah cicada condor crane cricket dingo "
+    "dolphin eagle egret falcon ferret finch fox gannet gecko gibbon gopher heron hippo ibex "
+    "iguana impala jackal jaguar kestrel kiwi koala lark lemur lizard llama lobster lynx "
+    "magpie marmot marten moose newt ocelot octopus oriole osprey otter owl panda pelican "
+    "penguin pigeon puffin puma quail rabbit raven robin salmon seal sparrow squirrel "
+    "starling stork swan tapir toucan turtle walrus weasel wombat wren yak zebra"
+).split()
+_NUMBERS = range(10, 100)
+
+
+def memorable_names(seed: Seed) -> Iterator[str]:
+    """Yield names without end: adjective, animal, two digits; the same for the same seed.
+
+    There are some 450,000 of them. A store takes the first that is free.
+
+    Example:
+        >>> from itertools import islice
+        >>> list(islice(memorable_names(Seed(1)), 2)) == list(islice(memorable_names(Seed(1)), 2))
+        True
+    """
+    for attempt in count():
+        value = seed.derive("run name", attempt).value
+        value, adjective = divmod(value, len(_ADJECTIVES))
+        value, animal = divmod(value, len(_ANIMALS))
+        number = _NUMBERS[value % len(_NUMBERS)]
+        yield f"{_ADJECTIVES[adjective]}-{_ANIMALS[animal]}-{number}"

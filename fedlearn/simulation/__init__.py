@@ -1,0 +1,1 @@
+"""Federated rounds on one machine: populations of clients, their devices, the engine."""

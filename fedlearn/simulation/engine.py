@@ -1,0 +1,246 @@
+"""The simulation engine: a collector that trains whole blocks of clients at once.
+
+It plays a cohort in virtual time: who would have reported by the close of the round
+follows from the devices' behaviour, so only those clients are trained. They are dealt to
+the workers by size, cut into blocks, trained by an executor, validated, and folded into
+the aggregate. Memory grows with the block, not with the cohort or the population.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.aggregators import Aggregator, Summable
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.collecting import Block, Collected, RoundRequest
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.behaviour import ClientBehaviour
+from fedlearn.simulation.cluster import Alone, Cluster
+from fedlearn.simulation.executors.base import Executor, Work
+from fedlearn.simulation.kept import KeptVelocities
+from fedlearn.simulation.population import Population
+from fedlearn.simulation.schedule import schedule
+from fedlearn.simulation.timeline import Timeline
+
+StateT = TypeVar("StateT", bound=Summable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(Generic[StateT]):
+    """Simulates a population of clients.
+
+    Attributes:
+        population: Who there is, and their examples.
+        behaviour: How long their rounds take and which of them fail.
+        executor: How a block of clients is trained.
+        aggregator: How deltas are combined.
+        policy: When a round closes.
+        cluster: The processes that share the work.
+        block_size: Clients in a block at the most; bounds memory.
+        kept: What the clients keep from round to round.
+    """
+
+    population: Population
+    behaviour: ClientBehaviour
+    executor: Executor
+    aggregator: Aggregator[StateT]
+    policy: StragglerPolicy
+    cluster: Cluster
+    block_size: int
+    kept: KeptVelocities = field(default_factory=KeptVelocities)
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the whole population, without a table of it."""
+        return _Everyone(self.population.num_clients)
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT]:
+        """Train those of the cohort that report before the round closes.
+
+        Raises:
+            DataError: The examples of a client cannot be trained on.
+            EngineError: Another worker is gone.
+        """
+        local = LocalSgd.from_settings(request.settings)
+        timeline = self._timeline(np.asarray(cohort, np.int64), request, local)
+        params = request.params
+        state = self.aggregator.init(params.layout, device=params.vector.device)
+        while (wave := timeline.next_wave(self.policy.num_wanted)).size:
+            trained = self._train(timeline.client_ids[wave], request, local)
+            state = self.aggregator.merge(state, trained.state)
+            timeline = timeline.after(wave, losses=trained.losses, is_finite=trained.is_finite)
+        return Collected(
+            aggregate=state,
+            participations=timeline.participations(self.policy),
+            duration_s=timeline.closed_s(self.policy),
+        )
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """Return what the simulated clients keep between rounds."""
+        return self.kept.tensors()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the simulated clients back what they kept."""
+        self.kept.restore(tensors)
+
+    def _timeline(
+        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
+    ) -> Timeline:
+        num_examples = self.population.num_examples(client_ids)
+        seed, num_bytes = Seed(request.seed), request.params.num_bytes
+        durations_s = self.behaviour.durations_s(
+            client_ids,
+            round_num=request.round_num,
+            attempt=request.attempt,
+            num_examples_processed=num_examples * local.epochs,
+            download_bytes=num_bytes,
+            upload_bytes=num_bytes,
+            seed=seed,
+        )
+        drops = self.behaviour.failures(
+            client_ids, round_num=request.round_num, attempt=request.attempt, seed=seed
+        )
+        arrival = np.argsort(durations_s, kind="stable")
+        return Timeline.start(
+            client_ids[arrival],
+            num_examples=num_examples[arrival],
+            durations_s=durations_s[arrival],
+            drops=drops[arrival],
+            policy=self.policy,
+        )
+
+    def _train(
+        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
+    ) -> "_Wave[StateT]":
+        """Train these clients on all workers; every worker returns the same."""
+        params, count = request.params, len(client_ids)
+        steps = local.num_steps(self.population.num_examples(client_ids))
+        state = self.aggregator.init(params.layout, device=params.vector.device)
+        # Rows: loss, finite or not. Each worker fills in its own clients, a sum joins them.
+        report = np.zeros((2, count))
+        # At block size 1 the order of arrival is kept, as over a channel.
+        mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
+        for start in range(0, len(mine), self.block_size):
+            block = mine[start : start + self.block_size]
+            state = self._fold(state, client_ids[block], request, local, report, block)
+        shared = torch.from_numpy(report)
+        self.cluster.all_reduce([*state.tensors(), shared])
+        if local.keep_momentum:
+            self.kept.share(client_ids, params, self.cluster, mine=mine)
+        return _Wave(state=state, losses=report[0], is_finite=report[1] > 0.0)
+
+    def _fold(
+        self,
+        state: StateT,
+        client_ids: NDArray[np.int64],
+        request: RoundRequest,
+        local: LocalSgd,
+        report: NDArray[np.float64],
+        block: NDArray[np.int64],
+    ) -> StateT:
+        """Train one block, note its losses in ``report``, and fold the sound deltas in."""
+        rows, vector = self.population.load(client_ids), request.params.vector
+        seed = Seed(request.seed)
+        work = Work(
+            params=request.params,
+            local=local,
+            client_ids=client_ids,
+            features=rows.features,
+            labels=rows.labels,
+            schedule=schedule(
+                local,
+                rows,
+                client_ids,
+                round_num=request.round_num,
+                seed=seed,
+                dtype=vector.dtype,
+                device=vector.device,
+            ),
+            round_num=request.round_num,
+            seed=seed,
+            velocity_KQ=self.kept.rows(client_ids, request.params, local),
+        )
+        trained = self.executor.train(work)
+        self.kept.keep(client_ids, trained.velocity_KQ)
+        is_finite = finite_rows(trained.deltas_KP)
+        report[0, block], report[1, block] = trained.losses_K, is_finite
+        deltas_BP, num_examples = trained.deltas_KP, np.diff(rows.offsets)
+        if not is_finite.all():
+            deltas_BP, num_examples = deltas_BP[is_finite.tolist()], num_examples[is_finite]
+        if not len(num_examples):
+            return state
+        num_examples_B = torch.from_numpy(num_examples).to(vector)
+        return self.aggregator.accumulate(
+            state, Block(deltas_BP, self.aggregator.weigh(num_examples_B))
+        )
+
+
+@dataclass(frozen=True)
+class _Wave(Generic[StateT]):
+    """What training some clients gave: the sum over all workers."""
+
+    state: StateT
+    losses: NDArray[np.float64]
+    is_finite: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Everyone(Sequence[ClientId]):
+    """The ids 0..num_clients-1 as a sequence that takes no memory."""
+
+    num_clients: int
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    @overload
+    def __getitem__(self, index: int) -> ClientId: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Sequence[ClientId]": ...
+    def __getitem__(self, index: int | slice) -> ClientId | Sequence[ClientId]:
+        if isinstance(index, slice):
+            return tuple(ClientId(i) for i in range(self.num_clients)[index])
+        return ClientId(range(self.num_clients)[index])
+
+
+def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+    """Return the indices of the clients that this worker trains, those with most steps first.
+
+    Longest processing time first: each client goes to the worker with least to do.
+
+    Example:
+        >>> deal(np.array([1, 5, 2, 4]), Alone()).tolist()
+        [1, 3, 2, 0]
+
+    References:
+        Graham, 1969, `Bounds on Multiprocessing Timing Anomalies
+        <https://doi.org/10.1137/0117039>`_.
+    """
+    by_size = np.argsort(-steps, kind="stable")
+    if cluster.world_size == 1:
+        return by_size
+    load, mine = [0] * cluster.world_size, []
+    for index in by_size.tolist():
+        worker = load.index(min(load))
+        load[worker] += int(steps[index])
+        if worker == cluster.rank:
+            mine.append(index)
+    return np.asarray(mine, np.int64)
+
+
+def finite_rows(deltas_BP: Tensor) -> NDArray[np.bool_]:
+    """Return which rows hold finite numbers only: shape [B].
+
+    One pass for the usual case; a norm that overflows is looked at again, exactly.
+    """
+    norms_B = torch.linalg.vector_norm(deltas_BP, dim=1)
+    is_finite = torch.isfinite(norms_B).cpu().numpy()
+    for row in np.flatnonzero(~is_finite).tolist():
+        is_finite[row] = bool(torch.isfinite(deltas_BP[row]).all())
+    return is_finite

@@ -1,0 +1,287 @@
+"""Dividing pooled examples among clients: every example to exactly one client.
+
+Each rule is a frozen piece with ``split``; its result is a function of the labels and the
+seed alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import DataError
+
+_MAX_DRAWS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Which rows each client holds, as one list of rows cut at offsets.
+
+    Attributes:
+        rows: Row numbers, the clients one after another: int64 [N].
+        offsets: Client k holds ``rows[offsets[k]:offsets[k + 1]]``: int64 [C + 1].
+        names: What the data called the clients: [C]; ``None`` where they have no names.
+
+    Raises:
+        DataError: ``offsets`` do not rise from 0 to the number of rows, a client is empty,
+            or ``names`` has another length.
+    """
+
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    names: NDArray[Any] | None = None  # integers or strings, as the data has them
+
+    def __post_init__(self) -> None:
+        if self.offsets.size < 2 or self.offsets[0] != 0 or self.offsets[-1] != self.rows.size:  # noqa: PLR2004  one client is two offsets
+            raise DataError(
+                f"a partition's offsets rise from 0 to its {self.rows.size} rows, one more than "
+                f"there are clients, not {self.offsets.tolist()[:3]}...; build it with "
+                "`Partition.of_owners`"
+            )
+        empty = np.flatnonzero(np.diff(self.offsets) < 1)
+        if empty.size:
+            raise DataError(
+                f"client {empty[0]} has no examples ({empty.size} of {self.num_clients} clients "
+                "are empty); use fewer clients or leave the empty ones out"
+            )
+        if self.names is not None and len(self.names) != self.num_clients:
+            raise DataError(
+                f"{len(self.names)} names for {self.num_clients} clients; give each client one"
+            )
+
+    @classmethod
+    def of_owners(
+        cls, owners: NDArray[np.int64], *, num_clients: int, names: NDArray[Any] | None = None
+    ) -> Self:
+        """Return the partition in which row i belongs to client ``owners[i]``.
+
+        A client's rows are in ascending order.
+
+        Raises:
+            DataError: A client owns nothing.
+        """
+        sizes = np.bincount(owners, minlength=num_clients)
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        return cls(np.argsort(owners, kind="stable").astype(np.int64), offsets, names)
+
+    @property
+    def num_clients(self) -> int:
+        """C, the number of clients."""
+        return self.offsets.size - 1
+
+    def rows_of(self, client_id: int) -> NDArray[np.int64]:
+        """Return the rows of one client."""
+        return self.rows[self.offsets[client_id] : self.offsets[client_id + 1]]
+
+    def owner_of(self, row: int) -> int | None:
+        """Return the client that holds ``row``, or ``None`` where no client does."""
+        places = np.flatnonzero(self.rows == row)
+        if not places.size:
+            return None
+        return int(np.searchsorted(self.offsets, places[0], side="right")) - 1
+
+
+class Partitioner(Protocol):
+    """A rule that divides examples among clients."""
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Return who holds which row; every row of ``labels`` exactly once.
+
+        Raises:
+            DataError: The examples cannot be divided as asked.
+        """
+
+
+@dataclass(frozen=True)
+class Iid:
+    """Shuffle the examples and deal them out: sizes differ by one at most.
+
+    Attributes:
+        num_clients: C, >= 1.
+
+    Example:
+        >>> Iid(3).split(np.zeros(7), seed=Seed(0)).offsets
+        array([0, 3, 5, 7])
+    """
+
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        _require_clients(self.num_clients)
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Return equal random parts.
+
+        Raises:
+            DataError: Fewer examples than clients.
+        """
+        _require_enough(len(labels), needed=self.num_clients, what=f"{self.num_clients} clients")
+        owners = np.empty(len(labels), np.int64)
+        order = seed.derive("iid").numpy().permutation(len(labels))
+        owners[order] = np.arange(len(labels)) % self.num_clients
+        return Partition.of_owners(owners, num_clients=self.num_clients)
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    r"""Label skew: each class is dealt out in proportions drawn from a Dirichlet.
+
+    Per class k, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the share
+    :math:`p_{k,c}` of that class. All classes are drawn again until every client has
+    ``min_examples``, at most 1000 times.
+
+    Attributes:
+        num_clients: C, >= 1.
+        alpha: Concentration :math:`\alpha` > 0: 0.1 is strong skew, 100 nearly none.
+        min_examples: Fewest examples of a client, >= 1.
+
+    References:
+        Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
+        for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_ (Dirichlet
+        label skew); Li et al., 2022, `Federated Learning on Non-IID Data Silos
+        <https://arxiv.org/abs/2102.02079>`_ (proportions per class, the form used here).
+    """
+
+    num_clients: int
+    alpha: float
+    min_examples: int
+
+    def __post_init__(self) -> None:
+        _require_clients(self.num_clients)
+        if not 0.0 < self.alpha < float("inf"):
+            raise ValueError(f"alpha is {self.alpha}; it is positive and finite")
+        if self.min_examples < 1:
+            raise ValueError(f"min_examples is {self.min_examples}; it is at least 1")
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Return clients with skewed labels and sizes.
+
+        Raises:
+            DataError: ``labels`` are not class numbers, there are too few, or no draw gave
+                every client ``min_examples``.
+        """
+        _require_classes(labels)
+        needed = self.num_clients * self.min_examples
+        what = f"{self.num_clients} clients with {self.min_examples} each"
+        _require_enough(len(labels), needed=needed, what=what)
+        rng = seed.derive("dirichlet").numpy()
+        _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        sizes_KC = self._draw_sizes(counts, rng)
+        owners = np.empty(len(labels), np.int64)
+        for k, sizes in enumerate(sizes_KC):
+            members = rng.permutation(np.flatnonzero(classes == k))
+            owners[members] = np.repeat(np.arange(self.num_clients), sizes)
+        return Partition.of_owners(owners, num_clients=self.num_clients)
+
+    def _draw_sizes(self, counts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        concentration, best = np.full(self.num_clients, self.alpha), 0
+        for _ in range(_MAX_DRAWS):
+            shares_KC = rng.dirichlet(concentration, counts.size)
+            cuts = (np.cumsum(shares_KC, axis=1) * counts[:, None]).astype(np.int64)
+            cuts[:, -1] = counts
+            sizes_KC = np.diff(cuts, prepend=0, axis=1)
+            smallest = int(sizes_KC.sum(axis=0).min())
+            if smallest >= self.min_examples:
+                return sizes_KC
+            best = max(best, smallest)
+        raise DataError(
+            f"in {_MAX_DRAWS} draws of Dirichlet({self.alpha:g}) over {self.num_clients} clients "
+            f"the smallest client had at most {best} of the {self.min_examples} examples asked; "
+            "raise `alpha`, lower `min_examples`, or use fewer clients"
+        )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Sort by label, cut into shards, deal each client a few: at most a few labels each.
+
+    Attributes:
+        num_clients: C, >= 1.
+        shards_per_client: >= 1; 2 is the paper's pathological split.
+
+    References:
+        McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_,
+        section 3.
+    """
+
+    num_clients: int
+    shards_per_client: int
+
+    def __post_init__(self) -> None:
+        _require_clients(self.num_clients)
+        if self.shards_per_client < 1:
+            raise ValueError(f"shards_per_client is {self.shards_per_client}; it is at least 1")
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Return clients of ``shards_per_client`` random shards; shard sizes differ by one.
+
+        Raises:
+            DataError: ``labels`` are not class numbers, or there are fewer than shards.
+        """
+        _require_classes(labels)
+        num_shards = self.num_clients * self.shards_per_client
+        _require_enough(len(labels), needed=num_shards, what=f"{num_shards} shards")
+        holders = seed.derive("shards").numpy().permutation(num_shards) // self.shards_per_client
+        owners = np.empty(len(labels), np.int64)
+        shard_of_place = np.arange(len(labels)) * num_shards // len(labels)
+        owners[np.argsort(labels, kind="stable")] = holders[shard_of_place]
+        return Partition.of_owners(owners, num_clients=self.num_clients)
+
+
+@dataclass(frozen=True, eq=False)
+class ByIds:
+    """Natural clients: one per distinct id (a writer, a user, a hospital).
+
+    Clients are numbered in the ascending order of their ids, which ``Partition.names``
+    keeps.
+
+    Attributes:
+        ids: Who produced each example, integers or strings: [N].
+
+    Example:
+        >>> natural = ByIds(np.array(["zoe", "ada", "zoe"])).split(np.zeros(3), seed=Seed(0))
+        >>> natural.names, natural.rows_of(1)
+        (array(['ada', 'zoe'], dtype='<U3'), array([0, 2]))
+    """
+
+    ids: NDArray[Any]
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:  # noqa: ARG002  nothing is drawn
+        """Return the natural clients; the seed is not used.
+
+        Raises:
+            DataError: There are no ids, not one per example, or they are not integers or
+                strings.
+        """
+        if self.ids.shape != (len(labels),) or not self.ids.size:
+            raise DataError(
+                f"client ids of shape {self.ids.shape} for {len(labels)} examples; "
+                "give one id an example"
+            )
+        if self.ids.dtype.kind not in "iuSU":
+            raise DataError(f"client ids are {self.ids.dtype}; they are integers or strings")
+        names, owners = np.unique(self.ids, return_inverse=True)
+        return Partition.of_owners(owners, num_clients=names.size, names=names)
+
+
+def _require_clients(num_clients: int) -> None:
+    if num_clients < 1:
+        raise ValueError(f"num_clients is {num_clients}; it is at least 1")
+
+
+def _require_enough(num_examples: int, *, needed: int, what: str) -> None:
+    if num_examples < needed:
+        raise DataError(
+            f"{num_examples} examples are too few for {what}; lower `num_clients` or add data"
+        )
+
+
+def _require_classes(labels: NDArray[Any]) -> None:
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"splitting by label needs one class number an example, not {labels.dtype} of shape "
+            f"{labels.shape}; use `Iid` or `ByIds`"
+        )

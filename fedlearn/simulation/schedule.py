@@ -1,0 +1,114 @@
+"""Who trains on which rows at which step: ragged clients, exactly.
+
+Step t of a block runs on the prefix of clients that still have a batch, so a client with
+few examples costs few steps and nothing is padded but the last batch of an epoch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.population import ClientRows
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The batches of a block of K clients, T steps at the most, B examples a batch at the most.
+
+    Attributes:
+        rows_TKB: Row numbers into the features, int64; 0 where padded.
+        weights_TKB: 1 / (size of the batch), 0 where padded.
+        counts_TK: Examples in each batch; 0 once a client has finished.
+        active_T: Clients that still train at each step: always a prefix.
+    """
+
+    rows_TKB: Tensor
+    weights_TKB: Tensor
+    counts_TK: NDArray[np.int64]
+    active_T: NDArray[np.int64]
+
+    @property
+    def num_steps(self) -> int:
+        """T, the steps of the client that takes most."""
+        return len(self.active_T)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every batch of every client has the same size."""
+        return bool((self.counts_TK == self.counts_TK.flat[0]).all())
+
+
+def schedule(
+    local: LocalSgd,
+    rows: ClientRows,
+    client_ids: NDArray[np.int64],
+    *,
+    round_num: int,
+    seed: Seed,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Schedule:
+    """Return the batches of the clients of a block.
+
+    Args:
+        local: Epochs, batch size, shuffling.
+        rows: The clients' examples, in the order of ``client_ids``.
+        client_ids: Shape [K], those with most steps first.
+        round_num: Part of what keys the shuffle.
+        seed: As of the round.
+        dtype: Of the weights.
+        device: Where the result lies.
+    """
+    sizes_K = np.diff(rows.offsets)
+    steps_K = local.steps_per_epoch(sizes_K)
+    batch = local.batch_size or int(sizes_K.max())
+    batch = min(batch, int(sizes_K.max()))
+    num_steps = int(steps_K.max()) * local.epochs
+    step_T = np.arange(num_steps)[:, None]
+    epoch_TK, within_TK = step_T // steps_K, step_T % steps_K
+    positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
+    real_TKB = (positions_TKB < sizes_K[:, None]) & (epoch_TK < local.epochs)[:, :, None]
+    positions_TKB = np.where(real_TKB, positions_TKB, 0)
+    if local.shuffle:
+        order_KEN = _orders(local, sizes_K, client_ids, round_num=round_num, seed=seed)
+        client_K = np.arange(len(sizes_K))[:, None]
+        epochs_TK1 = np.minimum(epoch_TK, local.epochs - 1)[:, :, None]
+        positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
+    rows_TKB = rows.rows[rows.offsets[:-1, None] + positions_TKB] * real_TKB
+    counts_TK = real_TKB.sum(2)
+    weights_TKB = real_TKB / np.maximum(1, counts_TK)[:, :, None]
+    return Schedule(
+        rows_TKB=torch.from_numpy(rows_TKB.astype(np.int64, copy=False)).to(device),
+        weights_TKB=torch.from_numpy(weights_TKB).to(device=device, dtype=dtype),
+        counts_TK=counts_TK,
+        active_T=(counts_TK > 0).sum(1),
+    )
+
+
+def _orders(
+    local: LocalSgd,
+    sizes_K: NDArray[np.int64],
+    client_ids: NDArray[np.int64],
+    *,
+    round_num: int,
+    seed: Seed,
+) -> NDArray[np.int64]:
+    """Return each client's order of examples in each epoch, [K, E, largest client].
+
+    The block's form of :func:`fedlearn.algorithms.local.shuffled_positions`.
+    """
+    position_N = np.arange(int(sizes_K.max()))
+    keys_KEN = seed.hash(
+        round_num,
+        client_ids[:, None, None],
+        np.arange(local.epochs)[None, :, None],
+        position_N[None, None, :],
+    )
+    is_padding = position_N >= sizes_K[:, None, None]
+    keys_KEN = np.where(is_padding, np.iinfo(np.uint64).max, keys_KEN)
+    return np.argsort(keys_KEN, axis=2, kind="stable")

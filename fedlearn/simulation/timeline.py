@@ -1,0 +1,121 @@
+"""One round in virtual time: who arrives when, and whom the round still needs.
+
+A round closes with the last report it wants. Whether a report is usable is known only
+after training, so clients are trained in waves: first those that would close the round if
+all were sound, then, for each that was not, the next to arrive.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.messages import ClientId
+
+_PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
+
+#: Why a client that vanished in the middle of a round failed.
+DROPPED_OUT = "dropped out before reporting"
+#: Why a client whose update is infinite or NaN failed.
+NOT_FINITE = "the delta is not finite"
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The clients of a cohort in order of arrival, and what is known of each.
+
+    Attributes:
+        client_ids: In order of arrival: shape [n].
+        num_examples: Of each: shape [n].
+        durations_s: Seconds from the broadcast to each arrival: shape [n], ascending.
+        outcome: What is known of each: shape [n].
+        losses: Training losses of those that reported: shape [n].
+    """
+
+    client_ids: NDArray[np.int64]
+    num_examples: NDArray[np.int64]
+    durations_s: NDArray[np.float64]
+    outcome: NDArray[np.int64]
+    losses: NDArray[np.float64]
+
+    @classmethod
+    def start(
+        cls,
+        client_ids: NDArray[np.int64],
+        *,
+        num_examples: NDArray[np.int64],
+        durations_s: NDArray[np.float64],
+        drops: NDArray[np.bool_],
+        policy: StragglerPolicy,
+    ) -> Self:
+        """Return the timeline before anyone was trained; arguments in order of arrival."""
+        is_late = ~(durations_s <= policy.deadline_s) | ~np.isfinite(durations_s)
+        outcome = np.select([is_late, drops], [_TOO_LATE, _DROPPED], _PENDING)
+        losses = np.full(len(client_ids), math.nan)
+        return cls(client_ids, num_examples, durations_s, outcome, losses)
+
+    def next_wave(self, num_wanted: int) -> NDArray[np.int64]:
+        """Return the indices of the clients to train now; none when the round is closed."""
+        num_missing = num_wanted - int((self.outcome == _REPORTED).sum())
+        return np.flatnonzero(self.outcome == _PENDING)[:num_missing]
+
+    def after(
+        self,
+        wave: NDArray[np.int64],
+        *,
+        losses: NDArray[np.float64],
+        is_finite: NDArray[np.bool_],
+    ) -> Self:
+        """Return the timeline with a wave trained."""
+        outcome, all_losses = self.outcome.copy(), self.losses.copy()
+        outcome[wave] = np.where(is_finite, _REPORTED, _UNSOUND)
+        all_losses[wave] = np.where(is_finite, losses, math.nan)
+        return replace(self, outcome=outcome, losses=all_losses)
+
+    def closed_s(self, policy: StragglerPolicy) -> float:
+        """Return when the round closed: seconds after the broadcast."""
+        reported = np.flatnonzero(self.outcome == _REPORTED)
+        if len(reported) == policy.num_wanted:
+            return float(self.durations_s[reported[-1]])
+        settled_s = self.durations_s[self.outcome != _TOO_LATE]
+        if len(settled_s) < len(self.outcome) and math.isfinite(policy.deadline_s):
+            return policy.deadline_s
+        return float(settled_s[-1]) if len(settled_s) else 0.0
+
+    def participations(self, policy: StragglerPolicy) -> tuple[Participation, ...]:
+        """Return what became of each client, in order of arrival.
+
+        A client that would have failed after the close of the round is merely late.
+        """
+        closed_s = self.closed_s(policy)
+        return tuple(
+            _participation(ClientId(client_id), outcome, duration_s, num_examples, loss, closed_s)
+            for client_id, outcome, duration_s, num_examples, loss in zip(
+                self.client_ids.tolist(),
+                self.outcome.tolist(),
+                self.durations_s.tolist(),
+                self.num_examples.tolist(),
+                self.losses.tolist(),
+                strict=True,
+            )
+        )
+
+
+def _participation(
+    client_id: ClientId,
+    outcome: int,
+    duration_s: float,
+    num_examples: int,
+    loss: float,
+    closed_s: float,
+) -> Participation:
+    if outcome == _REPORTED:
+        return Participation(client_id, Status.REPORTED, duration_s, num_examples, loss, "")
+    if outcome in (_DROPPED, _UNSOUND) and duration_s <= closed_s:
+        reason = DROPPED_OUT if outcome == _DROPPED else NOT_FINITE
+        return Participation(client_id, Status.FAILED, duration_s, 0, math.nan, reason)
+    return Participation(client_id, Status.LATE, duration_s, 0, math.nan, "")

