@@ -742,10 +742,8 @@ class Config(Section):
         }
         for key, value in watched.items():
             if value is not None and self.evaluation.every_rounds == 0:
-                text = f"is {value}, but nothing is evaluated before the end; "
-                yield Problem(
-                    (key, "evaluation.every_rounds"), f"{text}raise evaluation.every_rounds"
-                )
+                text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
+                yield Problem((key, "evaluation.every_rounds"), text)
 
     def _too_few_clients(self) -> Iterator[Problem]:
         wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports
@@ -825,7 +823,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
 
     Example:
         >>> load(None, overrides=["client.epochs=3", "algorithm.name=fedprox"]).algorithm
-        FedProxAlgorithm(weight_by_examples=True, name='fedprox', proximal=0.01)
+        FedProxAlgorithm(name='fedprox', weight_by_examples=True, proximal=0.01)
     """
     file = None if path is None else Path(path)
     raw, lines = ({}, {}) if file is None else _read(file)
@@ -943,15 +941,25 @@ class _Sources:
         return _Complaint(order, f"{place}: {_dotted(keys[0])}: {text}")
 
     def _place(self, keys: Sequence[Key]) -> tuple[tuple[float, int], str]:
-        for key in keys:
-            for index, override in reversed(tuple(enumerate(self.overrides))):
-                if key[: len(override.path)] == override.path:
-                    return (math.inf, index), f"--set {_redacted(override.text)}"
+        """Return the override or the line that set one of ``keys``, or the nearest to it."""
         parents = [keys[0][:depth] for depth in reversed(range(1, len(keys[0])))]
-        for key in (*keys, *parents):
-            if key in self.lines:
-                return (self.lines[key], 0), f"{self.name}:{self.lines[key]}"
+        lines = [key for key in keys if key in self.lines]
+        setting = [self._override(key, inside=False) for key in keys]
+        inside = [] if lines else [self._override(key, inside=True) for key in keys]
+        for index in (*setting, *inside):
+            if index is not None:
+                return (math.inf, index), f"--set {_redacted(self.overrides[index].text)}"
+        for key in (*lines, *(parent for parent in parents if parent in self.lines)):
+            return (self.lines[key], 0), f"{self.name}:{self.lines[key]}"
         return (0, 0), self.name
+
+    def _override(self, key: Key, *, inside: bool) -> int | None:
+        """Return the last override of ``key`` or a table around it, or else inside it."""
+        for index in reversed(range(len(self.overrides))):
+            path = self.overrides[index].path
+            if (path[: len(key)] == key) if inside else (key[: len(path)] == path):
+                return index
+        return None
 
 
 def _checked(raw: dict[str, Any], sources: _Sources, complaints: Sequence[_Complaint]) -> "Config":
@@ -1018,8 +1026,8 @@ _NOUNS = {
 
 def _options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the alternatives of a JSON schema, constants one by one."""
-    constants = [{"const": value} for value in schema.get("enum", ())]
-    options = schema.get("anyOf") or constants or [schema]
+    constants: list[Mapping[str, Any]] = [{"const": value} for value in schema.get("enum", ())]
+    options: Sequence[Mapping[str, Any]] = schema.get("anyOf") or constants or [schema]
     return [option for option in options if option.get("type") != "null"]
 
 
@@ -1069,12 +1077,13 @@ class _Spot(NamedTuple):
             if chosen:
                 spot = spot._replace(members=tuple(chosen))
             elif spot.members:
-                spot = spot._child(str(part))
+                spot = spot.child(str(part))
             else:
                 break
         return spot
 
-    def _child(self, key: str) -> "_Spot":
+    def child(self, key: str) -> "_Spot":
+        """Return the place of ``key`` in this table."""
         owner = self.members[0]
         path, info = (*self.path, key), owner.model_fields.get(key)
         if info is None:
@@ -1316,7 +1325,8 @@ def _with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[
         return table | {key: value}
     inner = table.get(key, {})
     if not isinstance(inner, dict):
-        raise ValueError(f"{key} is {_shown(inner)} and not a table; remove one of the two")
+        text = f"{key} is {_shown(inner)} and not a table; remove one of the two"
+        raise ValueError(text)  # noqa: TRY004  what is wrong is the text of an override
     return table | {key: _with_value(inner, rest, value)}
 
 
@@ -1332,13 +1342,13 @@ def _toml_or_text(text: str) -> Any:  # Any: what TOML can hold
 
 
 def key_lines(text: str) -> Mapping[Key, int]:
-    """Return the line, from 1, on which each table, key and array element first stands.
+    r"""Return the line, from 1, on which each table, key and array element first stands.
 
     Args:
         text: Valid TOML, as :mod:`tomllib` accepts it; it tells values but not places.
 
     Example:
-        >>> key_lines("seed = 1\\n[client]\\nepochs = 2")
+        >>> key_lines("seed = 1\n[client]\nepochs = 2")
         {('seed',): 1, ('client',): 2, ('client', 'epochs'): 3}
     """
     scanner = _Scanner(text.replace("\r\n", "\n"))

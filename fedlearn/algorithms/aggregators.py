@@ -14,6 +14,7 @@ from torch import Tensor
 from fedlearn.core.collecting import Block
 from fedlearn.core.params import Layout
 
+
 class Summable(Protocol):
     """A state whose merge is a sum, so that an all-reduce merges it over processes."""
 

@@ -131,15 +131,15 @@ class LocalSgd:
         """
         directions = list(grads)
         if self.weight_decay:
-            torch._foreach_add_(directions, list(params), alpha=self.weight_decay)  # noqa: SLF001
+            torch._foreach_add_(directions, list(params), alpha=self.weight_decay)
         if self.proximal:
             pull = torch._foreach_sub(list(params), list(anchor))  # noqa: SLF001
-            torch._foreach_add_(directions, pull, alpha=self.proximal)  # noqa: SLF001
+            torch._foreach_add_(directions, pull, alpha=self.proximal)
         if self.momentum:
-            torch._foreach_mul_(list(velocity), self.momentum)  # noqa: SLF001
-            torch._foreach_add_(list(velocity), directions)  # noqa: SLF001
+            torch._foreach_mul_(list(velocity), self.momentum)
+            torch._foreach_add_(list(velocity), directions)
             directions = list(velocity)
-        torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)  # noqa: SLF001
+        torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)
 
 
 ScalarT = TypeVar("ScalarT", int, float, bool)

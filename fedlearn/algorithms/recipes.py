@@ -15,6 +15,7 @@ from fedlearn.algorithms.server_optimizers import (
     ServerSgd,
 )
 
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """A federated algorithm as its three pieces.
@@ -69,22 +70,14 @@ def FedAvgM(
     )
 
 
-def FedSGD(*, server_learning_rate: float, weight_by_examples: bool = True) -> Algorithm:
+def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorithm:
     """Return federated SGD: one step by the mean of the clients' full-batch gradients.
-
-    A client's delta is minus its gradient (one full-batch step at rate 1), so the learning
-    rate is the server's.
 
     References:
         McMahan et al., 2017, as above, section 2 (E = 1, B = infinity).
     """
-    gradient = LocalSgd(epochs=1, batch_size=None, learning_rate=1.0, shuffle=False)
-    return FedAvgM(
-        gradient,
-        server_learning_rate=server_learning_rate,
-        server_momentum=0.0,
-        weight_by_examples=weight_by_examples,
-    )
+    gradient_step = LocalSgd(epochs=1, batch_size=None, learning_rate=learning_rate, shuffle=False)
+    return FedAvg(gradient_step, weight_by_examples=weight_by_examples)
 
 
 def FedProx(local: LocalSgd, *, proximal: float, weight_by_examples: bool = True) -> Algorithm:
@@ -127,7 +120,12 @@ def FedAdaptive(
 
 
 def FedAdagrad(
-    local: LocalSgd, *, server_learning_rate: float, beta_1: float, tau: float
+    local: LocalSgd,
+    *,
+    server_learning_rate: float,
+    beta_1: float,
+    tau: float,
+    weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedAdagrad: the second moment is the sum of squared deltas."""
     return FedAdaptive(
@@ -137,11 +135,18 @@ def FedAdagrad(
         beta_1=beta_1,
         beta_2=0.0,
         tau=tau,
+        weight_by_examples=weight_by_examples,
     )
 
 
 def FedAdam(
-    local: LocalSgd, *, server_learning_rate: float, beta_1: float, beta_2: float, tau: float
+    local: LocalSgd,
+    *,
+    server_learning_rate: float,
+    beta_1: float,
+    beta_2: float,
+    tau: float,
+    weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedAdam: the second moment is an exponential mean of squared deltas."""
     return FedAdaptive(
@@ -151,11 +156,18 @@ def FedAdam(
         beta_1=beta_1,
         beta_2=beta_2,
         tau=tau,
+        weight_by_examples=weight_by_examples,
     )
 
 
 def FedYogi(
-    local: LocalSgd, *, server_learning_rate: float, beta_1: float, beta_2: float, tau: float
+    local: LocalSgd,
+    *,
+    server_learning_rate: float,
+    beta_1: float,
+    beta_2: float,
+    tau: float,
+    weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedYogi: the second moment moves additively, so it forgets more slowly."""
     return FedAdaptive(
@@ -165,4 +177,5 @@ def FedYogi(
         beta_1=beta_1,
         beta_2=beta_2,
         tau=tau,
+        weight_by_examples=weight_by_examples,
     )

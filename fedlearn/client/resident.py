@@ -24,9 +24,6 @@ from fedlearn.client.keyed_dropout import (
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 
-#: Examples evaluated at a time; bounds memory, changes nothing else.
-EVALUATION_BATCH = 4096
-
 
 class Precision(StrEnum):
     """In which precision the forward and backward pass compute; parameters stay float32."""
@@ -148,13 +145,18 @@ class ResidentModel:
             return self._objective.losses(self.module(features), labels).mean()
 
     @torch.no_grad()
-    def measure(self, params: Params, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the loss and each metric of every example, in evaluation mode: shape [N]."""
+    def measure(
+        self, params: Params, features: Tensor, labels: Tensor, *, batch_size: int
+    ) -> dict[str, Tensor]:
+        """Return the loss and each metric of every example, in evaluation mode: shape [N].
+
+        ``batch_size`` bounds memory and changes nothing else.
+        """
         self.load(params)
         self.module.eval()
         parts: dict[str, list[Tensor]] = {}
-        for start in range(0, max(1, len(labels)), EVALUATION_BATCH):
-            part = slice(start, start + EVALUATION_BATCH)
+        for start in range(0, max(1, len(labels)), batch_size):
+            part = slice(start, start + batch_size)
             outputs, targets = self.module(features[part]), labels[part]
             parts.setdefault("loss", []).append(self._objective.losses(outputs, targets))
             for name, values in self._objective.metrics(outputs, targets).items():

@@ -11,6 +11,9 @@ from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
 
+#: Examples evaluated at a time; bounds memory, changes nothing else.
+_EVALUATION_BATCH = 1024
+
 
 class TorchTrainer:
     """Trains a torch module on one client's tensors as the coordinator asks.
@@ -73,7 +76,9 @@ class TorchTrainer:
 
     def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
         """Return the loss and metrics of the model in ``tensors`` on the examples."""
-        values = self._model.measure(self._params(tensors), self._features, self._labels)
+        values = self._model.measure(
+            self._params(tensors), self._features, self._labels, batch_size=_EVALUATION_BATCH
+        )
         means = {name: float(each.mean(dtype=torch.float64)) for name, each in values.items()}
         return LocalEvaluation(num_examples=len(self._labels), metrics=means)
 

@@ -112,13 +112,5 @@ class RunStore(Protocol):
             StoreError: It could not be written; the last commit still stands.
         """
 
-    def load(self) -> Checkpoint | None:
-        """Return the last committed checkpoint, or ``None`` before the first.
-
-        Raises:
-            CorruptCheckpoint: Its bytes are not those that were committed.
-            NewerStore: A later version of fedlearn wrote it.
-        """
-
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended."""

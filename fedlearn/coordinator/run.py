@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.coordinator.evaluation import Evaluator
 from fedlearn.coordinator.records import (
     Checkpoint,
@@ -27,7 +28,6 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collected, Status
 from fedlearn.core.messages import Scalar
 from fedlearn.core.params import Params
-from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.errors import TooFewReports
 
 StateT = TypeVar("StateT")
@@ -122,14 +122,20 @@ class RunPlan(Generic[StateT]):
 
 
 def train(
-    plan: RunPlan[StateT], params: Params, *, store: RunStore, progress: Progress
+    plan: RunPlan[StateT],
+    params: Params,
+    *,
+    checkpoint: Checkpoint | None,
+    store: RunStore,
+    progress: Progress,
 ) -> RunState:
     """Run rounds until none is due and return the final state.
 
     Args:
         plan: The pieces.
-        params: The initial model; unused if the store holds a checkpoint.
-        store: Where the run lives; its last commit is where it goes on.
+        params: The initial model; only its shape matters when there is a checkpoint.
+        checkpoint: Where the run goes on; ``None`` begins it.
+        store: Where the run lives.
         progress: Told of each finished round.
 
     Raises:
@@ -137,7 +143,6 @@ def train(
         CohortTooSmall: Fewer clients are available than a round asks.
         StoreError: The run could not be made durable; its last commit still stands.
     """
-    checkpoint = store.load()
     if checkpoint is None:
         state = _initial(plan, params)
         store.commit(_checkpoint(state, plan))

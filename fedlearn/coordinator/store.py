@@ -561,12 +561,9 @@ def _explained(engine: Engine) -> Iterator[None]:
     """Turn errors of the database's driver and of the disk into errors with a remedy."""
     try:
         yield
-    except IntegrityError as error:
-        raise StoreError(
-            f"{engine.url!r}: {error.orig}; another process writes the same run: stop one of them"
-        ) from error
     except DBAPIError as error:
-        raise StoreError(f"{engine.url!r}: {error.orig}; {_remedy(error)}") from error
+        what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
+        raise StoreError(f"{engine.url!r}: {what}; {_remedy(error)}") from error
     except OSError as error:
         raise StoreError(
             f"{error.filename}: {error.strerror}; free some space, or make it writable"
@@ -574,6 +571,8 @@ def _explained(engine: Engine) -> Iterator[None]:
 
 
 def _remedy(error: DBAPIError) -> str:
+    if isinstance(error, IntegrityError):
+        return "another process writes the same run: stop one of them"
     code = getattr(error.orig, "sqlite_errorname", None)  # only errors of the library have one
     if code is None:
         return "check that the server runs and that the URL names a database this user may write"

@@ -33,7 +33,10 @@ CodeT = TypeVar("CodeT", bound=StrEnum)
 
 
 class Real(TypeDecorator[float]):
-    """A double; NaN is stored as NULL, which is what SQLite would turn it into."""
+    """A double; NaN is stored as NULL, which is what SQLite would turn it into.
+
+    SQLite also forgets the sign of zero.
+    """
 
     impl = Double
     cache_ok = True

@@ -106,9 +106,7 @@ class Collector(Protocol[StateT_co]):
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
 
-    def collect(
-        self, cohort: Sequence[ClientId], request: RoundRequest
-    ) -> Collected[StateT_co]:
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT_co]:
         """Return what was aggregated, who took part, and who failed and why."""
 
     def state_tensors(self) -> Mapping[str, Tensor]:

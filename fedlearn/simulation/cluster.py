@@ -48,6 +48,9 @@ class Cluster(Protocol):
             EngineError: Another process is gone.
         """
 
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        """Return, in every process, the value that rank 0 has."""
+
 
 @dataclass(frozen=True)
 class Alone:
@@ -58,6 +61,11 @@ class Alone:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Leave the tensors as they are: the sum over one process."""
+
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        """Return the value."""
+        assert value is not None  # rank 0 has one
+        return value
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,14 @@ class ProcessGroup:
                 "the run resumes from its last commit with `fedlearn resume`"
             ) from error
 
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        """Return rank 0's value; it travels pickled, among processes of one user."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        received = box[0]
+        assert received is not None  # rank 0 has one
+        return received
+
 
 def launch(
     body: Callable[[Cluster], ResultT], *, num_workers: int, environment: Mapping[str, str]
@@ -110,6 +126,11 @@ def launch(
 def under_torchrun(environment: Mapping[str, str]) -> int | None:
     """Return the number of processes that torchrun has started, or ``None`` without it."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """Return which process of its machine torchrun made this one; 0 without torchrun."""
+    return int(environment.get("LOCAL_RANK", "0"))
 
 
 def _joined(body: Callable[[Cluster], ResultT]) -> ResultT:
@@ -182,9 +203,12 @@ def _group(rank: int, num_workers: int, meeting: Path) -> Iterator[None]:
     """Join the group over loopback; every forked worker is on this machine."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(meeting), num_workers)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=num_workers, timeout=_TIMEOUT
+        "gloo",
+        init_method=meeting.as_uri(),
+        rank=rank,
+        world_size=num_workers,
+        timeout=_TIMEOUT,
     )
     if before is None:
         del os.environ["GLOO_SOCKET_IFNAME"]

@@ -22,12 +22,12 @@ from fedlearn.core.collecting import Block, Collected, RoundRequest
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.behaviour import ClientBehaviour
-from fedlearn.simulation.cluster import Alone, Cluster
-from fedlearn.simulation.executors.base import Executor, Work
+from fedlearn.simulation.cluster import Cluster
+from fedlearn.simulation.executors.base import Executor, Trained
 from fedlearn.simulation.kept import KeptVelocities
 from fedlearn.simulation.population import Population
-from fedlearn.simulation.schedule import schedule
 from fedlearn.simulation.timeline import Timeline
+from fedlearn.simulation.work import work_of
 
 StateT = TypeVar("StateT", bound=Summable)
 
@@ -128,57 +128,47 @@ class Engine(Generic[StateT]):
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         for start in range(0, len(mine), self.block_size):
             block = mine[start : start + self.block_size]
-            state = self._fold(state, client_ids[block], request, local, report, block)
+            trained = self._train_block(client_ids[block], request, local)
+            is_finite = finite_rows(trained.deltas_KP)
+            report[0, block], report[1, block] = trained.losses_K, is_finite
+            state = self._fold(state, client_ids[block], trained.deltas_KP, is_finite)
         shared = torch.from_numpy(report)
         self.cluster.all_reduce([*state.tensors(), shared])
         if local.keep_momentum:
             self.kept.share(client_ids, params, self.cluster, mine=mine)
         return _Wave(state=state, losses=report[0], is_finite=report[1] > 0.0)
 
-    def _fold(
-        self,
-        state: StateT,
-        client_ids: NDArray[np.int64],
-        request: RoundRequest,
-        local: LocalSgd,
-        report: NDArray[np.float64],
-        block: NDArray[np.int64],
-    ) -> StateT:
-        """Train one block, note its losses in ``report``, and fold the sound deltas in."""
-        rows, vector = self.population.load(client_ids), request.params.vector
-        seed = Seed(request.seed)
-        work = Work(
+    def _train_block(
+        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
+    ) -> Trained:
+        work = work_of(
+            self.population,
+            client_ids,
             params=request.params,
             local=local,
-            client_ids=client_ids,
-            features=rows.features,
-            labels=rows.labels,
-            schedule=schedule(
-                local,
-                rows,
-                client_ids,
-                round_num=request.round_num,
-                seed=seed,
-                dtype=vector.dtype,
-                device=vector.device,
-            ),
             round_num=request.round_num,
-            seed=seed,
+            seed=Seed(request.seed),
             velocity_KQ=self.kept.rows(client_ids, request.params, local),
         )
         trained = self.executor.train(work)
         self.kept.keep(client_ids, trained.velocity_KQ)
-        is_finite = finite_rows(trained.deltas_KP)
-        report[0, block], report[1, block] = trained.losses_K, is_finite
-        deltas_BP, num_examples = trained.deltas_KP, np.diff(rows.offsets)
+        return trained
+
+    def _fold(
+        self,
+        state: StateT,
+        client_ids: NDArray[np.int64],
+        deltas_BP: Tensor,
+        is_finite: NDArray[np.bool_],
+    ) -> StateT:
+        """Fold the sound rows in; the others are quarantined."""
         if not is_finite.all():
-            deltas_BP, num_examples = deltas_BP[is_finite.tolist()], num_examples[is_finite]
-        if not len(num_examples):
+            client_ids, deltas_BP = client_ids[is_finite], deltas_BP[is_finite.tolist()]
+        if not len(client_ids):
             return state
-        num_examples_B = torch.from_numpy(num_examples).to(vector)
-        return self.aggregator.accumulate(
-            state, Block(deltas_BP, self.aggregator.weigh(num_examples_B))
-        )
+        num_examples_B = torch.from_numpy(self.population.num_examples(client_ids))
+        weights_B = self.aggregator.weigh(num_examples_B.to(deltas_BP))
+        return self.aggregator.accumulate(state, Block(deltas_BP, weights_B))
 
 
 @dataclass(frozen=True)
@@ -215,6 +205,7 @@ def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
     Longest processing time first: each client goes to the worker with least to do.
 
     Example:
+        >>> from fedlearn.simulation.cluster import Alone
         >>> deal(np.array([1, 5, 2, 4]), Alone()).tolist()
         [1, 3, 2, 0]
 

@@ -27,19 +27,23 @@ class CentralEvaluator:
         model: What computes.
         features: Shape [N, ...].
         labels: Shape [N, ...].
+        batch_size: Examples at a time.
         cluster: The workers.
     """
 
     model: ResidentModel
     features: Tensor
     labels: Tensor
+    batch_size: int
     cluster: Cluster
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
         """Return the mean ``loss`` and the mean of each metric."""
         cut = np.linspace(0, len(self.labels), self.cluster.world_size + 1).astype(int)
         mine = slice(cut[self.cluster.rank], cut[self.cluster.rank + 1])
-        values = self.model.measure(params, self.features[mine], self.labels[mine])
+        values = self.model.measure(
+            params, self.features[mine], self.labels[mine], batch_size=self.batch_size
+        )
         sums = torch.stack([each.sum(dtype=torch.float64) for each in values.values()]).cpu()
         self.cluster.all_reduce([sums])
         means = (sums / len(self.labels)).tolist()
@@ -54,6 +58,7 @@ class ClientEvaluator:
         model: What computes.
         population: The clients.
         num_clients: How many are measured, the same every time.
+        batch_size: Examples at a time.
         cluster: The workers.
         seed: Chooses the sample.
     """
@@ -61,6 +66,7 @@ class ClientEvaluator:
     model: ResidentModel
     population: Population
     num_clients: int
+    batch_size: int
     cluster: Cluster
     seed: Seed
 
@@ -84,9 +90,9 @@ class ClientEvaluator:
     ) -> dict[str, NDArray[np.float64]]:
         rows = self.population.load(client_ids)
         index = torch.from_numpy(rows.rows).to(rows.features.device)
-        values = self.model.measure(
-            params, rows.features.index_select(0, index), rows.labels.index_select(0, index)
-        )
+        features = rows.features.index_select(0, index).to(params.vector.device)
+        labels = rows.labels.index_select(0, index).to(params.vector.device)
+        values = self.model.measure(params, features, labels, batch_size=self.batch_size)
         owner = np.repeat(np.arange(len(client_ids)), np.diff(rows.offsets))
         return {
             name: np.bincount(owner, each.double().cpu().numpy(), minlength=len(client_ids))

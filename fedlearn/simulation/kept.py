@@ -27,9 +27,7 @@ class KeptVelocities:
 
     by_client: dict[int, Tensor] = field(default_factory=dict)
 
-    def rows(
-        self, client_ids: NDArray[np.int64], params: Params, local: LocalSgd
-    ) -> Tensor | None:
+    def rows(self, client_ids: NDArray[np.int64], params: Params, local: LocalSgd) -> Tensor | None:
         """Return the clients' velocities as rows, zero where there is none yet: [K, Q].
 
         ``None`` where the update rule keeps nothing.

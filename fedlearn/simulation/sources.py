@@ -87,7 +87,7 @@ def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
     pixels, classes = load_digits(return_X_y=True)
     features = torch.from_numpy(pixels / 16.0).float()
     labels = torch.from_numpy(classes).long()
-    held_out = torch.from_numpy(_held_out(labels.numpy(), fraction=test_fraction, seed=seed))
+    held_out = torch.from_numpy(held_out(labels.numpy(), fraction=test_fraction, seed=seed))
     if not held_out.any() or held_out.all():
         raise ValueError(f"test_fraction {test_fraction} leaves one part empty; take about 0.2")
     train, test = (
@@ -97,7 +97,7 @@ def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
     return TrainTest(train=train, test=test)
 
 
-def _held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArray[np.bool_]:
+def held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArray[np.bool_]:
     """Return a mask with the fraction of every class, to the nearest example."""
     keys = seed.derive("test split").hash(np.arange(labels.size))
     order = np.lexsort((keys, labels))

@@ -92,30 +92,30 @@ class Timeline:
         A client that would have failed after the close of the round is merely late.
         """
         closed_s = self.closed_s(policy)
-        return tuple(
-            _participation(ClientId(client_id), outcome, duration_s, num_examples, loss, closed_s)
-            for client_id, outcome, duration_s, num_examples, loss in zip(
-                self.client_ids.tolist(),
-                self.outcome.tolist(),
-                self.durations_s.tolist(),
-                self.num_examples.tolist(),
-                self.losses.tolist(),
-                strict=True,
-            )
+        rows = zip(
+            self.client_ids.tolist(),
+            self.outcome.tolist(),
+            self.durations_s.tolist(),
+            self.num_examples.tolist(),
+            self.losses.tolist(),
+            strict=True,
         )
+        return tuple(_participation(*row, closed_s=closed_s) for row in rows)
 
 
 def _participation(
-    client_id: ClientId,
+    client_id: int,
     outcome: int,
     duration_s: float,
     num_examples: int,
     loss: float,
+    *,
     closed_s: float,
 ) -> Participation:
+    who = ClientId(client_id)
     if outcome == _REPORTED:
-        return Participation(client_id, Status.REPORTED, duration_s, num_examples, loss, "")
+        return Participation(who, Status.REPORTED, duration_s, num_examples, loss, "")
     if outcome in (_DROPPED, _UNSOUND) and duration_s <= closed_s:
         reason = DROPPED_OUT if outcome == _DROPPED else NOT_FINITE
-        return Participation(client_id, Status.FAILED, duration_s, 0, math.nan, reason)
-    return Participation(client_id, Status.LATE, duration_s, 0, math.nan, "")
+        return Participation(who, Status.FAILED, duration_s, 0, math.nan, reason)
+    return Participation(who, Status.LATE, duration_s, 0, math.nan, "")

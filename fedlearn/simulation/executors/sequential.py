@@ -51,7 +51,7 @@ class SequentialExecutor:
             return []
         velocity = self._model.new_velocity()
         if work.velocity_KQ is not None:
-            parts = work.velocity_KQ[client].split([value.numel() for value in velocity])
+            parts = torch.split(work.velocity_KQ[client], [value.numel() for value in velocity])
             for value, part in zip(velocity, parts, strict=True):
                 value.copy_(part.view_as(value))
         return velocity

@@ -1,0 +1,271 @@
+"""From the pieces of a simulation to a plan that runs: device, workers, executor, evaluators."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.build import Simulation
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.coordinator.collection import PlainCollector
+from fedlearn.coordinator.evaluation import Evaluator, Evaluators
+from fedlearn.coordinator.round import RoundPlan
+from fedlearn.coordinator.run import EarlyStopping, RunPlan
+from fedlearn.core.clock import Clock
+from fedlearn.core.collecting import Collector
+from fedlearn.core.params import Params
+from fedlearn.errors import EngineError
+from fedlearn.simulation.choice import (
+    Choice,
+    ExecutorKind,
+    Job,
+    ProbeCache,
+    choose,
+    make_executor,
+    require,
+)
+from fedlearn.simulation.cluster import Cluster, local_rank, under_torchrun
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.evaluation import CentralEvaluator, ClientEvaluator
+from fedlearn.simulation.executors.fused import preferred_block
+from fedlearn.simulation.sessions import session_channel
+
+#: A job of fewer floating-point operations is done before a second worker has started.
+_SMALL_JOB_FLOP = 2e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A simulation whose engine settings are all concrete, and what was decided why.
+
+    Attributes:
+        simulation: With the settings in its configuration.
+        notes: For the user to read: device, workers, executor.
+    """
+
+    simulation: Simulation
+    notes: tuple[str, ...]
+
+
+def resolve(
+    simulation: Simulation, *, clock: Clock, environ: Mapping[str, str], cache_dir: Path
+) -> Resolved:
+    """Replace every ``auto`` of the engine's settings by a decision.
+
+    Args:
+        simulation: The pieces.
+        clock: Real time, for the probe.
+        environ: Tells whether torchrun has started workers.
+        cache_dir: Where probes are remembered.
+
+    Raises:
+        EngineError: The engine cannot do what the configuration asks.
+    """
+    engine = simulation.config.engine
+    device = _device(engine.device)
+    num_workers, why_workers = _num_workers(simulation, device, environ)
+    choice = _executor(simulation, device, num_workers, clock, ProbeCache(cache_dir))
+    settings = engine.model_copy(
+        update={
+            "device": device.type,
+            "num_workers": num_workers,
+            "executor": choice.kind.value,
+            "block_size": choice.block_size,
+        }
+    )
+    config = simulation.config.model_copy(update={"engine": settings})
+    notes = (
+        f"device {device.type}, {num_workers} worker{'s' if num_workers > 1 else ''}: {why_workers}",
+        f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
+    )
+    return Resolved(simulation=replace(simulation, config=config), notes=notes)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'
+        )
+    has_gpu = name != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if has_gpu else "cpu")
+
+
+def _num_workers(
+    simulation: Simulation, device: torch.device, environ: Mapping[str, str]
+) -> tuple[int, str]:
+    config = simulation.config
+    asked, started = config.engine.num_workers, under_torchrun(environ)
+    if started is not None:
+        if asked not in ("auto", started):
+            raise EngineError(
+                f"engine.num_workers is {asked}, but torchrun has started {started} processes; "
+                "leave it out"
+            )
+        return started, "started by torchrun"
+    if asked != "auto":
+        return asked, "as configured"
+    if config.engine.transport == "memory":
+        return 1, "sessions in this process"
+    if device.type == "cuda":
+        return 1, "one GPU; torchrun spreads a run over several"
+    num_cores = os.cpu_count() or 1
+    if _job_flop(simulation) < _SMALL_JOB_FLOP:
+        return 1, "the job is small"
+    return min(num_cores, config.cohort.num_wanted), "one a core"
+
+
+def _job_flop(simulation: Simulation) -> float:
+    """Return the floating-point operations of all local training, for dense layers."""
+    config, population = simulation.config, simulation.data.population
+    sample = torch.arange(min(64, population.num_clients)).numpy()
+    examples = float(population.num_examples(sample).mean()) * simulation.algorithm.local.epochs
+    size = Params.of(simulation.make_model()).layout.size
+    return 6.0 * size * examples * config.cohort.num_wanted * config.num_rounds
+
+
+def _executor(
+    simulation: Simulation,
+    device: torch.device,
+    num_workers: int,
+    clock: Clock,
+    cache: ProbeCache,
+) -> Choice:
+    engine = simulation.config.engine
+    if engine.transport == "memory":
+        reason = "real client sessions train one at a time"
+        return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
+    job = job_of(simulation, initial_params(simulation, device), num_workers)
+    if engine.executor == "auto":
+        choice = choose(job, clock=clock, cache=cache)
+    else:
+        kind = ExecutorKind(engine.executor)
+        block_size = preferred_block(job.params.layout)
+        choice = Choice(kind=kind, block_size=block_size, reason=require(job, kind))
+    if engine.block_size != "auto":
+        return replace(choice, block_size=engine.block_size)
+    share = -(-simulation.config.cohort.num_wanted // num_workers)
+    return replace(choice, block_size=min(choice.block_size, share))
+
+
+def initial_params(simulation: Simulation, device: torch.device) -> Params:
+    """Return the global model before the first round: a function of the seed alone."""
+    generator_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generator_devices):
+        torch.manual_seed(simulation.seed.derive("model").value)
+        params = Params.of(simulation.make_model())
+    constants = {name: value.to(device) for name, value in params.constants.items()}
+    return Params(params.layout, params.vector.to(device), constants)
+
+
+def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
+    """Return what the executor is chosen by and made for."""
+    config = simulation.config
+    return Job(
+        make_model=simulation.make_model,
+        objective=simulation.objective,
+        local=simulation.algorithm.local,
+        population=simulation.data.population,
+        params=params,
+        precision=Precision(config.engine.precision),
+        num_clients=config.cohort.num_wanted * config.num_rounds // num_workers,
+        seed=simulation.seed,
+    )
+
+
+def worker_device(simulation: Simulation, environ: Mapping[str, str]) -> torch.device:
+    """Return the device of this process: under torchrun each has a GPU of its own."""
+    name = simulation.config.engine.device
+    return torch.device(name, local_rank(environ)) if name == "cuda" else torch.device(name)
+
+
+def assemble(
+    simulation: Simulation, cluster: Cluster, *, device: torch.device, clock: Clock
+) -> tuple[RunPlan[WeightedSum], Params]:
+    """Return the plan of a run in this process, and the initial model.
+
+    Args:
+        simulation: Resolved: no setting of the engine is ``auto``.
+        cluster: The processes that share the work.
+        device: This process's.
+        clock: Real time.
+    """
+    config, params = simulation.config, initial_params(simulation, device)
+    job = job_of(simulation, params, cluster.world_size)
+    model = job.resident_model()
+    policy, stopping = config.straggler_policy(), config.early_stopping
+    round_plan = RoundPlan(
+        sampler=simulation.sampler,
+        policy=policy,
+        collector=_collector(simulation, job, model, cluster),
+        local=simulation.algorithm.local,
+        aggregator=simulation.algorithm.aggregator,
+        server_optimizer=simulation.algorithm.server_optimizer,
+        seed=simulation.seed,
+    )
+    plan = RunPlan(
+        round=round_plan,
+        evaluator=_evaluator(simulation, model, cluster, device),
+        evaluate_every=config.evaluation.every_rounds,
+        early_stopping=EarlyStopping(
+            metric=stopping.metric,
+            patience_rounds=stopping.patience_rounds,
+            min_improvement=stopping.min_improvement,
+            target=stopping.target,
+        ),
+        num_rounds=config.num_rounds,
+        checkpoint_every_s=config.store.checkpoint_every_s,
+        clock=clock,
+    )
+    return plan, params
+
+
+def _collector(
+    simulation: Simulation, job: Job, model: ResidentModel, cluster: Cluster
+) -> Collector[WeightedSum]:
+    config, aggregator = simulation.config, simulation.algorithm.aggregator
+    policy, population = config.straggler_policy(), simulation.data.population
+    if config.engine.transport == "memory":
+        channel = session_channel(population, simulation.behaviour, model)
+        return PlainCollector(channel=channel, aggregator=aggregator, policy=policy)
+    block_size = config.engine.block_size
+    assert isinstance(block_size, int)  # resolved
+    return Engine(
+        population=population,
+        behaviour=simulation.behaviour,
+        executor=make_executor(job, ExecutorKind(config.engine.executor)),
+        aggregator=aggregator,
+        policy=policy,
+        cluster=cluster,
+        block_size=block_size,
+    )
+
+
+def _evaluator(
+    simulation: Simulation, model: ResidentModel, cluster: Cluster, device: torch.device
+) -> Evaluator:
+    data, settings = simulation.data, simulation.config.evaluation
+    parts: list[Evaluator] = [
+        CentralEvaluator(
+            model=model,
+            features=data.test.features.to(device),
+            labels=data.test.labels.to(device),
+            batch_size=settings.batch_size,
+            cluster=cluster,
+        )
+    ]
+    num_clients = min(settings.clients, data.population.num_clients)
+    if num_clients:
+        parts.append(
+            ClientEvaluator(
+                model=model,
+                population=data.population,
+                num_clients=num_clients,
+                batch_size=settings.batch_size,
+                cluster=cluster,
+                seed=simulation.seed,
+            )
+        )
+    return Evaluators(parts)

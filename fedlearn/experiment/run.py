@@ -1,0 +1,103 @@
+"""A run as its user sees it: history, curves, report, model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fedlearn.coordinator.records import RoundRecord, RunRecord
+from fedlearn.coordinator.store import Database, StoredRun
+from fedlearn.core.params import Params
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.plot import plot
+from fedlearn.experiment.report import report
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in its store.
+
+    Attributes:
+        stored: Its durable record.
+        make_model: Builds its network; ``None`` if the caller has to say.
+    """
+
+    stored: StoredRun
+    make_model: Callable[[], nn.Module] | None
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.stored.name
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.stored.path
+
+    @property
+    def record(self) -> RunRecord:
+        """Its status, configuration and versions."""
+        return self.stored.record
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        """All finished rounds, in order."""
+        return self.stored.rounds()
+
+    def plot(self, path: Path | str | None = None) -> Path:
+        """Draw the curves as PNG and return the file, ``curves.png`` in the run's folder."""
+        target = self.path / "curves.png" if path is None else Path(path)
+        return plot([(self.record, self.history)], target)
+
+    def report(self, path: Path | str | None = None) -> Path:
+        """Write one self-contained HTML file, ``report.html`` in the run's folder."""
+        target = self.path / "report.html" if path is None else Path(path)
+        return report(self.record, self.history, target)
+
+    def weights(self, *, best: bool = True) -> dict[str, Tensor]:
+        """Return the tensors of the best model, or of the last.
+
+        Raises:
+            StoreError: There is no checkpoint, or it is damaged.
+        """
+        if best:
+            return self.stored.load_best()
+        checkpoint = self.stored.load()
+        tensors = {} if checkpoint is None else checkpoint.tensors
+        return {
+            name.removeprefix("params/"): value
+            for name, value in tensors.items()
+            if name.startswith("params/")
+        }
+
+    def load_model(
+        self, make_model: Callable[[], nn.Module] | None = None, *, best: bool = True
+    ) -> nn.Module:
+        """Return the trained network in evaluation mode: the best, or the last.
+
+        Raises:
+            ConfigError: Nobody says how the network is built.
+            ValueError: It is not the network that was trained.
+        """
+        build = make_model or self.make_model
+        if build is None:
+            raise ConfigError(f"{self.name}: pass make_model, the function that builds the network")
+        model, weights = build(), self.weights(best=best)
+        like = Params.of(model)
+        missing = sorted(set(like.named()) ^ set(weights))
+        if missing:
+            raise ValueError(f"the network and the weights of {self.name} differ in {missing[:3]}")
+        constants = {name: weights[name] for name in like.constants}
+        Params(like.layout, like.layout.pack(weights), constants).load_into(model)
+        return model.eval()
+
+
+def open_run(name: str, database: Database) -> Run:
+    """Return the run called ``name``.
+
+    Raises:
+        StoreError: There is none.
+    """
+    return Run(database.run(name), None)

@@ -1,0 +1,676 @@
+"""A block of clients trained at once: parameters stacked [K, ...], one ``vmap`` over clients.
+
+The gradient of one client's batch is written once and vectorised over the block, so any
+module whose operations have a batching rule trains this way, step for step as the sequential
+reference does: eagerly, or with the vectorised step traced and compiled.
+
+Shape legend: K clients in the block, T steps, B examples a batch, P parameters and
+statistics, Q trainable parameters.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.client.keyed_dropout import KeyedDropouts, global_generator, step_key, untouched
+from fedlearn.client.resident import Precision, ResidentModel, autocast
+from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.schedule import schedule
+
+#: Compiled shapes per block size: a step runs at the next of so many evenly spaced heights.
+NUM_HEIGHTS = 4
+#: What torch raises where a model cannot be vectorised, traced or compiled.
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    IndexError,
+)
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """What K clients change while they train, by name, each tensor of shape [K, ...]."""
+
+    trainable: Named
+    statistics: Named
+    velocity: Named
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_Stack":
+        """Return the stack with ``function`` applied to every tensor."""
+        parts = (self.trainable, self.statistics, self.velocity)
+        return _Stack(*({name: function(t) for name, t in part.items()} for part in parts))
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, always in the same order."""
+        return [
+            *self.trainable.values(),
+            *self.statistics.values(),
+            *self.velocity.values(),
+        ]
+
+
+class _Batch(NamedTuple):
+    """One step's examples of h clients: [h, b, ...], [h, b, ...], [h, b] and [h]."""
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor
+    keys: Tensor
+
+
+class _Outcome(NamedTuple):
+    """What one vectorised computation returns, of h clients; the constants are shared."""
+
+    grads: Named
+    losses: Tensor
+    statistics: Named
+    constants: Named
+
+
+@dataclass(eq=False)
+class _Run:
+    """One block on its way: its batches, padded to shapes that run, and what changes."""
+
+    work: Work
+    rows_TKB: Tensor
+    weights_TKB: Tensor
+    keys_TK: Tensor
+    means_TK: Tensor
+    frozen: Named
+    constants: Named
+    anchor: Sequence[Tensor]
+    learning_rate: Tensor
+
+    def batch(self, step: int, clients: slice | Tensor, *, size: int) -> _Batch:
+        """Return the first ``size`` places of the batches of these clients."""
+        rows, work = self.rows_TKB[step, clients, :size], self.work
+        flat = rows.reshape(-1)
+        return _Batch(
+            work.features.index_select(0, flat).view(*rows.shape, *work.features.shape[1:]),
+            work.labels.index_select(0, flat).view(*rows.shape, *work.labels.shape[1:]),
+            self.weights_TKB[step, clients, :size],
+            self.keys_TK[step, clients],
+        )
+
+
+class StackedExecutor:
+    """Trains all clients of a block in one tensor operation a step.
+
+    Equal to :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` to float
+    rounding for every model that :func:`why_not_stacked` has no objection to.
+
+    Args:
+        make_model: Builds the module; its initial weights are not used.
+        objective: The loss.
+        device: Where to train; the work's tensors lie there.
+        precision: Of the forward and backward pass.
+        is_compiled: Trace and compile the step, once per shape; see :func:`why_not_compiled`.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        objective: Objective,
+        *,
+        device: torch.device,
+        precision: Precision,
+        is_compiled: bool,
+    ) -> None:
+        self._gradient = _BlockGradient(make_model, objective, device=device, precision=precision)
+        self._compiled = _CompiledSteps(self._gradient) if is_compiled else None
+        self._layout, self._device = self._gradient.layout, device
+        self._stack, self._prefixes = _Stack({}, {}, {}), dict[int, _Stack]()
+        self._deltas_KP = torch.empty(0, self._layout.size)
+        self._mixes: bool | None = None
+
+    def train(self, work: Work) -> Trained:
+        """Return the clients' deltas and losses.
+
+        Raises:
+            ValueError: The weights are of another model.
+            EngineError: The step cannot be compiled.
+            RuntimeError: The model cannot be vectorised; :func:`why_not_stacked` tells before.
+        """
+        if work.params.layout != self._layout:
+            raise ValueError("the weights are of another model than the one that is stacked")
+        if self._mixes is None:
+            self._mixes = self._gradient.mixes_examples(work.features, work.labels)
+        with torch.no_grad(), _without_performance_hints():
+            run = self._start(work)
+            for step in range(work.schedule.num_steps):
+                self._step(run, step)
+            return self._trained(run)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many shapes have been compiled."""
+        return self._compiled.num_shapes if self._compiled else 0
+
+    # --- before and after the steps -----------------------------------------------------
+
+    def _start(self, work: Work) -> _Run:
+        rows_TKB, weights_TKB = self._padded(work)
+        num_steps, height, _ = rows_TKB.shape
+        self._reserve(height, with_velocity=work.local.momentum > 0)
+        self._load(work, self._prefix(height))
+        views = self._layout.views(work.params.vector)
+        names = self._gradient
+        return _Run(
+            work=work,
+            rows_TKB=rows_TKB,
+            weights_TKB=weights_TKB,
+            keys_TK=self._keys(work, num_steps, height),
+            means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
+            frozen={name: views[name] for name in names.frozen},
+            constants=names.constants(work.params),
+            anchor=[views[name] for name in names.trainable] if work.local.proximal else [],
+            learning_rate=views[names.trainable[0]].new_tensor(work.local.learning_rate),
+        )
+
+    def _padded(self, work: Work) -> tuple[Tensor, Tensor]:
+        """Return the rows and weights of the schedule, in the shapes that will run."""
+        rows_TKB, weights_TKB = work.schedule.rows_TKB, work.schedule.weights_TKB
+        _, height, size = rows_TKB.shape
+        more_places = more_clients = 0
+        if self._compiled:
+            more_places = _bucketed_size(work.local, size) - size
+            more_clients = _bucketed_height(height, max(height, self._height)) - height
+        if more_places or more_clients:
+            rows_TKB = F.pad(rows_TKB, (0, more_places, 0, more_clients))
+            weights_TKB = F.pad(weights_TKB, (0, more_places, 0, more_clients))
+        elif work.schedule.is_uniform:
+            return rows_TKB, weights_TKB
+        # Padding repeats the client's own first example: its loss is finite if the client's is.
+        return torch.where(weights_TKB > 0, rows_TKB, rows_TKB[0, :, :1]), weights_TKB
+
+    def _keys(self, work: Work, num_steps: int, height: int) -> Tensor:
+        """Return the key of the dropout masks of each client's step: int64 [T, height]."""
+        keys_TK = np.zeros((num_steps, height), np.int64)
+        if self._gradient.num_dropouts:
+            for client in range(len(work.client_ids)):
+                seed = work.client_seed(client)
+                keys_TK[:, client] = [step_key(seed, step) for step in range(num_steps)]
+        return torch.from_numpy(keys_TK).to(self._device)
+
+    def _trained(self, run: _Run) -> Trained:
+        work, num_clients = run.work, len(run.work.client_ids)
+        stack, deltas_KP = self._prefix(num_clients), self._deltas_KP[:num_clients]
+        local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
+        for name, value in (stack.trainable | stack.statistics).items():
+            torch.sub(value, start[name], out=local[name])
+        counts_TK = torch.from_numpy(work.schedule.counts_TK)
+        sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
+        kept = [value.flatten(1) for value in stack.velocity.values()]
+        return Trained(
+            deltas_KP=deltas_KP,
+            losses_K=(sums_K / counts_TK.sum(0)).numpy(),
+            velocity_KQ=torch.cat(kept, dim=1) if work.velocity_KQ is not None else None,
+        )
+
+    # --- memory -------------------------------------------------------------------------
+
+    @property
+    def _height(self) -> int:
+        return len(self._deltas_KP)
+
+    def _reserve(self, height: int, *, with_velocity: bool) -> None:
+        """Have room for ``height`` clients."""
+        names = self._gradient
+        if height > self._height:
+            self._stack = _Stack(
+                self._new(names.trainable, height), self._new(names.statistics, height), {}
+            )
+            # Frozen parameters have no stack: their deltas stay the zeros they are here.
+            self._deltas_KP = torch.zeros(
+                height, self._layout.size, dtype=self._layout.dtype, device=self._device
+            )
+            self._prefixes.clear()
+        if with_velocity != bool(self._stack.velocity):
+            velocity = self._new(names.trainable, self._height) if with_velocity else {}
+            self._stack = replace(self._stack, velocity=velocity)
+            self._prefixes.clear()
+
+    def _new(self, names: Sequence[str], height: int) -> Named:
+        specs = self._layout.by_name
+        like = torch.empty(0, dtype=self._layout.dtype, device=self._device)
+        return {name: like.new_empty(height, *specs[name].shape) for name in names}
+
+    def _prefix(self, height: int) -> _Stack:
+        if height not in self._prefixes:
+            self._prefixes[height] = self._stack.map(lambda stacked: stacked[:height])
+        return self._prefixes[height]
+
+    def _load(self, work: Work, stack: _Stack) -> None:
+        """Give every client the global model, and the velocity it kept."""
+        views = self._layout.views(work.params.vector)
+        for name, value in (stack.trainable | stack.statistics).items():
+            value.copy_(views[name])
+        for value in stack.velocity.values():
+            value.zero_()
+        if work.velocity_KQ is None:
+            return
+        sizes = [self._layout.by_name[name].size for name in self._gradient.trainable]
+        parts = torch.split(work.velocity_KQ, sizes, dim=1)
+        for value, part in zip(stack.velocity.values(), parts, strict=True):
+            value[: len(part)].view(len(part), -1).copy_(part)
+
+    # --- steps --------------------------------------------------------------------------
+
+    def _step(self, run: _Run, step: int) -> None:
+        """Take one step of all clients that still have a batch."""
+        active = int(run.work.schedule.active_T[step])
+        sizes_k = run.work.schedule.counts_TK[step, :active]
+        if not self._mixes:
+            self._step_together(run, step, active=active, size=run.rows_TKB.shape[2])
+        elif (sizes_k == sizes_k[0]).all():
+            self._step_together(run, step, active=active, size=int(sizes_k[0]))
+        else:
+            self._step_by_size(run, step, sizes_k)
+
+    def _step_together(self, run: _Run, step: int, *, active: int, size: int) -> None:
+        stack = self._prefix(active)
+        if self._compiled and size == run.rows_TKB.shape[2]:
+            height = _bucketed_height(active, self._height)
+            batch = run.batch(step, slice(height), size=size)
+            outcome = self._compiled.step(run, self._prefix(height), batch)
+            has_stepped = _is_plain(run.work.local)
+        else:
+            batch = run.batch(step, slice(active), size=size)
+            outcome, has_stepped = self._gradient(stack, run, batch), False
+        self._finish(run, stack, outcome, has_stepped=has_stepped)
+        run.means_TK[step, :active] = outcome.losses[:active]
+        run.constants = outcome.constants
+
+    def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
+        """Step clients with equally large batches together: padding would change others."""
+        constants = run.constants
+        for size in np.unique(sizes_k).tolist():
+            index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
+            part = self._stack.map(partial(torch.index_select, dim=0, index=index))
+            outcome = self._gradient(part, run, run.batch(step, index, size=size))
+            self._finish(run, part, outcome, has_stepped=False)
+            for whole, rows in zip(self._stack.tensors(), part.tensors(), strict=True):
+                whole.index_copy_(0, index, rows)
+            run.means_TK[step].index_copy_(0, index, outcome.losses)
+            constants = outcome.constants
+        run.constants = constants
+
+    @staticmethod
+    def _finish(run: _Run, stack: _Stack, outcome: _Outcome, *, has_stepped: bool) -> None:
+        """Write a step's outcome to ``stack``, whose clients may be the first of more."""
+        active = len(next(iter(stack.trainable.values())))
+        if not has_stepped:
+            run.work.local.step(
+                list(stack.trainable.values()),
+                [outcome.grads[name][:active] for name in stack.trainable],
+                anchor=run.anchor,
+                velocity=list(stack.velocity.values()),
+            )
+        for name, value in stack.statistics.items():
+            value.copy_(outcome.statistics[name][:active])
+
+
+class _BlockGradient:
+    """The gradients of K clients' losses at K models: one function, vectorised.
+
+    Attributes:
+        module: Whose forward pass is called; its own values are only the probe's.
+        layout: Its layout.
+        trainable: Names of the parameters that training changes.
+        frozen: Names of the other parameters.
+        statistics: Names of the floating-point buffers.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        objective: Objective,
+        *,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        with untouched(torch.default_generator):
+            self.module = make_model()
+        self.layout = Layout.of(self.module)
+        self.module.to(device=device, dtype=self.layout.dtype).train()
+        self._dropouts = KeyedDropouts.install(self.module)
+        self._objective, self._device, self._precision = objective, device, precision
+        parameters = dict(self.module.named_parameters())
+        self.trainable = [name for name, p in parameters.items() if p.requires_grad]
+        self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        self.statistics = [name for name in self.layout.by_name if name not in parameters]
+        out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
+        self.vectorised = vmap(
+            grad_and_value(self._loss, has_aux=True),
+            in_dims=(0, 0, None, None, 0, 0, 0, 0),
+            out_dims=out_dims,
+            randomness="error",
+        )
+
+    @property
+    def num_dropouts(self) -> int:
+        """How many dropout layers take keys."""
+        return len(self._dropouts)
+
+    def constants(self, params: Params) -> Named:
+        """Return the buffers that are not averaged, as every client starts with them."""
+        return {
+            name: params.constants.get(name, value).to(self._device)
+            for name, value in self.module.named_buffers()
+            if name not in self.layout.by_name
+        }
+
+    def __call__(self, stack: _Stack, run: _Run, batch: _Batch) -> _Outcome:
+        """Return the gradients and losses of one step, and the buffers after it."""
+        grads, (losses, (statistics, constants)) = self.vectorised(
+            stack.trainable, stack.statistics, run.frozen, run.constants, *batch
+        )
+        return _Outcome(grads, losses, statistics, constants)
+
+    def _loss(
+        self,
+        trainable: Named,
+        statistics: Named,
+        frozen: Named,
+        constants: Named,
+        *batch: Tensor,
+    ) -> tuple[Tensor, tuple[Named, Named]]:
+        """Return one client's loss on one batch, and its buffers after it."""
+        features, labels, weights, key = batch
+        self._dropouts.set_keys(key)
+        statistics = {name: value.clone() for name, value in statistics.items()}
+        constants = {name: value.clone() for name, value in constants.items()}
+        with autocast(self._precision, self._device):
+            _, losses = self._forward(
+                {**trainable, **frozen, **statistics, **constants}, features, labels
+            )
+        return (losses * weights).sum(), (statistics, constants)
+
+    def _forward(self, tensors: Named, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: Tensor = functional_call(self.module, tensors, (features,))
+        return outputs, self._objective.losses(outputs, labels)
+
+    # --- what the model does with a batch -----------------------------------------------
+
+    def draws_random_numbers(self, features: Tensor, labels: Tensor) -> bool:
+        """Whether a training forward pass moves the global generator."""
+        generator = global_generator(self._device)
+        with untouched(generator):
+            before = generator.get_state()
+            self._probe(_spread(len(labels), 2, like=labels), features, labels)
+            return not torch.equal(before, generator.get_state())
+
+    def mixes_examples(self, features: Tensor, labels: Tensor) -> bool:
+        """Whether an example's output or a statistic depends on what else is in the batch.
+
+        As in BatchNorm: a padded batch would then train another model.
+        """
+        rows = _spread(len(labels), 8, like=labels)
+        generator, results = global_generator(self._device), []
+        with untouched(generator):
+            for part in (rows[:2], rows):
+                generator.manual_seed(0)
+                results.append(self._probe(part, features, labels))
+        return not all(_close(few, many) for few, many in zip(*results, strict=True))
+
+    @torch.no_grad()
+    def _probe(self, rows: Tensor, features: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return the first two examples' losses and outputs, and the statistics after them."""
+        self._dropouts.set_keys(torch.zeros((), dtype=torch.int64, device=self._device))
+        tensors = {name: value.clone() for name, value in self.module.named_buffers()}
+        noise = Seed(0).torch(self._device)
+        for name, value in self.module.named_parameters():
+            # Layers that start at zero would hide what comes before them.
+            shift = torch.randn(
+                value.shape, generator=noise, dtype=value.dtype, device=self._device
+            )
+            tensors[name] = value + 0.01 * shift
+        outputs, losses = self._forward(
+            tensors, features.index_select(0, rows), labels.index_select(0, rows)
+        )
+        per_example = [values for values in (losses, outputs) if len(values) == len(rows)]
+        return [v[:2] for v in per_example] + [tensors[name] for name in self.statistics]
+
+
+def _spread(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
+    """Return row numbers from all over the examples."""
+    return torch.arange(num_wanted, device=like.device) * num_rows // num_wanted
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree but for rounding."""
+    return bool(((one - other).abs() <= 1e-4 * one.abs().max() + 1e-12).all())
+
+
+class _CompiledSteps:
+    """The vectorised step, traced and compiled once per shape.
+
+    Plain SGD is compiled with the gradient: there a client of weight 0 does not move. Other
+    rules would move it, so they step outside, on the clients that still train.
+
+    What is compiled is the trace, in which nothing of the module and of ``vmap`` is left, so
+    each shape stands for itself and no limit on recompilations applies.
+    """
+
+    def __init__(self, gradient: _BlockGradient) -> None:
+        self._gradient = gradient
+        self._steps: dict[object, Callable[..., _Outcome]] = {}
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes have been compiled."""
+        return len(self._steps)
+
+    def step(self, run: _Run, stack: _Stack, batch: _Batch) -> _Outcome:
+        """Return the outcome of a step; plain SGD has then been taken, in place.
+
+        Raises:
+            EngineError: It cannot be compiled.
+        """
+        is_whole = _is_plain(run.work.local)
+        key = (is_whole, *((part.shape, part.dtype) for part in batch))
+        rest = (stack.statistics, run.frozen, run.constants, run.learning_rate, *batch)
+        if key in self._steps:
+            return _Outcome(*self._steps[key](stack.trainable, *rest))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
+                copies = {name: value.clone() for name, value in stack.trainable.items()}
+                trace = make_fx(self._whole if is_whole else self._part)(copies, *rest)
+                self._steps[key] = torch.compile(trace, dynamic=False, fullgraph=True)
+                return _Outcome(*self._steps[key](stack.trainable, *rest))
+        except _REFUSALS as error:
+            raise EngineError(
+                f"compiling the stacked step failed: {_first_line(error)}; choose the executor "
+                "that stacks without compiling"
+            ) from error
+
+    def _part(
+        self,
+        trainable: Named,
+        statistics: Named,
+        frozen: Named,
+        constants: Named,
+        _learning_rate: Tensor,
+        *batch: Tensor,
+    ) -> _Outcome:
+        """Return the gradients."""
+        grads, (losses, (statistics, constants)) = self._gradient.vectorised(
+            trainable, statistics, frozen, constants, *batch
+        )
+        return _Outcome(grads, losses, statistics, constants)
+
+    def _whole(
+        self,
+        trainable: Named,
+        statistics: Named,
+        frozen: Named,
+        constants: Named,
+        learning_rate: Tensor,
+        *batch: Tensor,
+    ) -> _Outcome:
+        """Take a step of plain SGD in place."""
+        outcome = self._part(trainable, statistics, frozen, constants, learning_rate, *batch)
+        for name, value in trainable.items():
+            value.sub_(outcome.grads[name] * learning_rate)
+        return outcome._replace(grads={})
+
+
+def _is_plain(local: LocalSgd) -> bool:
+    """Whether a step with zero gradients changes nothing."""
+    return local.is_plain and not local.weight_decay
+
+
+def _bucketed_height(height: int, capacity: int) -> int:
+    """Return the next of the heights that a compiled step runs at."""
+    gap = -(-capacity // NUM_HEIGHTS)
+    return min(capacity, -(-height // gap) * gap)
+
+
+def _bucketed_size(local: LocalSgd, size: int) -> int:
+    """Return the batch size that a compiled step runs at: four sizes from 2^n to 2^(n+1)."""
+    if local.batch_size is not None:
+        return local.batch_size
+    gap = 1 << max(0, (size - 1).bit_length() - 3)
+    return -(-size // gap) * gap
+
+
+@contextmanager
+def _without_performance_hints() -> Iterator[None]:
+    """Keep quiet about operations that are vectorised by a loop: they are slow, not wrong."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def why_not_compiled() -> str | None:
+    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install one or set CXX"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Python's headers are missing ({header}); install the development package"
+    return None
+
+
+def why_not_stacked(
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    *,
+    params: Params,
+    features: Tensor,
+    labels: Tensor,
+    local: LocalSgd,
+    device: torch.device,
+    precision: Precision,
+) -> str | None:
+    """Return why a model must train one client at a time, or ``None`` if it can be stacked.
+
+    Two clients with batches of three and two examples take two steps both ways.
+
+    Args:
+        make_model: Builds the module.
+        objective: The loss.
+        params: A global model.
+        features: Examples of any clients, on ``device``: [N, ...].
+        labels: Their labels: [N, ...].
+        local: The update rule.
+        device: Where to train.
+        precision: Of the forward and backward pass.
+
+    Returns:
+        A reason to print: the type and first line of an error, or what came out different.
+    """
+    work = _sample_work(params, features, labels, local)
+    try:
+        gradient = _BlockGradient(make_model, objective, device=device, precision=precision)
+        if gradient.draws_random_numbers(features, labels):
+            return "it draws random numbers in its forward pass"
+        with untouched(torch.default_generator):
+            model = ResidentModel(make_model, objective, device=device, precision=precision)
+        reference = SequentialExecutor(model).train(work)
+        executor = StackedExecutor(
+            make_model, objective, device=device, precision=precision, is_compiled=False
+        )
+        stacked = executor.train(work)
+    except _REFUSALS as error:
+        return f"{type(error).__name__}: {_first_line(error)}"
+    return _difference(stacked, reference, params=params, precision=precision)
+
+
+def _sample_work(params: Params, features: Tensor, labels: Tensor, local: LocalSgd) -> Work:
+    rows = _spread(len(labels), 5, like=labels).cpu().numpy()
+    client_ids = np.arange(2)
+    local = replace(local, epochs=2, batch_size=None, shuffle=False, keep_momentum=False)
+    batches = schedule(
+        local,
+        ClientRows(features, labels, rows, np.array([0, 3, 5])),
+        client_ids,
+        round_num=0,
+        seed=Seed(0),
+        dtype=params.layout.dtype,
+        device=labels.device,
+    )
+    return Work(
+        params=params,
+        local=local,
+        client_ids=client_ids,
+        features=features,
+        labels=labels,
+        schedule=batches,
+        round_num=0,
+        seed=Seed(0),
+        velocity_KQ=None,
+    )
+
+
+def _difference(
+    stacked: Trained, reference: Trained, *, params: Params, precision: Precision
+) -> str | None:
+    """Return which tensor differs by more than rounding explains."""
+    share = 1e-3 if precision is Precision.FLOAT32 else 1e-1
+    rounding = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
+    largest = reference.deltas_KP.abs().max()
+    ours, theirs = (params.layout.views(t.deltas_KP) for t in (stacked, reference))
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).abs().max() if expected.numel() else largest * 0
+        tolerance = share * expected.abs().max() + share / 100 * largest + rounding
+        if not error <= tolerance:
+            return f"stacked clients train {name!r} differently, by {float(error):.1e}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of a message, and the next if that one only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[:1] and lines[0].endswith(":") else 1])

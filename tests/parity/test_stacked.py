@@ -1,0 +1,549 @@
+"""The stacked executor equals the sequential one, or says beforehand that it cannot."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, MeanSquaredError, Objective
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors import stacked
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.executors.stacked import (
+    StackedExecutor,
+    why_not_compiled,
+    why_not_stacked,
+)
+from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.schedule import schedule
+
+CPU = torch.device("cpu")
+MakeModel = Callable[[], nn.Module]
+PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+RAGGED = (11, 8, 7, 3, 1)
+#: No client's last batch has one example: BatchNorm refuses those, stacked or not.
+RAGGED_WITHOUT_ONES = (11, 10, 8, 7, 3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def params_of(make_model: MakeModel) -> Params:
+    torch.manual_seed(0)
+    return Params.of(make_model())
+
+
+def work_of(
+    params: Params,
+    *,
+    local: LocalSgd = PLAIN,
+    sizes: tuple[int, ...] = RAGGED,
+    shape: tuple[int, ...] = (6,),
+    features: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> Work:
+    ordered = np.array(sorted(sizes, reverse=True))
+    offsets = np.concatenate([[0], np.cumsum(ordered)])
+    generator = torch.Generator().manual_seed(1)
+    if features is None:
+        features = torch.randn(40, *shape, generator=generator, dtype=params.layout.dtype)
+    if labels is None:
+        labels = torch.randint(0, 3, (len(features),), generator=generator)
+    rows = np.arange(offsets[-1]) % len(features)
+    client_ids = np.arange(len(sizes)) * 7 + 3
+    batches = schedule(
+        local,
+        ClientRows(features, labels, rows, offsets),
+        client_ids,
+        round_num=2,
+        seed=Seed(5),
+        dtype=params.layout.dtype,
+        device=CPU,
+    )
+    return Work(
+        params=params,
+        local=local,
+        client_ids=client_ids,
+        features=features,
+        labels=labels,
+        schedule=batches,
+        round_num=2,
+        seed=Seed(5),
+        velocity_KQ=None,
+    )
+
+
+def reference(make_model: MakeModel, work: Work, objective: Objective) -> Trained:
+    model = ResidentModel(make_model, objective, device=CPU, precision=Precision.FLOAT32)
+    return SequentialExecutor(model).train(work)
+
+
+def executor(
+    make_model: MakeModel, objective: Objective, *, is_compiled: bool = False
+) -> StackedExecutor:
+    return StackedExecutor(
+        make_model, objective, device=CPU, precision=Precision.FLOAT32, is_compiled=is_compiled
+    )
+
+
+def error_of(
+    make_model: MakeModel,
+    work: Work,
+    *,
+    objective: Objective | None = None,
+    is_compiled: bool = False,
+) -> float:
+    """Return the largest difference between stacked and sequential."""
+    objective = objective or CrossEntropy()
+    expected = reference(make_model, work, objective)
+    found = executor(make_model, objective, is_compiled=is_compiled).train(work)
+    assert expected.deltas_KP.abs().amax(1).min() > 0, "every client moves"
+    return distance(expected, found)
+
+
+def distance(expected: Trained, found: Trained) -> float:
+    assert found.deltas_KP.shape == expected.deltas_KP.shape
+    errors = [float((found.deltas_KP - expected.deltas_KP).abs().max())]
+    errors.append(float(np.abs(found.losses_K - expected.losses_K).max()))
+    assert (found.velocity_KQ is None) == (expected.velocity_KQ is None)
+    if found.velocity_KQ is not None and expected.velocity_KQ is not None:
+        errors.append(float((found.velocity_KQ - expected.velocity_KQ).abs().max()))
+    return max(errors)
+
+
+def reason(make_model: MakeModel, work: Work, objective: Objective | None = None) -> str | None:
+    return why_not_stacked(
+        make_model,
+        objective or CrossEntropy(),
+        params=work.params,
+        features=work.features,
+        labels=work.labels,
+        local=work.local,
+        device=CPU,
+        precision=Precision.FLOAT32,
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def mlp_with_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(8, 8),
+        nn.Dropout(0.5),
+        nn.Linear(8, 3),
+    )
+
+
+def batch_norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Dropout2d(0.25),
+        nn.Flatten(),
+        nn.LayerNorm(36),
+        nn.Linear(36, 3),
+    )
+
+
+class Tokens(nn.Module):
+    """An embedding and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 5)
+        self.gru = nn.GRU(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.gru(self.embedding(tokens))
+        logits: Tensor = self.head(states[:, -1])
+        return logits
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 13), min_size=1, max_size=6),
+    epochs=st.integers(1, 2),
+    batch_size=st.sampled_from([None, 1, 4, 20]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    weight_decay=st.sampled_from([0.0, 0.01]),
+    proximal=st.sampled_from([0.0, 0.5]),
+    shuffle=st.booleans(),
+)
+def test_every_update_rule_on_ragged_clients_equals_the_reference(
+    *,
+    sizes: list[int],
+    epochs: int,
+    batch_size: int | None,
+    momentum: float,
+    weight_decay: float,
+    proximal: float,
+    shuffle: bool,
+) -> None:
+    """Sizes, epochs and each term of the update rule, in any combination."""
+    local = LocalSgd(
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=0.1,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        proximal=proximal,
+        shuffle=shuffle,
+    )
+    work = work_of(params_of(mlp), local=local, sizes=tuple(sizes))
+    assert error_of(mlp, work) < 1e-6
+
+
+def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:
+    """Blocks that grow and shrink, with and without momentum, leave nothing behind."""
+    stack, params = executor(mlp, CrossEntropy()), params_of(mlp)
+    for sizes, momentum in (((9, 4), 0.0), (RAGGED, 0.9), ((5,), 0.0), ((7, 7, 2), 0.5)):
+        work = work_of(params, local=replace(PLAIN, momentum=momentum), sizes=sizes)
+        found = stack.train(work)
+        assert distance(reference(mlp, work, CrossEntropy()), found) < 1e-6
+
+
+def test_kept_velocities_go_in_and_come_out() -> None:
+    """A client's velocity continues, and is returned for its next round."""
+    params = params_of(mlp)
+    local = replace(PLAIN, momentum=0.9, keep_momentum=True)
+    velocity_KQ = torch.randn(len(RAGGED), params.layout.num_parameters) * 0.01
+    work = replace(work_of(params, local=local), velocity_KQ=velocity_KQ)
+    assert error_of(mlp, work) < 1e-6
+    forgotten = replace(work, velocity_KQ=torch.zeros_like(velocity_KQ))
+    expected = reference(mlp, work, CrossEntropy())
+    assert distance(expected, executor(mlp, CrossEntropy()).train(forgotten)) > 1e-4
+
+
+def test_dropout_drops_the_same_units() -> None:
+    """Masks are keyed by client and step, not by how clients are stacked."""
+    work = work_of(params_of(mlp_with_dropout), local=replace(PLAIN, epochs=2))
+    assert error_of(mlp_with_dropout, work) < 1e-6
+    expected = reference(mlp_with_dropout, work, CrossEntropy())
+    other_round = executor(mlp_with_dropout, CrossEntropy()).train(replace(work, round_num=3))
+    assert distance(expected, other_round) > 1e-3, "the control: other masks are noticed"
+
+
+def test_batch_norm_with_ragged_batches_is_exact() -> None:
+    """Clients with equally large batches step together, so that no padding is normalised."""
+    work = work_of(
+        params_of(batch_norm_net),
+        sizes=RAGGED_WITHOUT_ONES,
+        local=replace(PLAIN, epochs=2, momentum=0.5),
+    )
+    assert error_of(batch_norm_net, work) < 1e-6
+
+
+def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the probe for models that mix examples, the result is wrong."""
+    work = work_of(params_of(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
+    monkeypatch.setattr(stacked, "_close", lambda *_: True)
+    assert error_of(batch_norm_net, work) > 1e-3
+
+
+def test_batch_norm_with_a_cumulative_average_counts_batches_per_client() -> None:
+    """Integer buffers advance step by step, the same for all clients."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))
+
+    params = params_of(make)
+    counted = replace(params, constants={"1.num_batches_tracked": torch.tensor(3)})
+    assert error_of(make, work_of(counted, sizes=RAGGED_WITHOUT_ONES)) < 1e-6
+
+
+def test_a_dropout_that_is_not_batch_first_is_exact() -> None:
+    """Its masks depend on the batch size, so it counts as mixing examples."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(2, 5), nn.Linear(5, 3)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            states = self.inner(inputs.view(-1, 3, 2).transpose(0, 1))
+            logits: Tensor = self.head(self.dropout(states).mean(0))
+            return logits
+
+    assert error_of(TimeFirst, work_of(params_of(TimeFirst))) < 1e-6
+
+
+def test_convolutions_group_norm_and_layer_norm_equal_the_reference() -> None:
+    """Images, per-example normalisation, in-place activation, channel-wise dropout."""
+    assert error_of(conv_net, work_of(params_of(conv_net), shape=(1, 6, 6))) < 1e-6
+
+
+def test_embedding_and_gru_equal_the_reference() -> None:
+    """Integer features."""
+    tokens = torch.randint(0, 10, (40, 4), generator=torch.Generator().manual_seed(3))
+    work = work_of(params_of(Tokens), features=tokens)
+    assert error_of(Tokens, work) < 1e-6
+    assert reason(Tokens, work) is None
+
+
+def test_frozen_and_unused_parameters_have_no_delta() -> None:
+    """Only what requires a gradient and gets one is trained."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.unused = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)
+            self.body.requires_grad_(requires_grad=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.body(inputs).relu())
+            return logits
+
+    params = params_of(Partly)
+    work = work_of(params, local=replace(PLAIN, momentum=0.9))
+    assert error_of(Partly, work) < 1e-6
+    deltas = params.layout.views(executor(Partly, CrossEntropy()).train(work).deltas_KP)
+    for name in ("body.weight", "body.bias", "unused.weight", "unused.bias"):
+        assert not deltas[name].any()
+
+
+def test_tied_parameters_equal_the_reference() -> None:
+    """A weight used twice is one parameter with one gradient."""
+
+    def make() -> nn.Module:
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), second)
+
+    assert error_of(make, work_of(params_of(make))) < 1e-6
+
+
+def test_float64_equals_the_reference_to_its_rounding() -> None:
+    """What is left in float32 is rounding."""
+
+    def make() -> nn.Module:
+        return mlp_with_dropout().double()
+
+    local = replace(PLAIN, epochs=3, momentum=0.9, weight_decay=0.01, proximal=0.1)
+    assert error_of(make, work_of(params_of(make), local=local)) < 1e-12
+
+
+def test_regression_with_a_loss_of_the_users_own() -> None:
+    """Float labels, outputs of shape [batch, 1], any per-example loss."""
+
+    def make() -> nn.Module:
+        return nn.Linear(6, 1)
+
+    def huber(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.huber_loss(outputs.flatten(), labels, reduction="none")
+
+    work = work_of(params_of(make), labels=torch.linspace(-2, 2, 40))
+    for objective in (MeanSquaredError(), CustomLoss(huber)):
+        assert error_of(make, work, objective=objective) < 1e-6
+
+
+def test_a_loss_that_mixes_examples_is_exact() -> None:
+    """The probe looks at losses, not only at outputs."""
+
+    def contrast(outputs: Tensor, labels: Tensor) -> Tensor:
+        own = F.cross_entropy(outputs, labels, reduction="none")
+        return own + (outputs - outputs.mean(0)).square().mean(1)
+
+    assert error_of(mlp, work_of(params_of(mlp)), objective=CustomLoss(contrast)) < 1e-6
+
+
+def test_bfloat16_trains_close_to_the_reference() -> None:
+    """Mixed precision is applied around forward pass and loss in both."""
+    work = work_of(params_of(mlp))
+    model = ResidentModel(mlp, CrossEntropy(), device=CPU, precision=Precision.BFLOAT16)
+    expected = SequentialExecutor(model).train(work)
+    found = StackedExecutor(
+        mlp, CrossEntropy(), device=CPU, precision=Precision.BFLOAT16, is_compiled=False
+    ).train(work)
+    assert 0 < distance(reference(mlp, work, CrossEntropy()), found) < 0.02
+    assert distance(expected, found) < 0.02  # a few units in the last of 8 bits
+
+
+def test_repeated_training_is_bitwise_equal() -> None:
+    """The same work gives the same bits, and the application's random numbers stay put."""
+    work = work_of(params_of(mlp_with_dropout))
+    stack = executor(mlp_with_dropout, CrossEntropy())
+    before = torch.get_rng_state()
+    first = stack.train(work).deltas_KP.clone()
+    assert torch.equal(first, stack.train(work).deltas_KP)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_wrong_update_is_noticed() -> None:
+    """The control of all parities: a learning rate off by a thousandth is visible."""
+    work = work_of(params_of(mlp))
+    wrong = replace(work, local=replace(PLAIN, learning_rate=0.1001))
+    found = executor(mlp, CrossEntropy()).train(wrong)
+    assert distance(reference(mlp, work, CrossEntropy()), found) > 1e-5
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    """As the sequential executor refuses them."""
+    work = work_of(params_of(mlp))
+    with pytest.raises(ValueError, match="another model"):
+        executor(batch_norm_net, CrossEntropy()).train(work)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "shape"),
+    [(mlp, (6,)), (mlp_with_dropout, (6,)), (batch_norm_net, (6,)), (conv_net, (1, 6, 6))],
+)
+def test_models_that_stack_are_not_refused(make_model: MakeModel, shape: tuple[int, ...]) -> None:
+    """The control of the reasons below."""
+    local = replace(PLAIN, momentum=0.9, keep_momentum=True, proximal=0.1, weight_decay=0.01)
+    assert reason(make_model, work_of(params_of(make_model), shape=shape, local=local)) is None
+
+
+class Branching(nn.Module):
+    """Looks at a value to decide what to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.layer(inputs)
+        return logits if logits.sum().item() > 0 else 2 * logits
+
+
+class FunctionalDropout(Branching):
+    """Draws from the global generator."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.layer(F.dropout(inputs, 0.5, self.training))
+        return logits
+
+
+class Counting(Branching):
+    """Remembers in plain Python how often it was called."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.layer(inputs) / self.calls
+        return logits
+
+
+class Doubling(torch.autograd.Function):
+    """An old-style function: no ``setup_context``, no rule for ``vmap``."""
+
+    @staticmethod
+    def forward(_ctx: object, inputs: Tensor) -> Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(_ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class OldFunction(Branching):
+    """Uses it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = Doubling.apply(self.layer(inputs))
+        return logits
+
+
+def attention() -> nn.Module:
+    """A transformer layer with dropout inside its attention."""
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), layer, nn.Flatten(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "says"),
+    [
+        (Branching, "RuntimeError: .*item"),
+        (FunctionalDropout, "draws random numbers"),
+        (attention, "draws random numbers"),
+        (Counting, "differently"),
+        (OldFunction, "RuntimeError: .*vmap"),
+    ],
+)
+def test_what_cannot_be_stacked_is_reported(make_model: MakeModel, says: str) -> None:
+    """A reason to read, and the sequential executor trains the model."""
+    work = work_of(params_of(make_model))
+    found = reason(make_model, work)
+    assert found is not None
+    assert "\n" not in found
+    assert re.search(says, found), found
+    assert reference(make_model, work, CrossEntropy()).deltas_KP.abs().max() > 0
+
+
+def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
+    """Should nobody have asked for the reason, training still refuses."""
+    with pytest.raises(RuntimeError, match="random"):
+        executor(FunctionalDropout, CrossEntropy()).train(work_of(params_of(FunctionalDropout)))
+
+
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its name and the remedy."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = why_not_compiled()
+    assert found is not None
+    assert "no-such-compiler" in found
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [PLAIN, replace(PLAIN, momentum=0.9, weight_decay=0.01)])
+@pytest.mark.parametrize("make_model", [mlp, mlp_with_dropout, batch_norm_net])
+def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: LocalSgd) -> None:
+    """At several heights, with clients that finish early and padding to the bucket."""
+    params, objective = params_of(make_model), CrossEntropy()
+    compiled = executor(make_model, objective, is_compiled=True)
+    eager = executor(make_model, objective)
+    for sizes in ((11, 10, 8, 7, 3), (8, 6, 3), (11, 11, 11, 11, 6)):
+        work = work_of(params, local=local, sizes=sizes)
+        expected = reference(make_model, work, objective)
+        assert distance(expected, eager.train(work)) < 1e-6
+        assert distance(expected, compiled.train(work)) < 1e-6
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+@pytest.mark.slow
+def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them() -> None:
+    """A schedule of learning rates and ragged cohorts do not compile again and again."""
+    params = params_of(mlp)
+    compiled = executor(mlp, CrossEntropy(), is_compiled=True)
+    for rate in (0.1, 0.05):
+        for sizes in (tuple(range(1, 21)), (4,) * 20, (20, 3, 2, 1), (3, 1)):
+            work = work_of(params, local=replace(PLAIN, learning_rate=rate), sizes=sizes)
+            expected = reference(mlp, work, CrossEntropy())
+            assert distance(expected, compiled.train(work)) < 1e-6
+    assert compiled.num_compiled <= stacked.NUM_HEIGHTS
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+@pytest.mark.slow
+def test_a_step_that_cannot_be_compiled_is_an_engine_error() -> None:
+    """With the reason and what to choose instead."""
+    with pytest.raises(EngineError, match=r"item.*without compiling"):
+        executor(Branching, CrossEntropy(), is_compiled=True).train(work_of(params_of(Branching)))

@@ -1,0 +1,677 @@
+"""The default tree, how a file and overrides are laid over it, and what is said of mistakes."""
+
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from fedlearn import config as config_module
+from fedlearn.algorithms.stragglers import BelowMinimum
+from fedlearn.config import (
+    BootstrapPartition,
+    Config,
+    DirichletPartition,
+    FedAvgAlgorithm,
+    FedProxAlgorithm,
+    FedSgdAlgorithm,
+    IidPartition,
+    MlpModel,
+    NaturalPartition,
+    NpzData,
+    PoissonCohort,
+    PythonModel,
+    Section,
+    TracesBandwidth,
+    config_hash,
+    key_lines,
+    load,
+    render,
+    resolve_addresses,
+)
+from fedlearn.errors import ConfigError
+
+
+def complaint(file: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides=overrides)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "experiment.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def partition_of(config: Config) -> object:
+    return getattr(config.data, "partition", None)
+
+
+def sections() -> Iterator[type[Section]]:
+    for _, value in inspect.getmembers(config_module, inspect.isclass):
+        if issubclass(value, Section):
+            yield value
+
+
+# ---- The tree -----------------------------------------------------------------------------
+
+
+def test_the_default_tree_is_the_main_job() -> None:
+    """Digits, 50 clients, Dirichlet 0.3, 10 of 13 reports, a deadline, E = 2, 20 rounds."""
+    config = load(None, overrides=[])
+    assert config == Config()
+    assert (config.data.source, config.seed, config.num_rounds) == ("digits", 0, 20)
+    assert partition_of(config) == DirichletPartition(num_clients=50, alpha=0.3, min_examples=5)
+    assert (config.client.epochs, config.model) == (2, MlpModel(hidden=(64,)))
+    policy = config.straggler_policy()
+    assert (policy.num_wanted, policy.num_asked, policy.min_reports) == (10, 13, 5)
+    assert 0.0 < policy.deadline_s < math.inf
+
+
+def test_the_default_tree_is_valid() -> None:
+    """Defaults are not validated by pydantic, so here they are, each kind of table too."""
+    assert Config.model_validate(Config().model_dump()) == Config()
+    for section in sections():
+        required = [name for name, info in section.model_fields.items() if info.is_required()]
+        if not required and section is not NpzData:
+            assert section.model_validate(section().model_dump()) == section()
+
+
+def test_every_field_has_a_description() -> None:
+    """The reference is generated from them."""
+    for section in sections():
+        for name, info in section.model_fields.items():
+            assert info.description, f"{section.__name__}.{name}"
+
+
+def test_sections_are_frozen_strict_and_closed() -> None:
+    """No section loosens what the base class says."""
+    for section in sections():
+        settings = section.model_config
+        assert (settings["frozen"], settings["strict"], settings["extra"]) == (True, True, "forbid")
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(Config(), *("seed", 1))
+
+
+def test_none_deadline_waits_for_every_client() -> None:
+    """The policy has an infinite deadline, which neither TOML's JSON nor a database holds."""
+    config = load(None, overrides=["stragglers.deadline_s=none", "stragglers.min_reports=7"])
+    policy = config.straggler_policy()
+    assert (policy.deadline_s, policy.min_reports) == (math.inf, 7)
+
+
+def test_half_of_an_odd_number_of_reports_is_rounded_up() -> None:
+    """A quarter of the cohort is not a majority."""
+    config = load(None, overrides=["cohort.num_wanted=5"])
+    assert config.straggler_policy().min_reports == 3
+
+
+def test_integers_are_numbers_but_not_the_other_way() -> None:
+    """``learning_rate = 1`` is 1.0 and hashes as it; ``epochs = 2.0`` is refused."""
+    integer, number = (load(None, overrides=[f"client.learning_rate={x}"]) for x in ("1", "1.0"))
+    assert config_hash(integer) == config_hash(number)
+    assert "client.epochs: is 2.0; give an integer >= 1" in complaint(None, "client.epochs=2.0")
+
+
+# ---- Files and overrides ------------------------------------------------------------------
+
+
+def test_a_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
+    """What it does not say stays."""
+    file = written(
+        tmp_path,
+        """
+        seed = 3
+        client = { epochs = 5, batch_size = "all" }
+        [data.partition]
+        kind = "bootstrap"
+        num_clients = 1_000_000
+        [stragglers]
+        below_minimum = "skip"
+        [cohort]
+        sampling = "poisson"
+        """,
+    )
+    config = load(file, overrides=[])
+    assert (config.seed, config.num_rounds) == (3, 20)
+    assert (config.client.epochs, config.client.batch_size) == (5, "all")
+    assert partition_of(config) == BootstrapPartition(num_clients=1_000_000)
+    assert config.stragglers.below_minimum is BelowMinimum.SKIP
+    assert config.cohort == PoissonCohort()
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    """Each is laid over what is there."""
+    file = written(tmp_path, "seed = 1\n[client]\nepochs = 5\nmomentum = 0.5\n")
+    config = load(file, overrides=["seed=2", "client.epochs=6", "client.epochs=7"])
+    assert (config.seed, config.client.epochs, config.client.momentum) == (2, 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("model.hidden=[32, 16]", (32, 16)),
+        ("model.hidden = []", ()),
+        ('model={kind="mlp", hidden=[8]}', (8,)),
+        ('"model".hidden=[8]', (8,)),
+    ],
+)
+def test_override_values_are_toml(override: str, value: tuple[int, ...]) -> None:
+    """Arrays, inline tables and quoted keys included."""
+    model = load(None, overrides=[override]).model
+    assert isinstance(model, MlpModel)
+    assert model.hidden == value
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [("name=brisk-otter", "brisk-otter"), ('name="brisk"', "brisk"), ("name = a.b_c ", "a.b_c")],
+)
+def test_bare_words_in_overrides_are_strings(override: str, name: str) -> None:
+    """A shell takes quotes away."""
+    assert load(None, overrides=[override]).name == name
+
+
+def test_an_override_cannot_bring_a_second_key() -> None:
+    """A line break in its value does not start another line of TOML."""
+    text = complaint(None, "seed=1\nnum_rounds=3")
+    assert "seed: is " in text
+    assert "num_rounds: " not in text
+
+
+def test_choosing_another_kind_drops_the_defaults_of_the_first() -> None:
+    """No default of FedAvg or Dirichlet gets in the way."""
+    config = load(
+        None,
+        overrides=[
+            "algorithm.name=fedprox",
+            "data.partition.kind=iid",
+            "devices.bandwidth.kind=traces",
+        ],
+    )
+    assert config.algorithm == FedProxAlgorithm(proximal=0.01)
+    assert partition_of(config) == IidPartition(num_clients=50)
+    assert getattr(config.devices, "bandwidth", None) == TracesBandwidth()
+
+
+def test_choosing_another_kind_keeps_what_both_kinds_have(tmp_path: Path) -> None:
+    """The user's number of clients stays."""
+    file = written(tmp_path, "[data.partition]\nnum_clients = 20\n")
+    config = load(file, overrides=["data.partition.kind=iid"])
+    assert partition_of(config) == IidPartition(num_clients=20)
+
+
+def test_choosing_another_kind_does_not_drop_what_the_user_wrote(tmp_path: Path) -> None:
+    """The line that no longer fits is named."""
+    file = written(tmp_path, '[algorithm]\nname = "fedprox"\nproximal = 1.0\n')
+    text = complaint(file, "algorithm.name=fedavg")
+    assert text.startswith(f"{file}:3: algorithm.proximal: unknown key; it goes with ")
+    assert 'algorithm.name = "fedprox"' in text
+    whole = load(file, overrides=['algorithm={name="fedavg"}'])
+    assert whole.algorithm == FedAvgAlgorithm()
+
+
+def test_fedsgd_brings_its_local_training() -> None:
+    """One epoch, one batch; unless somebody writes otherwise, which is a contradiction."""
+    config = load(None, overrides=["algorithm.name=fedsgd", "client.learning_rate=0.1"])
+    assert config.algorithm == FedSgdAlgorithm()
+    assert (config.client.epochs, config.client.batch_size) == (1, "all")
+    text = complaint(None, "algorithm.name=fedsgd", "client.epochs=3", "client.batch_size=8")
+    assert "--set client.epochs=3: client.epochs: is 3, but FedSGD takes one step" in text
+    assert "--set client.batch_size=8: client.batch_size: is 8, but FedSGD" in text
+
+
+def test_paths_are_relative_to_where_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the file, or for an override to the working directory; modules are left alone."""
+    (tmp_path / "deep").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    text = """
+        data = { source = "parquet", path = "train.parquet", test_path = "/abs/t.parquet",
+                 client_column = "c" }
+        model = { kind = "python", factory = "nets/cnn.py:make" }
+        loss = { kind = "python", factory = "package.losses:make" }
+        store.runs_dir = "~/runs"
+    """
+    file = written(tmp_path / "deep", " ".join(text.split("\n                 ")))
+    config = load("deep/experiment.toml", overrides=["devices.bandwidth={kind='traces',path='t'}"])
+    assert config == load(file, overrides=["devices.bandwidth={kind='traces',path='t'}"])
+    dump = config.model_dump()
+    assert dump["data"]["path"] == f"{tmp_path}/deep/train.parquet"
+    assert dump["data"]["test_path"] == "/abs/t.parquet"
+    assert dump["model"]["factory"] == f"{tmp_path}/deep/nets/cnn.py:make"
+    assert dump["loss"]["factory"] == "package.losses:make"
+    assert dump["store"]["runs_dir"] == "/home/somebody/runs"
+    assert dump["devices"]["bandwidth"]["path"] == f"{tmp_path}/t"
+
+
+def test_a_file_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(
+    tmp_path: Path,
+) -> None:
+    """Editors write both, and the lines are still right."""
+    file = tmp_path / "experiment.toml"
+    file.write_bytes(b"\xef\xbb\xbfseed = 4\r\n[client]\r\nepochs = 0\r\n")
+    assert complaint(file).startswith(f"{file}:3: client.epochs: is 0")
+
+
+# ---- Storing and printing -----------------------------------------------------------------
+
+
+def test_the_stored_tree_loads_to_an_equal_tree() -> None:
+    """So that a run resumes from it."""
+    config = load(None, overrides=["algorithm.name=fedyogi", "model.hidden=[]", "name=x"])
+    assert Config.from_json(config.canonical_json()) == config
+
+
+def test_canonical_json_is_canonical() -> None:
+    """Sorted, without blanks, valid for readers that know no NaN, and stable."""
+    text = Config().canonical_json()
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    assert len(config_hash(Config())) == 64
+
+
+def test_the_order_of_keys_does_not_change_the_hash(tmp_path: Path) -> None:
+    """Only values do."""
+    (tmp_path / "a").mkdir()
+    first = written(tmp_path, 'seed = 1\n[model]\nkind = "python"\nfactory="m:f"\nargs={a=1,b=2}')
+    second = written(
+        tmp_path / "a", '[model]\nargs={b=2,a=1}\nfactory="m:f"\nkind = "python"\n[client]\n'
+    )
+    left = load(first, overrides=[])
+    assert config_hash(left) == config_hash(load(second, overrides=["seed=1"]))
+    assert config_hash(left) != config_hash(load(second, overrides=["seed=2"]))
+
+
+@pytest.mark.parametrize("text", ["", "3", "{", '{"seed": -1}', '{"sede": 1}', "[]"])
+def test_a_damaged_stored_tree_is_refused(text: str) -> None:
+    """And said to be the stored one."""
+    with pytest.raises(ConfigError, match=r"^the stored configuration: "):
+        Config.from_json(text)
+
+
+def test_the_rendered_tree_is_toml_that_loads_to_an_equal_tree(tmp_path: Path) -> None:
+    """With free-form arguments of every type, and keys and strings that need quotes."""
+    args: dict[str, Any] = {
+        "a b": ["é", 'q"\\\n\t\x7f\x01', "😀"],
+        "empty": {},
+        "nested": {"x.y": {"z": [{"k": 1e-7}, {}]}, "": -0.0},
+        "big": 10**18,
+        "yes": True,
+    }
+    model = PythonModel(factory="package.module:make", args=args)
+    config = Config(
+        name="n", model=model, data=NpzData(path="/x.npz", groups="w", test_fraction=0.5)
+    )
+    assert load(written(tmp_path, render(config)), overrides=[]) == config
+
+
+def test_a_rendered_default_tree_leaves_out_none(tmp_path: Path) -> None:
+    """TOML has no null."""
+    text = render(Config())
+    assert "None" not in text
+    assert "null" not in text
+    assert load(written(tmp_path, text), overrides=[]) == Config()
+
+
+# ---- Addresses and passwords --------------------------------------------------------------
+
+OPEN_URL = "postgresql+psycopg://me@db.example/runs"
+SECRET_URL = OPEN_URL.replace("me@", "me:s3cr@t/x@")
+
+
+def test_addresses_come_from_the_config_then_the_environment_then_defaults() -> None:
+    """An empty variable is not set."""
+    environ = {
+        "FEDLEARN_STORE_URL": "sqlite:///e.db",
+        "FEDLEARN_RUNS_DIR": "/e",
+        "FEDLEARN_DATA_DIR": "/d",
+    }
+    default = resolve_addresses(Config(), environ=dict.fromkeys(environ, ""))
+    assert (default.store_url, default.runs_dir, default.data_dir) == (
+        None,
+        Path("runs"),
+        Path("../shared/data"),
+    )
+    given = resolve_addresses(Config(), environ=environ)
+    assert (given.store_url, given.runs_dir, given.data_dir) == (
+        "sqlite:///e.db",
+        Path("/e"),
+        Path("/d"),
+    )
+    config = load(None, overrides=["store.url=sqlite:///c.db", "store.runs_dir=/c"])
+    chosen = resolve_addresses(config, environ=environ)
+    assert (chosen.store_url, chosen.runs_dir) == ("sqlite:///c.db", Path("/c"))
+
+
+def test_the_environment_adds_the_password_to_the_address_of_the_config() -> None:
+    """To that address and no other."""
+    config = load(None, overrides=[f"store.url={OPEN_URL}"])
+    environ = {"FEDLEARN_STORE_URL": SECRET_URL}
+    assert resolve_addresses(config, environ=environ).store_url == SECRET_URL
+    other = load(None, overrides=["store.url=postgresql+psycopg://me@elsewhere/runs"])
+    assert resolve_addresses(other, environ=environ).store_url == other.store.url
+
+
+def test_addresses_do_not_print_their_url() -> None:
+    """It may hold a password."""
+    addresses = resolve_addresses(Config(), environ={"FEDLEARN_STORE_URL": SECRET_URL})
+    assert "s3cr" not in repr(addresses)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        SECRET_URL,
+        "postgresql://me:s3cr t@db/x",
+        "postgresql://me:\ns3cr@db/x",
+        "postgresql://:s3cr@db",
+        "postgresql://db/x?user=me&password=s3cr",
+        "postgresql://db/x?PASSWORD=s3cr&sslmode=require",
+    ],
+)
+def test_a_password_in_the_config_is_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+    """Neither in the message nor in the chain of causes, from a file or an override."""
+    file = written(tmp_path, f"[store]\nurl = {json.dumps(url)}\n")
+    for path, overrides in ((file, []), (None, [f"store.url={url}"]), (None, [f"stor.url={url}"])):
+        with pytest.raises(ConfigError) as caught:
+            load(path, overrides=overrides)
+        assert "s3cr" not in str(caught.value)
+        assert "s3cr" not in str(caught.value.__cause__)
+    assert "FEDLEARN_STORE_URL" in complaint(file)
+
+
+@pytest.mark.parametrize(
+    "url", [OPEN_URL, "sqlite:///runs.db", "sqlite://", "postgresql://h:5432/x?sslmode=require"]
+)
+def test_an_address_without_a_password_is_accepted(url: str) -> None:
+    """A port is none."""
+    assert load(None, overrides=[f"store.url={url}"]).store.url == url
+
+
+# ---- Mistakes -----------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    """With its path."""
+    file = tmp_path / "no.toml"
+    assert complaint(file) == f"{file}: there is no such file; check the path"
+
+
+def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
+    """A directory, and bytes that are not UTF-8."""
+    assert f"{tmp_path}: cannot be read" in complaint(tmp_path)
+    file = tmp_path / "latin.toml"
+    file.write_bytes('name = "caf\xe9"'.encode("latin-1"))
+    assert complaint(file) == f"{file}: byte 11 is not UTF-8; save it as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("seed = 1\nname = x\n", ":2: column 8: not valid TOML: "),
+        ("seed = 1\nseed = 2\n", ":2: column 9: not valid TOML: Cannot overwrite a value"),
+        ('name = """a', ": not valid TOML: "),
+    ],
+)
+def test_broken_toml_names_file_and_line(text: str, place: str, tmp_path: Path) -> None:
+    """As far as the parser knows it."""
+    file = written(tmp_path, text)
+    assert complaint(file).startswith(f"{file}{place}")
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    """Instead of exhausting the stack."""
+    file = written(tmp_path, f"seed = {'[' * 100_000}")
+    assert "nested too deeply" in complaint(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lerning_rate = 1", ":1: lerning_rate: unknown key; did you mean client.learning_rate?"),
+        ("lr = 1", ":1: lr: unknown key; did you mean client.learning_rate?"),
+        ("[clent]\nepochs = 1", ":1: clent: unknown key; did you mean client?"),
+        ("[clients]\nepochs = 1", ":1: clients: unknown key; did you mean client?"),
+        ("[client]\n\nepoch = 1", ":3: client.epoch: unknown key; did you mean client.epochs?"),
+        (
+            "[algorithm]\nlearning_rate = 1",
+            ":2: algorithm.learning_rate: unknown key; did you mean client.learning_rate?",
+        ),
+        ("[partition]\nalpha = 1", ":1: partition: unknown key; did you mean data.partition?"),
+        ("[data]\nalpha = 1", ":2: data.alpha: unknown key; did you mean data.partition.alpha?"),
+        ("client.epoch = 1", ":1: client.epoch: unknown key; did you mean client.epochs?"),
+        ("client = { epoch = 1 }", ":1: client.epoch: unknown key; did you mean client.epochs?"),
+        (
+            "[algorithm]\nproximal = 1",
+            ':2: algorithm.proximal: unknown key; it goes with algorithm.name = "fedprox"; ',
+        ),
+        (
+            "proximal = 1",
+            ":1: proximal: unknown key; did you mean algorithm.proximal? It goes with algorithm.",
+        ),
+        (
+            "[evaluation]\nqqqq = 1",
+            ":2: evaluation.qqqq: unknown key; the keys here are every_rounds, clients, batch_size",
+        ),
+        ('"a b" = 1', ':1: "a b": unknown key; the keys here are name, seed, '),
+    ],
+)
+def test_an_unknown_key_names_file_line_and_nearest_key(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    """Also where the nearest is in another section or of another kind."""
+    file = written(tmp_path, text)
+    assert complaint(file).startswith(f"{file}{expected}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=-1", "seed: is -1; give an integer >= 0 and <= 9223372036854775807"),
+        ("seed=true", "seed: is true; give an integer"),
+        ("num_rounds=0", "num_rounds: is 0; give an integer >= 1"),
+        ("name=a/b", 'name: is "a/b"; give at most 64 letters'),
+        ("client.shuffle=1", "client.shuffle: is 1; give true or false"),
+        ("client.shuffle=True", 'client.shuffle: is "True"; give true or false'),
+        ("client.momentum=1", "client.momentum: is 1; give a number >= 0 and < 1"),
+        ("client.learning_rate=true", "client.learning_rate: is true; give a number > 0"),
+        ("client.learning_rate=inf", "client.learning_rate: is inf; give a number > 0"),
+        ("client.weight_decay=nan", "client.weight_decay: is nan; give a number >= 0"),
+        ("client.batch_size=0", 'client.batch_size: is 0; give an integer >= 1 or "all"'),
+        ("client.batch_size=al", 'give an integer >= 1 or "all"; did you mean "all"?'),
+        ("model.hidden=[64, 0]", "is [64, 0]; give an array, each of it an integer >= 1"),
+        ("model.hidden=64", "is 64; give an array, each of it an integer >= 1"),
+        ("data.partition.alpha=0", "data.partition.alpha: is 0; give a number > 0"),
+        ("data.test_fraction=1", "data.test_fraction: is 1; give a number > 0 and < 1"),
+        ("data=digits", 'data: is "digits"; give a table; its kind is data.source'),
+        ("client=3", "client: is 3; give a table"),
+        ("algorithm.name=fedporx", 'or "fedyogi"; did you mean "fedprox"?'),
+        ("algorithm.name=3", 'algorithm.name: is 3; give "fedavg", '),
+        ("stragglers.below_minimum=rety", '"skip" or "fail"; did you mean "retry"?'),
+        ("stragglers.deadline_s=0", 'is 0; give a number > 0 or "none"'),
+        ("engine.num_workers=2.5", 'is 2.5; give an integer >= 1 or "auto"'),
+        ("devices.dropout_rate=1.5", "is 1.5; give a number >= 0 and <= 1"),
+        ("data={source='npz'}", "data.path: is missing; give a path"),
+        ("data.source=python", "data.factory: is missing; give "),
+        ("model={kind='python',factory='x'}", 'is "x"; give "module:function" or "path/to'),
+        ("model={kind='python',factory='m:f',args={a=nan}}", "model.args: is {a = nan}; give a"),
+        ("model={kind='python',factory='m:f',args={a=1979-05-27}}", "model.args: is {a = 1979"),
+        ("store.checkpoint_every_s=1979-05-27", "is 1979-05-27; give a number >= 0"),
+    ],
+)
+def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> None:
+    """The message starts with the override, names the key, shows the value and the remedy."""
+    text = complaint(None, override)
+    assert text.startswith(f"--set {override}: ")
+    assert expected in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stragglers.min_reports=11"], "is 11, above cohort.num_wanted (10); lower it"),
+        (["cohort.num_wanted=39"], "is 39 and 51 clients are asked, but there are 50"),
+        (["data.partition.num_clients=12"], "is 10 and 13 clients are asked, but there are 12"),
+        (["client.keep_momentum=true"], "client.keep_momentum: is true, but there is no momentum"),
+        (["data.partition.kind=natural"], "the digits have no natural clients"),
+        (["data={source='npz',path='x'}"], "data.test_fraction: there is no test set"),
+        (["data={source='npz',path='x'}"], '"natural" needs client ids; name their array'),
+        (
+            ["data={source='npz',path='x',groups='g',test_features='t'}"],
+            "data.test_features: is given without test_labels",
+        ),
+        (
+            [
+                "data={source='npz',path='x',groups='g',test_features='t',test_labels='l'}",
+                "data.test_fraction=0.1",
+            ],
+            "data.test_fraction: is 0.1, but there are test arrays",
+        ),
+        (["data={source='parquet',path='x',test_path='y'}"], "name data.client_column"),
+        (
+            [
+                "data={source='parquet',path='x',test_path='y',client_column='c'}",
+                "data.feature_columns=['a','c']",
+            ],
+            'data.feature_columns: has ["c"], which are labels or client ids',
+        ),
+        (["early_stopping.target=2"], "is 2.0, but an accuracy is at most 1"),
+        (["early_stopping.min_improvement=0.1"], "is 0.1 without effect"),
+        (
+            ["early_stopping.patience_rounds=3", "evaluation.every_rounds=0"],
+            "early_stopping.patience_rounds: is 3, but only the end is evaluated",
+        ),
+        (
+            ["engine.transport=memory", "engine.executor=fused"],
+            'is "fused", but engine.transport is "memory"; give "auto" or "sequential"',
+        ),
+    ],
+)
+def test_contradictions_are_refused(overrides: list[str], expected: str) -> None:
+    """The message names an override that takes part."""
+    text = complaint(None, *overrides)
+    assert expected in text
+    assert "--set " in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stragglers.min_reports=10"],
+        ["cohort.num_wanted=38"],
+        ["data.partition.num_clients=13"],
+        ["client.keep_momentum=true", "client.momentum=0.9"],
+        ["data={source='npz',path='x',test_fraction=0.1,groups='g'}"],
+        ["data={source='npz',path='x',test_features='t',test_labels='l',partition.kind='iid'}"],
+        ["data={source='parquet',path='x',test_path='y',client_column='c'}"],
+        ["data.source=mnist-by-writer", "cohort.num_wanted=400"],
+        ["data={source='python',factory='m:f'}"],
+        ["early_stopping.target=2", "early_stopping.metric=loss"],
+        ["early_stopping={min_improvement=0.1,patience_rounds=3}"],
+        ["engine={transport='memory',executor='sequential',num_workers=1,block_size=1}"],
+    ],
+)
+def test_what_does_not_contradict_is_accepted(overrides: list[str]) -> None:
+    """The other side of each refusal."""
+    assert load(None, overrides=overrides) != Config()
+
+
+@pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", "", "[a]=1", "a b=1", ".a=1"])
+def test_an_override_without_a_key_and_a_value_is_refused(override: str) -> None:
+    """And told the form."""
+    expected = f"--set {override}: not of the form section.key=value, as client.epochs=3"
+    assert complaint(None, override) == expected
+
+
+def test_an_override_does_not_make_a_table_of_a_value() -> None:
+    """The other place is shown."""
+    text = complaint(None, "seed=1", "seed.x=2")
+    assert text == "--set seed.x=2: seed is 1 and not a table; remove one of the two"
+
+
+def test_all_problems_are_listed_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """File lines first, then overrides in their order."""
+    file = written(
+        tmp_path, "seed = -1\n[client]\nkeep_momentum = true\n[store]\nfoo = 1\n[cohort]\nx = 2\n"
+    )
+    lines = complaint(file, "num_rounds=0", "broken", "client.epochs=two").splitlines()
+    assert lines[0] == "6 problems in the configuration:"
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        f"{file}:1",
+        f"{file}:5",
+        f"{file}:7",
+        "--set num_rounds=0",
+        "--set broken",
+        "--set client.epochs=two",
+    ]
+
+
+def test_a_missing_key_is_placed_where_its_kind_was_chosen(tmp_path: Path) -> None:
+    """There is no line of its own."""
+    file = written(tmp_path, 'seed = 1\n[data]\nsource = "npz"\ntest_fraction = 0.1\n')
+    assert complaint(file).startswith(f"{file}:3: data.path: is missing")
+    by_override = complaint(written(tmp_path, "seed = 1\n"), "data.source=npz")
+    assert by_override.startswith("--set data.source=npz: data.path: is missing")
+
+
+def test_an_unknown_table_is_placed_where_something_in_it_was_set(tmp_path: Path) -> None:
+    """The override, or the line of the file where that has the table too."""
+    assert complaint(None, "clent.epochs=1").startswith("--set clent.epochs=1: clent: unknown key")
+    file = written(tmp_path, "\n[clent]\n")
+    assert complaint(file, "clent.epochs=1").startswith(f"{file}:2: clent: unknown key")
+
+
+def test_long_values_are_cut() -> None:
+    """A message stays readable."""
+    text = complaint(None, f"model.hidden={['x'] * 1000}")
+    assert "…" in text.split("model.hidden: ")[1]
+    assert len(text.split("model.hidden: ")[1]) < 150
+
+
+# ---- Lines of keys ------------------------------------------------------------------------
+
+
+def test_lines_are_found_through_all_that_toml_has() -> None:
+    """Comments, quotes, brackets in strings, arrays over lines, arrays of tables."""
+    text = '''# [not.a.table]
+a."b.c" = "# no = comment" # = [ "
+'d' = """
+e = 1 \\"""
+""""  # still
+f = [ # ]
+  1, "]", \'\'\'
+  g = 2\'\'\',
+  { h = "}", i = [2,
+    3] },
+]
+[ j . k ]   # header
+l = 1979-05-27 07:32:00
+[[m]]
+n = 1
+[[m]]
+  [m.o]
+  p = {}
+'''
+    lines = key_lines(text)
+    assert lines["a", "b.c"] == 2
+    assert lines["d",] == 3
+    assert ("e",) not in lines
+    assert lines["f",] == 6
+    assert (lines["f", 0], lines["f", 1], lines["f", 2]) == (7, 7, 7)
+    assert (lines["f", 3], lines["f", 3, "i"], lines["f", 3, "i", 1]) == (9, 9, 10)
+    assert (lines["j", "k"], lines["j", "k", "l"]) == (12, 13)
+    assert (lines["m",], lines["m", 0, "n"], lines["m", 1], lines["m", 1, "o"]) == (14, 15, 16, 17)
+    assert lines["m", 1, "o", "p"] == 18
+
+
+def test_natural_partition_is_a_kind_of_every_partition() -> None:
+    """So that refusing it can say why."""
+    assert NaturalPartition in get_args(get_args(config_module.Partition)[0])
