@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from fedlearn.algorithms.objectives import (
     Objective,
 )
 from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.simulation import behaviour as devices
@@ -28,7 +30,7 @@ from fedlearn.simulation import models, sources
 from fedlearn.simulation.federated_data import FederatedData, partitioned
 from fedlearn.simulation.parquet import Columns, ParquetPopulation, read_parquet
 from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partitioner, Shards
-from fedlearn.simulation.population import BootstrapPopulation
+from fedlearn.simulation.population import BootstrapPopulation, PooledPopulation
 
 #: Most bytes of decoded Parquet row groups to keep in memory.
 _PARQUET_CACHE_BYTES = 256 << 20
@@ -44,8 +46,9 @@ class Simulation:
         data: Clients and test set.
         algorithm: Local update, aggregator, server optimiser.
         sampler: Who is asked.
+        policy: When a round closes.
         behaviour: What the devices do.
-        config: Everything else: rounds, stragglers, evaluation, engine, store.
+        config: Everything else: rounds, evaluation, engine, store.
     """
 
     make_model: Callable[[], nn.Module]
@@ -53,6 +56,7 @@ class Simulation:
     data: FederatedData
     algorithm: recipes.Algorithm
     sampler: CohortSampler
+    policy: StragglerPolicy
     behaviour: devices.ClientBehaviour
     config: cf.Config
 
@@ -74,19 +78,75 @@ def simulation(config: cf.Config, *, data_dir: Path) -> Simulation:
         DataError: Data are missing or cannot be trained on.
     """
     data = federated_data(config, data_dir=data_dir)
-    asked, population = config.straggler_policy().num_asked, data.population.num_clients
-    if asked > population:
-        raise ConfigError(
-            f"cohort.num_wanted: {asked} clients are asked in a round, but the data have "
-            f"{population}; lower cohort.num_wanted or stragglers.over_selection"
-        )
-    return Simulation(
+    return around(
+        config,
         make_model=model_factory(config.model, data),
         objective=objective(config.loss),
         data=data,
         algorithm=algorithm(config),
+        data_dir=data_dir,
+    )
+
+
+def around(
+    config: cf.Config,
+    *,
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    data: FederatedData,
+    algorithm: recipes.Algorithm,
+    data_dir: Path,
+) -> Simulation:
+    """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
+
+    Raises:
+        ConfigError: More clients are asked in a round than there are.
+        DataError: Bandwidth traces are missing.
+    """
+    if config.centralized:
+        return _pooled(config, make_model, objective, data, algorithm)
+    policy, population = config.straggler_policy(), data.population.num_clients
+    if policy.num_asked > population:
+        raise ConfigError(
+            f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
+            f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
+        )
+    return Simulation(
+        make_model=make_model,
+        objective=objective,
+        data=data,
+        algorithm=algorithm,
         sampler=sampler(config.cohort),
+        policy=policy,
         behaviour=behaviour(config.devices, data_dir=data_dir),
+        config=config,
+    )
+
+
+def _pooled(
+    config: cf.Config,
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    data: FederatedData,
+    algorithm: recipes.Algorithm,
+) -> Simulation:
+    """Return centralised training: one client that holds all examples and always reports."""
+    alone = StragglerPolicy(
+        num_wanted=1,
+        over_selection=1.0,
+        deadline_s=math.inf,
+        min_reports=1,
+        below_minimum=BelowMinimum.FAIL,
+        max_retries=0,
+    )
+    return Simulation(
+        make_model=make_model,
+        objective=objective,
+        data=FederatedData(population=PooledPopulation(data.population), test=data.test),
+        algorithm=algorithm,
+        sampler=UniformSampler(),
+        policy=alone,
+        behaviour=devices.Instant(),
         config=config,
     )
 

@@ -114,7 +114,7 @@ def _num_workers(
     num_cores = os.cpu_count() or 1
     if _job_flop(simulation) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
-    return min(num_cores, config.cohort.num_wanted), "one a core"
+    return min(num_cores, simulation.policy.num_wanted), "one a core"
 
 
 def _job_flop(simulation: Simulation) -> float:
@@ -123,7 +123,7 @@ def _job_flop(simulation: Simulation) -> float:
     sample = torch.arange(min(64, population.num_clients)).numpy()
     examples = float(population.num_examples(sample).mean()) * simulation.algorithm.local.epochs
     size = Params.of(simulation.make_model()).layout.size
-    return 6.0 * size * examples * config.cohort.num_wanted * config.num_rounds
+    return 6.0 * size * examples * simulation.policy.num_wanted * config.num_rounds
 
 
 def _executor(
@@ -146,7 +146,7 @@ def _executor(
         choice = Choice(kind=kind, block_size=block_size, reason=require(job, kind))
     if engine.block_size != "auto":
         return replace(choice, block_size=engine.block_size)
-    share = -(-simulation.config.cohort.num_wanted // num_workers)
+    share = -(-simulation.policy.num_wanted // num_workers)
     return replace(choice, block_size=min(choice.block_size, share))
 
 
@@ -170,7 +170,7 @@ def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
         population=simulation.data.population,
         params=params,
         precision=Precision(config.engine.precision),
-        num_clients=config.cohort.num_wanted * config.num_rounds // num_workers,
+        num_clients=simulation.policy.num_wanted * config.num_rounds // num_workers,
         seed=simulation.seed,
     )
 
@@ -195,10 +195,10 @@ def assemble(
     config, params = simulation.config, initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
-    policy, stopping = config.straggler_policy(), config.early_stopping
+    stopping = config.early_stopping
     round_plan = RoundPlan(
         sampler=simulation.sampler,
-        policy=policy,
+        policy=simulation.policy,
         collector=_collector(simulation, job, model, cluster),
         local=simulation.algorithm.local,
         aggregator=simulation.algorithm.aggregator,
@@ -226,7 +226,7 @@ def _collector(
     simulation: Simulation, job: Job, model: ResidentModel, cluster: Cluster
 ) -> Collector[WeightedSum]:
     config, aggregator = simulation.config, simulation.algorithm.aggregator
-    policy, population = config.straggler_policy(), simulation.data.population
+    policy, population = simulation.policy, simulation.data.population
     if config.engine.transport == "memory":
         channel = session_channel(population, simulation.behaviour, model)
         return PlainCollector(channel=channel, aggregator=aggregator, policy=policy)
@@ -257,7 +257,7 @@ def _evaluator(
         )
     ]
     num_clients = min(settings.clients, data.population.num_clients)
-    if num_clients:
+    if num_clients and not simulation.config.centralized:
         parts.append(
             ClientEvaluator(
                 model=model,

@@ -36,14 +36,14 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
-def number_text(value: float) -> str:
-    """Return a metric with four decimals, or six digits of a large one; a dash if not finite.
+def number_text(value: float | None) -> str:
+    """Return a metric with four decimals, or four digits of a large one; a dash for none.
 
     Example:
-        >>> number_text(0.91234), number_text(123456.7), number_text(math.nan)
-        ('0.9123', '1.235e+05', '-')
+        >>> number_text(0.91234), number_text(123456.7), number_text(None), number_text(math.nan)
+        ('0.9123', '1.235e+05', '-', 'nan')
     """
-    if not math.isfinite(value):
+    if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"  # noqa: PLR2004 (a width)
 
@@ -101,9 +101,9 @@ class Point(NamedTuple):
     value: float
 
 
-def headline(metrics: Mapping[str, float], name: str) -> float:
-    """Return the central metric, else its mean over clients, else NaN."""
-    return metrics.get(name, metrics.get(f"clients/{name}_mean", math.nan))
+def headline(metrics: Mapping[str, float], name: str) -> float | None:
+    """Return the central metric, else its mean over clients, else ``None``: not measured."""
+    return metrics.get(name, metrics.get(f"clients/{name}_mean"))
 
 
 def series(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
@@ -121,7 +121,7 @@ def series(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
     return [
         Point(record.round_num + 1, record.virtual_s, value)
         for record, value in values
-        if math.isfinite(value)
+        if value is not None and math.isfinite(value)
     ]
 
 
@@ -170,6 +170,7 @@ class Summary:
         num_finished: Rounds it has.
         best: Its best evaluation; ``None`` without any.
         metrics: Of the last evaluation; empty without any.
+        measured_after: Rounds finished at the last evaluation; 0 without any.
         virtual_s: Virtual seconds in all.
         seconds: Real seconds in all.
         num_clients: Different clients asked.
@@ -186,6 +187,7 @@ class Summary:
     num_finished: int
     best: Best | None
     metrics: Mapping[str, float]
+    measured_after: int
     virtual_s: float
     seconds: float
     num_clients: int
@@ -195,13 +197,13 @@ class Summary:
     reasons: tuple[tuple[str, int], ...]
 
     @property
-    def accuracy(self) -> float:
-        """The last accuracy, NaN if there is none."""
+    def accuracy(self) -> float | None:
+        """The last accuracy; ``None`` if it was not measured."""
         return headline(self.metrics, "accuracy")
 
     @property
-    def loss(self) -> float:
-        """The last evaluation loss, NaN if there is none."""
+    def loss(self) -> float | None:
+        """The last evaluation loss; ``None`` if it was not measured."""
         return headline(self.metrics, "loss")
 
     def client_metrics(self) -> dict[str, dict[str, float]]:
@@ -220,9 +222,10 @@ class Summary:
 
 
 def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
-    """Return what a run came to; NaN, ``None`` and zeros where it has no rounds."""
+    """Return what a run came to; ``None`` and zeros where it has no rounds."""
     metric = watched_metric(record, rounds)
     point = best_point(series(rounds, metric), metric) if metric else None
+    evaluated = next((one for one in reversed(rounds) if one.metrics), None)
     participations = [each for one in rounds for each in one.participations]
     counts = [Counts.of(one) for one in rounds]
     reasons = Counter(each.reason for each in participations if each.status is Status.FAILED)
@@ -233,7 +236,8 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         num_rounds=record.num_rounds,
         num_finished=len(rounds),
         best=Best(metric=metric, point=point) if metric and point else None,
-        metrics=next((one.metrics for one in reversed(rounds) if one.metrics), {}),
+        metrics=evaluated.metrics if evaluated else {},
+        measured_after=evaluated.round_num + 1 if evaluated else 0,
         virtual_s=rounds[-1].virtual_s if rounds else 0.0,
         seconds=sum(one.seconds for one in rounds),
         num_clients=len({each.client_id for each in participations}),
@@ -425,13 +429,15 @@ def _flat(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _value_text(value: float, kind: Kind) -> str:
+    if math.isnan(value):
+        return "-"
     match kind:
         case "metric":
             return number_text(value)
         case "duration":
             return duration_text(value)
         case "count":
-            return "-" if math.isnan(value) else f"{value:.0f}"
+            return f"{value:.0f}"
 
 
 def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -89,8 +89,9 @@ def draw(runs: Sequence[History]) -> Figure:
 
 
 def _first_measured(runs: Sequence[History]) -> str:
-    """Return accuracy if any run has it, else loss."""
-    return "accuracy" if any(series(rounds, "accuracy") for _, rounds in runs) else "loss"
+    """Return loss if it is all that any run has, else accuracy."""
+    measured = (m for m in ("accuracy", "loss") if any(series(rounds, m) for _, rounds in runs))
+    return next(measured, "accuracy")
 
 
 # ---- Panels -------------------------------------------------------------------------------
@@ -230,7 +231,15 @@ def _finish(
 
 
 def _status_legend(axes: Axes) -> None:
-    axes.legend(fontsize=_SMALL, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 0.99),
+        ncols=3,
+        fontsize=_SMALL,
+        frameon=False,
+        columnspacing=1.0,
+        handlelength=1.2,
+    )
 
 
 def _count_rounds(axes: Axes) -> None:

@@ -120,8 +120,8 @@ class JsonProgress:
         self._stream.flush()
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 # ---- For a log ----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class PlainProgress:
             f"round {record.round_num + 1}/{self._num_rounds}"
             f" accuracy={number_text(headline(record.metrics, 'accuracy'))}"
             f" loss={number_text(headline(record.metrics, 'loss'))}"
-            f" train_loss={number_text(record.train_loss)}"
+            f" train_loss={number_text(_train_loss(record))}"
             f" reported={reported} late={late} failed={failed}"
             f" virtual_s={record.virtual_s:.1f} seconds={record.seconds:.3f}"
             f" retries={record.attempt} outcome={record.outcome.value}"
@@ -192,7 +192,7 @@ class TerminalProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._best = math.nan
+        self._best = -math.inf
         self._num_rounds = 0
         self._round_width = 0
         self._path = Path()
@@ -206,8 +206,8 @@ class TerminalProgress:
         """Print the run's name, the notes and the header."""
         self._num_rounds, self._path = record.num_rounds, path
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
-        title = Text(printable(record.name), style="bold cyan")
-        self._console.print(title.append(f"  {record.num_rounds} rounds", style="dim"))
+        name = (printable(record.name), "bold cyan")
+        self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
         for note in notes:
             self._console.print(Text(printable(note), style="dim"))
         header = (
@@ -220,15 +220,14 @@ class TerminalProgress:
         """Print the round's line."""
         reported, late, failed = Counts.of(record)
         accuracy = headline(record.metrics, "accuracy")
-        is_best = accuracy > self._best or (math.isnan(self._best) and not math.isnan(accuracy))
-        self._best = accuracy if is_best else self._best
+        is_best = self._is_best(accuracy)
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
         line = (
             f"{place:>{self._round_width}}"
             f"  {(self._good if is_best else self._plain).on(f'{number_text(accuracy):>8}')}"
             f"  {number_text(headline(record.metrics, 'loss')):>8}"
-            f"  {number_text(record.train_loss):>8}"
+            f"  {number_text(_train_loss(record)):>8}"
             f"  {(self._bad if skipped else self._plain).on(f'{reported:>8}')}"
             f"  {(self._late if late else self._dim).on(f'{late:>4}')}"
             f"  {(self._bad if failed else self._dim).on(f'{failed:>6}')}"
@@ -247,13 +246,24 @@ class TerminalProgress:
             style = "bold" if label in ("best", "next") else ""
             if label == "run":
                 style = styles.get(summary.status, "bold yellow")
-            line = Text(f"{label:>8}  ", style="dim").append(text, style=style)
+            line = Text.assemble((f"{label:>8}  ", "dim"), (text, style))
             self._console.print(line, soft_wrap=True)  # a command must survive being copied
+
+    def _is_best(self, accuracy: float | None) -> bool:
+        if accuracy is None or math.isnan(accuracy) or accuracy <= self._best:
+            return False
+        self._best = accuracy
+        return True
 
     def _write(self, line: str) -> None:
         stream = self._console.file
         stream.write(line + "\n")
         stream.flush()
+
+
+def _train_loss(record: RoundRecord) -> float | None:
+    """Return the training loss; by its contract NaN says that nobody reported one."""
+    return None if math.isnan(record.train_loss) else record.train_loss
 
 
 def _remark(record: RoundRecord) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,14 +18,15 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.build import Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
-from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus
-from fedlearn.coordinator.run import RunState, train
+from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
+from fedlearn.coordinator.run import train
 from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
 from fedlearn.experiment.assemble import Resolved, assemble, resolve, worker_device
-from fedlearn.experiment.progress import Progress, Summary
+from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run
 from fedlearn.simulation.cluster import Cluster, launch
 from fedlearn.simulation.federated_data import FederatedData
@@ -141,7 +143,7 @@ def simulate(
         )
     config = from_mapping(settings, source="simulate()")
     addresses = resolve_addresses(config, environ=os.environ)
-    site = Site(addresses, os.environ, SystemClock(), progress or _default_progress())
+    site = Site(addresses, os.environ, SystemClock(), progress or progress_to(sys.stdout, as_json=False))
     pieces = around(
         config,
         make_model=make_model,
@@ -152,10 +154,20 @@ def simulate(
     )
     if resume is not None:
         return _resume(resume, _as_recorded(pieces, resume, site), site, from_previous=False)
+    return run_pieces(pieces, site)
+
+
+def run_pieces(pieces: Simulation, site: Site) -> Run:
+    """Run a simulation that was put together in Python.
+
+    Raises:
+        FedlearnError: As :func:`run_config`.
+    """
     described = {
-        "model": repr(make_model()),
-        "data": f"{data.population.num_clients} clients, {len(data.test.labels)} test examples",
-        "algorithm": repr(algorithm),
+        "model": repr(pieces.make_model()),
+        "data": f"{pieces.data.population.num_clients} clients, "
+        f"{len(pieces.data.test.labels)} test examples",
+        "algorithm": repr(pieces.algorithm),
         "objective": repr(pieces.objective),
     }
     return _run_new(_resolved(pieces, site), site, extra={PYTHON_PIECES: described})
@@ -231,12 +243,10 @@ def _execute(
             _train(pieces, site, cluster, _Follower(), cluster.broadcast(None), lambda _: None)
             return None
         stored = opened(site.database())
-        with _outcome_recorded(stored):
+        with _outcome_told(stored, site.progress):
             site.progress.start(stored.record, stored.path, resolved.notes)
             checkpoint = cluster.broadcast((checkpoint_of(stored),))
-            started_s = site.clock.now_s()
-            state = _train(pieces, site, cluster, stored, checkpoint, site.progress.round)
-        site.progress.end(_summary(stored, state, site.clock.now_s() - started_s))
+            _train(pieces, site, cluster, stored, checkpoint, site.progress.round)
         return Run(stored, pieces.make_model)
 
     run = launch(body, num_workers=num_workers, environment=site.environ)
@@ -249,13 +259,13 @@ def _train(
     pieces: Simulation,
     site: Site,
     cluster: Cluster,
-    store: StoredRun | "_Follower",
+    store: RunStore,
     checkpoint: tuple[Checkpoint | None],
     progress: Callable[[RoundRecord], None],
-) -> RunState:
+) -> None:
     device = worker_device(pieces, site.environ)
     plan, params = assemble(pieces, cluster, device=device, clock=site.clock)
-    return train(plan, params, checkpoint=checkpoint[0], store=store, progress=progress)
+    train(plan, params, checkpoint=checkpoint[0], store=store, progress=progress)
 
 
 class _Follower:
@@ -272,18 +282,20 @@ class _Follower:
 
 
 @contextmanager
-def _outcome_recorded(stored: StoredRun) -> Iterator[None]:
-    """Record a failure of the run; if not even that can be written, the cause counts."""
+def _outcome_told(stored: StoredRun, progress: Progress) -> Iterator[None]:
+    """Record a failure of the run, and tell how it ended, be it done, failed or interrupted.
+
+    If not even that can be written or read back, the cause is what is raised.
+    """
     try:
         yield
     except FedlearnError as error:
         with suppress(StoreError):
             stored.finish(RunStatus.FAILED, error=str(error))
         raise
-
-
-def _summary(stored: StoredRun, state: RunState, seconds: float) -> Summary:
-    raise NotImplementedError
+    finally:
+        with suppress(StoreError):
+            progress.end(summarize(stored.record, stored.rounds()))
 
 
 def _versions() -> dict[str, str]:

@@ -5,12 +5,10 @@ returns is one tensor and row numbers into it, so nothing is copied where the ex
 already lie in memory. Client ids run from 0 to ``num_clients - 1``.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -85,7 +83,7 @@ class ArrayPopulation:
             self.features,
             labels=self.labels,
             num_classes=self.num_classes,
-            place=lambda row: _place(row, owner=self.partition.owner_of(row)),
+            place=lambda row: row_name(row, owner=self.partition.owner_of(row)),
         )
 
     @property
@@ -95,11 +93,11 @@ class ArrayPopulation:
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many examples each of these clients has."""
-        return _sizes(self.partition.offsets, client_ids=client_ids)
+        return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Return the tensors and the rows of these clients."""
-        places, offsets = _places(self.partition.offsets, client_ids=client_ids)
+        places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = places if self._is_grouped else self.partition.rows[places]
         return ClientRows(self.features, self.labels, rows, offsets)
 
@@ -108,6 +106,33 @@ class ArrayPopulation:
         """Whether rows lie client after client already, so that places are rows."""
         rows = self.partition.rows
         return bool((rows == np.arange(rows.size)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class PooledPopulation:
+    """All clients of a population as one, for centralised training.
+
+    Attributes:
+        parts: The population whose examples are pooled.
+    """
+
+    parts: Population
+
+    @property
+    def num_clients(self) -> int:
+        """One."""
+        return 1
+
+    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of all examples."""
+        everyone = np.arange(self.parts.num_clients)
+        return np.full(len(client_ids), self.parts.num_examples(everyone).sum())
+
+    def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
+        """Return all examples; data that stream are read into memory as a whole."""
+        assert len(client_ids) == 1  # there is one client
+        rows = self.parts.load(np.arange(self.parts.num_clients))
+        return replace(rows, offsets=np.asarray([0, len(rows.rows)]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,7 +170,7 @@ class BootstrapPopulation:
         if not len(self.features):
             raise DataError("there are no examples to draw from; give at least one")
         check_examples(
-            self.features, labels=self.labels, num_classes=self.num_classes, place=_place
+            self.features, labels=self.labels, num_classes=self.num_classes, place=row_name
         )
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -199,7 +224,7 @@ class DatasetPopulation:
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many examples each of these clients has."""
-        return _sizes(self.partition.offsets, client_ids=client_ids)
+        return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Fetch and stack the examples of these clients.
@@ -209,331 +234,18 @@ class DatasetPopulation:
                 others, a dtype is wrong, a feature or label is not finite, or a label is
                 out of range.
         """
-        places, offsets = _places(self.partition.offsets, client_ids=client_ids)
+        places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = self.partition.rows[places]
-        pairs = [_as_pair(self.dataset[row], row=row) for row in rows.tolist()]
-        features = _stacked([x for x, _ in pairs], rows=rows, what="features")
-        labels = _stacked([y for _, y in pairs], rows=rows, what="a label")
+        features, labels = stacked_rows(self.dataset, rows=rows)
         check_examples(
             features,
             labels=labels,
             num_classes=self.num_classes,
-            place=lambda at: _place(int(rows[at]), owner=_owner(at, offsets, client_ids)),
+            place=lambda at: row_name(
+                int(rows[at]), owner=owner_at(at, offsets=offsets, client_ids=client_ids)
+            ),
         )
         return ClientRows(features, labels, np.arange(rows.size), offsets)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which columns of a table hold what.
-
-    Attributes:
-        client: Who an example belongs to: integers or strings.
-        features: One column of fixed-size lists, or several columns of numbers.
-        label: A number: integers for classes.
-        feature_shape: Shape of one example's features; the columns hold as many numbers.
-        feature_dtype: What features become, e.g. ``torch.float32``; ``torch.int64`` for
-            tokens.
-
-    Raises:
-        ValueError: No feature column is named, or the dtype is not a real number's.
-    """
-
-    client: str
-    features: Sequence[str]
-    label: str
-    feature_shape: tuple[int, ...]
-    feature_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if not self.features:
-            raise ValueError("no feature column is named; name at least one")
-        if self.feature_dtype.is_complex or self.feature_dtype == torch.bool:
-            raise ValueError(f"feature_dtype is {self.feature_dtype}; it is a real number's")
-
-    @property
-    def width(self) -> int:
-        """Numbers in one example's features."""
-        return torch.Size(self.feature_shape).numel()
-
-
-class ParquetPopulation:
-    """Clients whose examples stream from Parquet files larger than memory.
-
-    The rows are grouped by client; clients are numbered in order of appearance, files in
-    the order of their names. Memory holds an index of the client column, the examples of
-    the clients asked, and the row groups used last, up to ``cache_bytes``: write small row
-    groups (``row_group_size=10_000``), since a row group is read as a whole.
-
-    Args:
-        path: A Parquet file, or a folder of ``*.parquet`` files.
-        columns: Which columns hold what.
-        num_classes: Labels lie below it; ``None`` where they are not classes.
-        cache_bytes: Most bytes of decoded row groups to keep; 0 keeps none.
-
-    Raises:
-        DataError: There is no such file, it is not Parquet, a column is missing or of
-            another type, or the rows are not grouped by client.
-    """
-
-    def __init__(
-        self, path: Path, *, columns: Columns, num_classes: int | None, cache_bytes: int
-    ) -> None:
-        self._columns = columns
-        self._num_classes = num_classes
-        self._files = _parquet_files(path)
-        self._index = _index_clients(self._files, columns=columns)
-        self._cache = _RowGroupCache(cache_bytes)
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients."""
-        return self._index.offsets.size - 1
-
-    def name_of(self, client_id: int) -> int | str:
-        """Return what the client column calls this client."""
-        name: int | str = self._index.names[client_id].as_py()
-        return name
-
-    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many examples each of these clients has."""
-        return _sizes(self._index.offsets, client_ids=client_ids)
-
-    def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Read the examples of these clients.
-
-        Raises:
-            DataError: The files changed or are damaged, a value is missing or not finite, or
-                a label is out of range.
-        """
-        rows, offsets = _places(self._index.offsets, client_ids=client_ids)
-        features = torch.empty(rows.size, *self._columns.feature_shape, dtype=self._feature_dtype)
-        labels = torch.empty(rows.size, dtype=self._index.label_dtype)
-        groups = np.searchsorted(self._index.group_offsets, rows, side="right") - 1
-        for group in np.unique(groups).tolist():
-            chunk = self._cache.get(group, read=self._read)
-            here = np.flatnonzero(groups == group)
-            inside = torch.from_numpy(rows[here] - self._index.group_offsets[group])
-            features[torch.from_numpy(here)] = chunk.features[inside]
-            labels[torch.from_numpy(here)] = chunk.labels[inside]
-        check_examples(
-            features,
-            labels=labels,
-            num_classes=self._num_classes,
-            place=lambda at: self._place(int(rows[at]), owner=_owner(at, offsets, client_ids)),
-        )
-        return ClientRows(features, labels, np.arange(rows.size), offsets)
-
-    @property
-    def _feature_dtype(self) -> torch.dtype:
-        return self._columns.feature_dtype
-
-    def _read(self, group: int) -> "_Chunk":
-        file_num, group_in_file = self._index.groups[group]
-        return _read_row_group(
-            self._files[file_num],
-            group=group_in_file,
-            columns=self._columns,
-            label_dtype=self._index.label_dtype,
-        )
-
-    def _place(self, row: int, *, owner: int) -> str:
-        return f"{_place(row, owner=owner)} ({self._columns.client} {self.name_of(owner)!r})"
-
-
-class _Chunk(NamedTuple):
-    """A decoded row group."""
-
-    features: Tensor
-    labels: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.features.nbytes + self.labels.nbytes
-
-
-class _RowGroupCache:
-    """The row groups used last, up to a number of bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
-
-    def get(self, group: int, *, read: Callable[[int], _Chunk]) -> _Chunk:
-        if group in self._chunks:
-            self._chunks.move_to_end(group)
-            return self._chunks[group]
-        chunk = read(group)
-        if chunk.num_bytes <= self._max_bytes:
-            self._make_room(chunk.num_bytes)
-            self._chunks[group] = chunk
-            self._num_bytes += chunk.num_bytes
-        return chunk
-
-    def _make_room(self, num_bytes: int) -> None:
-        while self._num_bytes + num_bytes > self._max_bytes:
-            _, oldest = self._chunks.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
-
-
-class _ClientIndex(NamedTuple):
-    """Where each client's rows are, counted over all files.
-
-    Attributes:
-        offsets: Client c has rows ``offsets[c]:offsets[c + 1]``.
-        names: A pyarrow array of what the files call the clients.
-        group_offsets: Row group g has rows ``group_offsets[g]:group_offsets[g + 1]``.
-        groups: File number and number within that file of each row group.
-        label_dtype: int64 or float32.
-    """
-
-    offsets: NDArray[np.int64]
-    names: Any  # pyarrow has no types
-    group_offsets: NDArray[np.int64]
-    groups: list[tuple[int, int]]
-    label_dtype: torch.dtype
-
-
-def _parquet_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.parquet"))
-    if not files:
-        what = "no *.parquet file in the folder" if path.is_dir() else "no file or folder"
-        raise DataError(f"{what} {path}; name a Parquet file or a folder of them")
-    return files
-
-
-def _open_parquet(path: Path) -> Any:  # pyarrow has no types
-    import pyarrow.parquet as pq  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-    from pyarrow import ArrowInvalid  # noqa: PLC0415
-
-    try:
-        return pq.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file: {error}; write it again") from error
-
-
-def _index_clients(files: Sequence[Path], *, columns: Columns) -> _ClientIndex:
-    import pyarrow as pa  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-
-    runs, sizes, groups, group_sizes, label_dtypes = [], [], [], [], set()
-    for file_num, path in enumerate(files):
-        with _open_parquet(path) as file:
-            label_dtypes.add(_check_schema(file.schema_arrow, columns=columns, path=path))
-            for group in range(file.num_row_groups):
-                names, lengths = _runs(file, group=group, column=columns.client, path=path)
-                runs.append(names)
-                sizes.append(lengths)
-                groups.append((file_num, group))
-                group_sizes.append(int(lengths.sum()))
-    if not sum(group_sizes):
-        raise DataError(f"{files[0]} and its neighbours have no rows; write some examples")
-    names, lengths = _joined(pa.concat_arrays(runs), np.concatenate(sizes))
-    _require_grouped(names, columns=columns)
-    dtype = torch.int64 if label_dtypes == {torch.int64} else torch.float32
-    return _ClientIndex(_cumulated(lengths), names, _cumulated(group_sizes), groups, dtype)
-
-
-def _check_schema(schema: Any, *, columns: Columns, path: Path) -> torch.dtype:
-    """Return the dtype of labels, or refuse the file."""
-    import pyarrow.types as pt  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-
-    for name in (columns.client, *columns.features, columns.label):
-        if name not in schema.names:
-            raise DataError(f"{path} has no column {name!r}; it has {schema.names}")
-    width = 0
-    for name in columns.features:
-        kind = schema.field(name).type
-        is_list = pt.is_fixed_size_list(kind)
-        width += kind.list_size if is_list else 1
-        number = kind.value_type if is_list else kind
-        if not (pt.is_integer(number) or pt.is_floating(number)):
-            raise DataError(
-                f"{path}: feature column {name!r} is {kind}; cast it to numbers or to "
-                "fixed-size lists of numbers"
-            )
-    if width != columns.width:
-        raise DataError(
-            f"{path}: {list(columns.features)} hold {width} numbers an example, "
-            f"feature_shape {columns.feature_shape} has {columns.width}; change either"
-        )
-    label = schema.field(columns.label).type
-    if not (pt.is_integer(label) or pt.is_floating(label)):
-        raise DataError(f"{path}: label column {columns.label!r} is {label}; cast it to numbers")
-    return torch.int64 if pt.is_integer(label) else torch.float32
-
-
-def _runs(file: Any, *, group: int, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
-    """Return the client of each run of equal clients in a row group, and the run lengths."""
-    import pyarrow as pa  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-    import pyarrow.compute as pc  # noqa: PLC0415
-
-    clients = file.read_row_group(group, columns=[column]).column(0)
-    if pa.types.is_dictionary(clients.type):
-        clients = clients.cast(clients.type.value_type)
-    text = pa.types.is_string(clients.type) or pa.types.is_large_string(clients.type)
-    if clients.null_count or not (text or pa.types.is_integer(clients.type)):
-        raise DataError(
-            f"{path}: client column {column!r} is {clients.type} with {clients.null_count} "
-            "missing; every row needs an integer or a string"
-        )
-    clients = clients.cast(pa.large_string() if text else pa.int64())
-    encoded = pc.run_end_encode(clients.combine_chunks(), run_end_type=pa.int64())
-    return encoded.values, np.diff(encoded.run_ends.to_numpy(), prepend=0)
-
-
-def _joined(names: Any, lengths: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
-    """Join runs of one client that meet at the border of two row groups."""
-    import pyarrow.compute as pc  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-
-    changes = pc.not_equal(names.slice(1), names.slice(0, len(names) - 1))
-    starts = np.concatenate([[0], np.flatnonzero(changes.to_numpy(zero_copy_only=False)) + 1])
-    return names.take(starts), np.add.reduceat(lengths, starts)
-
-
-def _require_grouped(names: Any, *, columns: Columns) -> None:
-    import pyarrow.compute as pc  # noqa: PLC0415  a simulation on arrays does not need pyarrow
-
-    if pc.count_distinct(names).as_py() == len(names):
-        return
-    counts = pc.value_counts(names)
-    repeated = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"].as_py()
-    raise DataError(
-        f"the rows are not grouped by client: {columns.client!r} {repeated!r} appears in several "
-        f"places; sort first, e.g. `table.sort_by({columns.client!r})` in pyarrow, and write with "
-        "a small `row_group_size`"
-    )
-
-
-def _read_row_group(
-    path: Path, *, group: int, columns: Columns, label_dtype: torch.dtype
-) -> _Chunk:
-    wanted = [*columns.features, columns.label]
-    with _open_parquet(path) as file:
-        table = file.read_row_group(group, columns=wanted)
-    parts = [
-        _numbers(table.column(name), name=name, path=path).reshape(len(table), -1)
-        for name in columns.features
-    ]
-    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    features = torch.tensor(numbers, dtype=columns.feature_dtype)
-    labels = _numbers(table.column(columns.label), name=columns.label, path=path)
-    return _Chunk(
-        features.reshape(len(table), *columns.feature_shape),
-        torch.tensor(labels, dtype=label_dtype),
-    )
-
-
-def _numbers(column: Any, *, name: str, path: Path) -> NDArray[Any]:
-    """Return all numbers of a column, those of lists one after another."""
-    array = column.combine_chunks()
-    values = array.flatten() if hasattr(array.type, "list_size") else array
-    if array.null_count or values.null_count:
-        raise DataError(f"{path}: column {name!r} has missing values; fill or drop them")
-    numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return numbers
 
 
 def check_examples(
@@ -592,7 +304,7 @@ def _require_classes(labels: Tensor, *, num_classes: int, place: Callable[[int],
     value = int(labels.reshape(len(labels), -1)[row][bad[row]][0])
     raise DataError(
         f"{place(row)} has the label {value}, outside 0..{num_classes - 1}; correct the label or "
-        "`num_classes`"
+        "`num_classes`; numbers to regress on are floats"
     )
 
 
@@ -605,31 +317,47 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
         )
 
 
-def _sizes(offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def stacked_rows(dataset: MapDataset, *, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Fetch these rows, at least one, and return their features and their labels, stacked.
+
+    Raises:
+        DataError: A row is no pair of numbers, or has another shape or dtype than the first.
+    """
+    pairs = [_as_pair(dataset[row], row=row) for row in rows.tolist()]
+    features = _stacked([x for x, _ in pairs], rows=rows, what="features")
+    labels = _stacked([y for _, y in pairs], rows=rows, what="a label")
+    return features, labels
+
+
+def sizes_of(offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the lengths of these clients' ranges."""
     return offsets[client_ids + 1] - offsets[client_ids]
 
 
-def _places(
+def places_of(
     offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranges of these clients laid end to end, and where each begins."""
-    sizes = _sizes(offsets, client_ids=client_ids)
-    ends = _cumulated(sizes)
+    """Return the ranges of these clients laid end to end, and the offsets of each in that."""
+    sizes = sizes_of(offsets, client_ids=client_ids)
+    ends = offsets_of(sizes)
     shifts = np.repeat(offsets[client_ids] - ends[:-1], sizes)
     return np.arange(ends[-1]) + shifts, ends
 
 
-def _cumulated(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+    """Return where ranges of these sizes begin when laid end to end, and where the last ends."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
-def _owner(at: int, offsets: NDArray[np.int64], client_ids: NDArray[np.int64]) -> int:
+def owner_at(at: int, *, offsets: NDArray[np.int64], client_ids: NDArray[np.int64]) -> int:
+    """Return whose range holds place ``at``."""
     return int(client_ids[np.searchsorted(offsets, at, side="right") - 1])
 
 
-def _place(row: int, owner: int | None = None) -> str:
+def row_name(row: int, *, owner: int | None = None) -> str:
+    """Return what a message calls a row, with the client that holds it if one does."""
     return f"row {row}" if owner is None else f"row {row} of client {owner}"
 
 

@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,16 @@ from fedlearn.simulation.behaviour import TraceBandwidth
 from fedlearn.simulation.population import check_examples
 
 _NUM_DIGITS = 10
+_WHERE_TO_LOOK = "give the folder that has it with `--data-dir`, or its path"
+_MNIST_ORIGIN = (
+    "it holds the digits of MNIST with their writers' numbers, which are in the labels of QMNIST "
+    "(github.com/facebookresearch/qmnist), as the arrays x_train, y_train, writer_train, x_test, "
+    "y_test and writer_test"
+)
+_TRACES_ORIGIN = (
+    "it holds recorded bandwidths, such as those in github.com/thu-media/Comyco, as the arrays "
+    "time_s, mbit_per_s and offset"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +64,38 @@ class Examples:
                 "an example"
             )
 
+    def split(self, *, fraction: float, seed: Seed) -> "TrainTest":
+        """Hold out a part: of every class alike, or of all examples where there are no classes.
+
+        Args:
+            fraction: The part that is held out as the test set, in (0, 1).
+            seed: Decides which examples are held out.
+
+        Raises:
+            ValueError: ``fraction`` is not in (0, 1).
+            DataError: It leaves a part without examples.
+        """
+        if not 0.0 < fraction < 1.0:
+            raise ValueError(f"the fraction held out is {fraction}; it lies in (0, 1)")
+        has_classes = self.num_classes is not None and self.labels.dim() == 1
+        strata = self.labels.numpy() if has_classes else np.zeros(len(self.labels), np.int64)
+        is_test = held_out(strata, fraction=fraction, seed=seed)
+        if not is_test.any() or is_test.all():
+            raise DataError(
+                f"test_fraction {fraction} of {len(self.labels)} examples leaves one part empty; "
+                "take about 0.2, or add data"
+            )
+        return TrainTest(train=self._taken(~is_test), test=self._taken(is_test))
+
+    def _taken(self, mask: NDArray[np.bool_]) -> "Examples":
+        chosen = torch.from_numpy(mask)
+        return Examples(
+            features=self.features[chosen],
+            labels=self.labels[chosen],
+            groups=None if self.groups is None else self.groups[mask],
+            num_classes=self.num_classes,
+        )
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainTest:
@@ -61,10 +104,31 @@ class TrainTest:
     Attributes:
         train: What is divided among clients.
         test: What the global model is evaluated on.
+
+    Raises:
+        DataError: The parts differ in their number of classes.
     """
 
     train: Examples
     test: Examples
+
+    def __post_init__(self) -> None:
+        if self.train.num_classes != self.test.num_classes:
+            raise DataError(
+                f"num_classes is {self.train.num_classes} for training and "
+                f"{self.test.num_classes} for the test; give both the larger, or neither"
+            )
+
+
+def num_classes_of(labels: Tensor) -> int | None:
+    """Return one more than the largest label; ``None`` for floats, which are not classes.
+
+    Raises:
+        DataError: There are no labels.
+    """
+    if not labels.numel():
+        raise DataError("there are no examples; give at least one")
+    return None if labels.is_floating_point() else int(labels.max()) + 1
 
 
 def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
@@ -78,23 +142,19 @@ def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
         Features float32 in [0, 1] of shape [N, 64], labels 0..9, no groups.
 
     Raises:
-        ValueError: ``test_fraction`` is not in (0, 1), or leaves a part without examples.
+        ValueError: ``test_fraction`` is not in (0, 1).
+        DataError: It leaves a part without examples.
     """
     from sklearn.datasets import load_digits  # noqa: PLC0415  takes a second; other data need it not
 
-    if not 0.0 < test_fraction < 1.0:
-        raise ValueError(f"test_fraction is {test_fraction}; it lies in (0, 1)")
     pixels, classes = load_digits(return_X_y=True)
-    features = torch.from_numpy(pixels / 16.0).float()
-    labels = torch.from_numpy(classes).long()
-    held_out = torch.from_numpy(held_out(labels.numpy(), fraction=test_fraction, seed=seed))
-    if not held_out.any() or held_out.all():
-        raise ValueError(f"test_fraction {test_fraction} leaves one part empty; take about 0.2")
-    train, test = (
-        Examples(features=features[part], labels=labels[part], groups=None, num_classes=_NUM_DIGITS)
-        for part in (~held_out, held_out)
+    examples = Examples(
+        features=torch.from_numpy(pixels / 16.0).float(),
+        labels=torch.from_numpy(classes).long(),
+        groups=None,
+        num_classes=_NUM_DIGITS,
     )
-    return TrainTest(train=train, test=test)
+    return examples.split(fraction=test_fraction, seed=seed)
 
 
 def held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArray[np.bool_]:
@@ -108,28 +168,28 @@ def held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArr
     return mask
 
 
-def mnist_by_writer(data_dir: Path, *, flat: bool) -> TrainTest:
+def mnist_by_writer(path: Path) -> TrainTest:
     """Return MNIST with the writer of each digit as its group.
 
     Args:
-        data_dir: The folder that holds ``mnist.npz``.
-        flat: Features of shape [N, 784] rather than [N, 1, 28, 28].
+        path: The archive, usually called ``mnist.npz``.
 
     Returns:
-        60,000 digits by 539 writers and 10,000 by 297 others; float32 in [0, 1].
+        60,000 digits by 539 writers and 10,000 by 297 others; float32 in [0, 1] of shape
+        [N, 1, 28, 28].
 
     Raises:
         DataError: The file is missing, is not an npz, or lacks an array.
     """
-    shape = (784,) if flat else (1, 28, 28)
+    _require_file(path, remedy=f"{_WHERE_TO_LOOK}; {_MNIST_ORIGIN}")
     train, test = (
         npz(
-            data_dir / "mnist.npz",
+            path,
             features=f"x_{part}",
             labels=f"y_{part}",
             groups=f"writer_{part}",
             mask=None,
-            feature_shape=shape,
+            feature_shape=(1, 28, 28),
             scale=1.0 / 255.0,
             num_classes=_NUM_DIGITS,
         )
@@ -199,14 +259,59 @@ def npz(
     )
 
 
-def bandwidth_traces(data_dir: Path) -> TraceBandwidth:
-    """Return the recorded 3G and broadband bandwidths of ``bandwidth_traces.npz``.
+def npz_train_test(
+    path: Path,
+    *,
+    features: str,
+    labels: str,
+    groups: str | None,
+    test: tuple[str, str] | float,
+    seed: Seed,
+) -> TrainTest:
+    """Return the examples of an npz archive in two parts. Integer labels are classes.
+
+    Args:
+        path: The archive.
+        features: Name of the array of features.
+        labels: Name of the array of labels.
+        groups: Name of the array of client ids; ``None`` if there is none.
+        test: Names of the test features and labels, or the part to hold out, in (0, 1).
+        seed: Decides which examples are held out.
+
+    Raises:
+        ValueError: The part to hold out is not in (0, 1).
+        DataError: As :func:`npz`; or holding out leaves a part without examples.
+    """
+    names = [labels] if isinstance(test, float) else [labels, test[1]]
+    num_classes = _num_classes(path, names=names)
+    read = partial(npz, path, mask=None, feature_shape=None, scale=1.0, num_classes=num_classes)
+    train = read(features=features, labels=labels, groups=groups)
+    if isinstance(test, float):
+        return train.split(fraction=test, seed=seed)
+    return TrainTest(train=train, test=read(features=test[0], labels=test[1], groups=None))
+
+
+def _num_classes(path: Path, *, names: Sequence[str]) -> int | None:
+    """Return the number of classes in all these arrays; ``None`` if they hold no integers."""
+    arrays = read_npz(path, names=names).values()
+    kinds = sorted({array.dtype.name for array in arrays if array.dtype.kind in "f"})
+    if kinds and any(array.dtype.kind not in "f" for array in arrays):
+        raise DataError(
+            f"of the label arrays {list(names)} of {path} one holds classes and one {kinds[0]}; "
+            "write both as integers or both as floats"
+        )
+    return None if kinds else max(int(array.max(initial=0)) for array in arrays) + 1
+
+
+def bandwidth_traces(path: Path) -> TraceBandwidth:
+    """Return the recorded bandwidths in an archive such as ``bandwidth_traces.npz``.
 
     Raises:
         DataError: The file is missing, is not an npz, lacks an array, or a trace is unusable.
     """
     names = ("time_s", "mbit_per_s", "offset")
-    arrays = read_npz(data_dir / "bandwidth_traces.npz", names=names)
+    _require_file(path, remedy=f"{_WHERE_TO_LOOK}; {_TRACES_ORIGIN}")
+    arrays = read_npz(path, names=names)
     return TraceBandwidth(
         arrays["time_s"].astype(np.float64),
         arrays["mbit_per_s"].astype(np.float64),
@@ -221,17 +326,18 @@ def read_npz(path: Path, *, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         DataError: The file is missing, is not an npz or is damaged, an array is missing, or
             it holds Python objects.
     """
-    if not path.is_file():
-        raise DataError(
-            f"there is no {path.name} in {path.parent.absolute()}; give the folder that has it "
-            "with `--data-dir`"
-        )
+    _require_file(path, remedy="correct the path")
     with path.open("rb") as file:  # numpy would leave a file open that it cannot read
         archive = _as_archive(file, path=path)
         missing = [name for name in names if name not in archive.files]
         if missing:
             raise DataError(f"{path} has no array {missing[0]!r}; it has {archive.files}")
         return {name: _read_array(archive, name=name, path=path) for name in names}
+
+
+def _require_file(path: Path, *, remedy: str) -> None:
+    if not path.is_file():
+        raise DataError(f"there is no {path.name} in {path.parent.absolute()}; {remedy}")
 
 
 def _as_archive(file: BinaryIO, *, path: Path) -> np.lib.npyio.NpzFile:

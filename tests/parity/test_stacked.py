@@ -133,7 +133,6 @@ def reason(make_model: MakeModel, work: Work, objective: Objective | None = None
         features=work.features,
         labels=work.labels,
         local=work.local,
-        device=CPU,
         precision=Precision.FLOAT32,
     )
 
@@ -154,7 +153,8 @@ def mlp_with_dropout() -> nn.Module:
 
 
 def batch_norm_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    """In float64: normalising two examples magnifies float32's rounding."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def conv_net() -> nn.Module:
@@ -256,7 +256,7 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
         sizes=RAGGED_WITHOUT_ONES,
         local=replace(PLAIN, epochs=2, momentum=0.5),
     )
-    assert error_of(batch_norm_net, work) < 1e-6
+    assert error_of(batch_norm_net, work) < 1e-12
 
 
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,8 +467,8 @@ class OldFunction(Branching):
     """Uses it."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = Doubling.apply(self.layer(inputs))
-        return logits
+        double: Callable[[Tensor], Tensor] = Doubling.apply
+        return double(self.layer(inputs))
 
 
 def attention() -> nn.Module:
@@ -545,5 +545,6 @@ def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them() -> 
 @pytest.mark.slow
 def test_a_step_that_cannot_be_compiled_is_an_engine_error() -> None:
     """With the reason and what to choose instead."""
+    work = work_of(params_of(Branching), sizes=(4, 4))
     with pytest.raises(EngineError, match=r"item.*without compiling"):
-        executor(Branching, CrossEntropy(), is_compiled=True).train(work_of(params_of(Branching)))
+        executor(Branching, CrossEntropy(), is_compiled=True).train(work)

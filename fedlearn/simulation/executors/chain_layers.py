@@ -30,6 +30,9 @@ Shape = tuple[int, ...]
 ActivationLayer = ReluLayer | LeakyReluLayer | TanhLayer | SigmoidLayer
 aten = torch.ops.aten
 
+#: Elements of a tensor, up to which a copy costs less than it saves per product.
+_LARGEST_COPY = 1 << 16
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -53,26 +56,26 @@ class Rule:
 
 
 class Stack:
-    """The clients' parameters, one row each.
+    """The clients' parameters, one row each, and copies of some of them.
 
-    Kernels of convolutions have a copy beside the matrix, since a grouped convolution wants
-    those of all clients in one piece. In-place training changes the copy alone.
+    A grouped convolution wants the kernels of all clients in one piece, and so does an
+    in-place product of many small matrices. These tensors are trained in a copy beside the
+    matrix; large weights are trained where they lie.
 
     Attributes:
-        params_KP: The parameters.
+        params_KP: The rows. Behind the copies until :meth:`deltas`.
     """
 
     def __init__(self, chain: Chain, *, num_clients: int, like: Tensor) -> None:
         self._layout = chain.layout
         self.params_KP = like.new_empty(num_clients, chain.layout.size)
-        self._views = chain.layout.views(self.params_KP)
-        convs = [layer for layer in chain.layers if isinstance(layer, ConvLayer)]
+        self._rows = chain.layout.views(self.params_KP)
         self._copies = {
-            spec.name: _channels_last(like, num_clients, *spec.shape)
-            for layer in convs
-            for spec in (layer.weight, layer.bias)
-            if spec is not None
+            spec.name: _in_one_piece(like, num_clients, *spec.shape)
+            for spec in chain.layout.specs
+            if spec.size <= _LARGEST_COPY or len(spec.shape) == 4  # noqa: PLR2004 - a kernel
         }
+        self._values = self._rows | self._copies
 
     @cached_property
     def grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
@@ -80,37 +83,38 @@ class Stack:
         return torch.empty_like(self.params_KP)
 
     @cached_property
-    def _grad_views(self) -> dict[str, Tensor]:
+    def _grads(self) -> dict[str, Tensor]:
         return self._layout.views(self.grads_KP)
 
     def load(self, global_P: Tensor, *, num_clients: int) -> None:
-        """Give the first clients the global model."""
+        """Give the first clients the global model, in the rows and in the copies."""
         self.params_KP[:num_clients].copy_(global_P)
         self.refresh(num_clients)
 
     def refresh(self, num_clients: int) -> None:
-        """Copy kernels from the matrix."""
+        """Bring the copies to the rows, which were changed."""
         for name, copy in self._copies.items():
-            copy[:num_clients].copy_(self._views[name][:num_clients])
+            copy[:num_clients].copy_(self._rows[name][:num_clients])
 
-    def collect(self, num_clients: int) -> Tensor:
-        """Copy kernels to the matrix and return the rows of the first clients."""
-        for name, copy in self._copies.items():
-            self._views[name][:num_clients].copy_(copy[:num_clients])
+    def deltas(self, global_P: Tensor, *, num_clients: int) -> Tensor:
+        """Return local minus global, in the rows' memory."""
+        for name, value in self._layout.views(global_P).items():
+            rows = self._rows[name][:num_clients]
+            torch.sub(self._values[name][:num_clients], value, out=rows)
         return self.params_KP[:num_clients]
 
     def values(self, spec: TensorSpec) -> Tensor:
         """Return what the forward pass reads: shape [K, *spec.shape]."""
-        return self._copies.get(spec.name, self._views[spec.name])
+        return self._values[spec.name]
 
     def target(self, spec: TensorSpec, *, in_place: bool) -> Tensor:
         """Return what the backward pass writes: the same, or the gradient."""
-        return self.values(spec) if in_place else self._grad_views[spec.name]
+        return self._values[spec.name] if in_place else self._grads[spec.name]
 
 
-def _channels_last(like: Tensor, num_clients: int, *shape: int) -> Tensor:
-    """Return [num_clients, *shape], a kernel's channels last in memory."""
-    if len(shape) == 1:
+def _in_one_piece(like: Tensor, num_clients: int, *shape: int) -> Tensor:
+    """Return [num_clients, *shape] without gaps, a kernel's channels last in memory."""
+    if len(shape) < 4:  # noqa: PLR2004 - not a kernel
         return like.new_empty(num_clients, *shape)
     out_channels, channels, height, width = shape
     stored = like.new_empty(num_clients, out_channels, height, width, channels)
@@ -400,11 +404,18 @@ class GatherImages:
 
 
 class CrossEntropyHead:
-    """The mean loss of each client's batch, and where its gradient begins."""
+    """The mean loss of each client's batch, and where its gradient begins.
+
+    It computes with the classes first: a softmax over few classes that lie side by side in
+    memory is several times slower than over rows.
+    """
 
     def __init__(self, num_classes: int, *, place: Place) -> None:
+        k, b = place.num_clients, place.batch_size
         self._d = place.matrices("d", num_classes)
-        self._minus_one = self._d.new_full((1, 1, 1), -1.0).expand(*self._d.shape[:2], 1)
+        self._logits = place.matrices("logits", num_classes).view(num_classes, k, b)
+        self._p = place.matrices("p", num_classes).view(num_classes, k, b)
+        self._minus_one = self._p.new_full((1, 1, 1), -1.0).expand(1, k, b)
 
     def gradient(
         self, logits: Tensor, *, labels_KB: Tensor, weights_KB: Tensor, likelihoods_KB: Tensor
@@ -417,7 +428,8 @@ class CrossEntropyHead:
             weights_KB: What each example counts in its batch's loss; 0 for padding.
             likelihoods_KB: Written to.
         """
-        labels_KB1, d = labels_KB.unsqueeze(2), self._d
-        torch.log_softmax(logits, 2, out=d)
-        torch.gather(d, 2, labels_KB1, out=likelihoods_KB.unsqueeze(2))
-        return d.exp_().scatter_add_(2, labels_KB1, self._minus_one).mul_(weights_KB.unsqueeze(2))
+        labels, p = labels_KB.unsqueeze(0), self._p
+        torch.log_softmax(self._logits.copy_(logits.permute(2, 0, 1)), 0, out=p)
+        torch.gather(p, 0, labels, out=likelihoods_KB.unsqueeze(0))
+        p.exp_().scatter_add_(0, labels, self._minus_one)
+        return torch.mul(p.permute(1, 2, 0), weights_KB.unsqueeze(2), out=self._d)

@@ -128,7 +128,7 @@ class FusedExecutor:
         memory.stack.load(global_P, num_clients=num_clients)
         update = _Descent(work.local) if work.local.is_plain else _Step(work, memory.stack)
         losses_K = _train(work, memory, update=update)
-        deltas_KP = memory.stack.collect(num_clients).sub_(global_P)
+        deltas_KP = memory.stack.deltas(global_P, num_clients=num_clients)
         return Trained(deltas_KP=deltas_KP, losses_K=losses_K, velocity_KQ=update.kept)
 
     def _memory_for(self, work: Work) -> "_Memory":

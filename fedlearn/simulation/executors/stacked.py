@@ -591,7 +591,6 @@ def why_not_stacked(
     features: Tensor,
     labels: Tensor,
     local: LocalSgd,
-    device: torch.device,
     precision: Precision,
 ) -> str | None:
     """Return why a model must train one client at a time, or ``None`` if it can be stacked.
@@ -601,17 +600,16 @@ def why_not_stacked(
     Args:
         make_model: Builds the module.
         objective: The loss.
-        params: A global model.
-        features: Examples of any clients, on ``device``: [N, ...].
+        params: A global model, on the device where training happens.
+        features: Examples of any clients, there too: [N, ...].
         labels: Their labels: [N, ...].
         local: The update rule.
-        device: Where to train.
         precision: Of the forward and backward pass.
 
     Returns:
         A reason to print: the type and first line of an error, or what came out different.
     """
-    work = _sample_work(params, features, labels, local)
+    work, device = _sample_work(params, features, labels, local), params.vector.device
     try:
         gradient = _BlockGradient(make_model, objective, device=device, precision=precision)
         if gradient.draws_random_numbers(features, labels):

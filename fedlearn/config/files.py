@@ -1,0 +1,180 @@
+"""From a TOML file, overrides or a mapping to a tree, and from a tree to TOML."""
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlearn.config.keys import known_keys
+from fedlearn.config.problems import Complaint, Override, Sources, checked
+from fedlearn.config.redaction import redacted
+from fedlearn.config.toml import Key, Scanner, key_lines, shown, toml_lines
+from fedlearn.config.tree import Config
+from fedlearn.errors import ConfigError
+
+
+def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
+    """Return the default tree with a TOML file and then ``overrides`` laid over it.
+
+    Relative paths in the file are relative to the file, those in overrides to the working
+    directory; all become absolute, so that a run resumes from anywhere.
+
+    Args:
+        path: The TOML file; ``None`` starts from the defaults.
+        overrides: ``a.b=value`` each, later ones win; the value is TOML, and what is not
+            TOML is a string.
+
+    Raises:
+        ConfigError: The file is missing, unreadable or not TOML; a key is unknown; a value has
+            a wrong type or range; values contradict each other. All of these at once where
+            possible, each with its file and line or its ``--set``.
+
+    Example:
+        >>> load(None, overrides=["client.epochs=3", "algorithm.name=fedprox"]).algorithm
+        FedProxAlgorithm(name='fedprox', weight_by_examples=True, proximal=0.01)
+    """
+    file = None if path is None else Path(path)
+    raw, lines = ({}, {}) if file is None else _read(file)
+    base = Path.cwd() if file is None else file.absolute().parent
+    raw = _with_absolute_paths(raw, (), base)
+    complaints: list[Complaint] = []
+    accepted: list[Override] = []
+    for order, text in enumerate(overrides):
+        try:
+            override = _override(text)
+            raw = _applied(override, raw)
+            accepted.append(override)
+        except ValueError as error:
+            complaints.append(Complaint((math.inf, order), f"--set {redacted(text)}: {error}"))
+    sources = Sources(str(file) if file else "the defaults", lines, tuple(accepted))
+    return checked(Config, raw, sources=sources, complaints=complaints)
+
+
+def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
+    """Return the default tree with ``values`` laid over it, validated as a file is.
+
+    Relative paths are relative to the working directory.
+
+    Args:
+        values: Keys and tables, as in a TOML file; tuples are arrays.
+        source: What errors name in place of a file.
+
+    Raises:
+        ConfigError: As :func:`load`, each problem with ``source``.
+
+    Example:
+        >>> config = from_mapping({"num_rounds": 5, "model": {"hidden": (32, 16)}}, source="me")
+        >>> config.num_rounds, config.model
+        (5, MlpModel(kind='mlp', hidden=(32, 16)))
+    """
+    raw = _with_absolute_paths(_plain(values), (), Path.cwd())
+    return checked(Config, raw, sources=Sources(source, lines={}, overrides=()))
+
+
+def render(config: Config) -> str:
+    """Return ``config`` as TOML that loads to an equal tree; what is ``None`` is left out.
+
+    Example:
+        >>> print(render(Config()).splitlines()[0])
+        seed = 0
+    """
+    tree = config.model_dump(mode="json", exclude_none=True)
+    return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
+
+
+def _read(file: Path) -> tuple[dict[str, Any], Mapping[Key, int]]:
+    """Return the values of a TOML file and the line of each."""
+    try:
+        text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
+        return tomllib.loads(text), key_lines(text)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such file; check the path") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: byte {error.start} is not UTF-8; save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: arrays or tables are nested too deeply") from error
+    except ValueError as error:
+        what, _, where = str(error).partition(" (at line ")
+        line, _, column = where.rstrip(")").partition(", column ")
+        place = f"{file}:{line}: column {column}" if where else f"{file}"
+        raise ConfigError(f"{place}: not valid TOML: {what}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python's as a TOML file would have given it."""
+    match value:
+        case Mapping():
+            return {str(key): _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def _with_absolute_paths(raw: dict[str, Any], prefix: Key, base: Path) -> dict[str, Any]:
+    """Return ``raw`` with the paths in it taken relative to ``base``."""
+    formats, result = _path_formats(), dict(raw)
+    for key, value in raw.items():
+        path = (*prefix, key)
+        if isinstance(value, dict):
+            result[key] = _with_absolute_paths(value, path, base)
+        elif isinstance(value, str) and value and path in formats:
+            result[key] = _absolute(value, formats[path], base)
+    return result
+
+
+def _absolute(value: str, kind: str, base: Path) -> str:
+    path, colon, function = value.rpartition(":") if kind == "factory" else (value, "", "")
+    if kind == "factory" and not path.endswith(".py"):
+        return value  # a module
+    expanded = Path(path).expanduser() if path.startswith("~/") else Path(path)
+    return f"{base / expanded}{colon}{function}"
+
+
+def _path_formats() -> dict[Key, str]:
+    """Return which keys hold paths, in any kind of their table, and in what form."""
+    known = known_keys(Config)
+    return {each.path: kind for each in known if (kind := each.path_format()) is not None}
+
+
+def _override(text: str) -> Override:
+    scanner = Scanner(text)
+    try:
+        path = scanner.key()
+    except ValueError as error:
+        raise ValueError("not of the form section.key=value, as client.epochs=3") from error
+    if not text.startswith("=", scanner.position):
+        raise ValueError("not of the form section.key=value, as client.epochs=3")
+    value = _toml_or_text(text[scanner.position + 1 :].strip())
+    return Override(path, value, text)
+
+
+def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with the value of ``override`` set; ``raw`` stays as it is."""
+    *table, key = override.path
+    value = _with_absolute_paths({key: override.value}, tuple(table), Path.cwd())[key]
+    return _with_value(raw, override.path, value)
+
+
+def _with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    key, *rest = path
+    if not rest:
+        return table | {key: value}
+    inner = table.get(key, {})
+    if not isinstance(inner, dict):
+        text = f"{key} is {shown(inner)} and not a table; remove one of the two"
+        raise ValueError(text)  # noqa: TRY004  what is wrong is the text of an override
+    return table | {key: _with_value(inner, rest, value)}
+
+
+def _toml_or_text(text: str) -> Any:  # Any: what TOML can hold
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return document["value"] if document.keys() == {"value"} else text

@@ -1,0 +1,223 @@
+"""What is wrong with a tree, told in its own terms: place, key, value and remedy."""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from fedlearn.config.keys import Known, Spot, kinds_of, known_keys, value_at
+from fedlearn.config.redaction import redacted
+from fedlearn.config.section import Section
+from fedlearn.config.toml import Key, dotted, shown
+from fedlearn.errors import ConfigError
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class Complaint(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        order: By line, then by override.
+        text: Place, key, value and remedy.
+    """
+
+    order: tuple[float, int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Override:
+    """One ``--set``.
+
+    Attributes:
+        path: The key.
+        value: What TOML can hold.
+        text: As it was written.
+    """
+
+    path: tuple[str, ...]
+    value: Any  # what TOML can hold
+    text: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where values came from.
+
+    Attributes:
+        name: The file, or what stands for it.
+        lines: Line of each key in it.
+        overrides: What was laid over it, in order.
+    """
+
+    name: str
+    lines: Mapping[Key, int]
+    overrides: tuple[Override, ...]
+
+    def complain(self, keys: Sequence[Key], text: str) -> Complaint:
+        """Return ``text`` about ``keys[0]``, with the place that set the first of ``keys``."""
+        order, place = self._place(keys)
+        return Complaint(order, f"{place}: {dotted(keys[0])}: {text}")
+
+    def _place(self, keys: Sequence[Key]) -> tuple[tuple[float, int], str]:
+        """Return the override or the line that set one of ``keys``, or the nearest to it."""
+        parents = [keys[0][:depth] for depth in reversed(range(1, len(keys[0])))]
+        lines = [key for key in keys if key in self.lines]
+        setting = [self._override(key, inside=False) for key in keys]
+        inside = [] if lines else [self._override(key, inside=True) for key in keys]
+        for index in (*setting, *inside):
+            if index is not None:
+                return (math.inf, index), f"--set {redacted(self.overrides[index].text)}"
+        for key in (*lines, *(parent for parent in parents if parent in self.lines)):
+            return (self.lines[key], 0), f"{self.name}:{self.lines[key]}"
+        return (0, 0), self.name
+
+    def _override(self, key: Key, *, inside: bool) -> int | None:
+        """Return the last override of ``key`` or a table around it, or else inside it."""
+        for index in reversed(range(len(self.overrides))):
+            path = self.overrides[index].path
+            if (path[: len(key)] == key) if inside else (key[: len(path)] == path):
+                return index
+        return None
+
+
+def checked(
+    root: type[SectionT],
+    raw: dict[str, Any],
+    *,
+    sources: Sources,
+    complaints: Sequence[Complaint] = (),
+) -> SectionT:
+    """Return the ``root`` that ``raw`` describes.
+
+    Args:
+        root: The outermost table.
+        raw: Its values, not validated yet.
+        sources: Where they came from.
+        complaints: What is known to be wrong already.
+
+    Raises:
+        ConfigError: All that is wrong, ``complaints`` included.
+    """
+    try:
+        tree = root.model_validate(raw)
+    except ValidationError as error:
+        explained = (_explain(details, raw, sources, root) for details in error.errors())
+        found = [complaint for each in explained for complaint in each]
+        raise _config_error([*complaints, *found]) from error
+    if complaints:
+        raise _config_error(complaints)
+    return tree
+
+
+def _config_error(complaints: Iterable[Complaint]) -> ConfigError:
+    lines = [each.text for each in sorted(set(complaints))]
+    heading = [] if len(lines) == 1 else [f"{len(lines)} problems in the configuration:"]
+    return ConfigError("\n".join([*heading, *lines]))
+
+
+def _explain(
+    details: ErrorDetails, raw: Any, sources: Sources, root: type[Section]
+) -> Iterator[Complaint]:
+    """Yield what one pydantic error means, in the terms of the configuration."""
+    spot = Spot.at(details["loc"], root=root)
+    path, value = spot.path, value_at(raw, spot.path)
+    match details["type"]:
+        case "inconsistent":
+            for problem in details["ctx"]["all"]:
+                keys = [(*path, *key.split(".")) for key in problem.keys]
+                yield sources.complain(keys, problem.text)
+        case "extra_forbidden":
+            yield sources.complain([path], f"unknown key; {_advise(spot, value, raw, root)}")
+        case "missing":
+            kind = () if spot.owner_tag is None else ((*path[:-1], spot.owner_tag),)
+            yield sources.complain([path, *kind], f"is missing; give {_allowed(spot.schema())}")
+        case "union_tag_invalid":
+            kinds = [kind for member in spot.members for kind in kinds_of(member, spot.tag)]
+            chosen, given = (*path, str(spot.tag)), value[spot.tag]
+            yield sources.complain([chosen, path], _wrong(given, {"enum": kinds}))
+        case _:
+            yield sources.complain([path], _wrong(value, spot.schema()))
+
+
+def _wrong(value: Any, schema: Mapping[str, Any]) -> str:
+    options = [option["const"] for option in _options(schema) if "const" in option]
+    text = f"is {shown(value)}; give {_allowed(schema)}"
+    nearest = difflib.get_close_matches(str(value), options, n=1)
+    return f"{text}; did you mean {shown(nearest[0])}?" if nearest else text
+
+
+_RANGES = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+}
+_NOUNS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "object": "a table",
+}
+
+
+def _options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the alternatives of a JSON schema, constants one by one."""
+    constants: list[Mapping[str, Any]] = [{"const": value} for value in schema.get("enum", ())]
+    options: Sequence[Mapping[str, Any]] = schema.get("anyOf") or constants or [schema]
+    return [option for option in options if option.get("type") != "null"]
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """Return in words what a JSON schema admits."""
+    options = _options(schema)
+    if len(options) > 1:
+        return " or ".join([", ".join(map(_allowed, options[:-1])), _allowed(options[-1])])
+    only = options[0]
+    if "allowed" in only:
+        return str(only["allowed"])
+    if "const" in only:
+        return shown(only["const"])
+    if only.get("type") == "array":
+        return f"an array, each of it {_allowed(only['items'])}"
+    noun = _NOUNS[only["type"]] if only.get("minLength", 0) == 0 else "a string that is not empty"
+    limits = [f"{sign} {only[key]}" for key, sign in _RANGES.items() if key in only]
+    return f"{noun} {' and '.join(limits)}".strip()
+
+
+def _advise(spot: Spot, value: Any, raw: Any, root: type[Section]) -> str:
+    """Return what to write instead of the unknown key of ``spot``."""
+    known, trees = tuple(known_keys(root)), (raw, root().model_dump())
+    elsewhere = [each.condition() for each in known if each.path == spot.path]
+    if elsewhere:
+        return f"it goes with {' or with '.join(elsewhere)}; remove it or change the kind"
+    alike = [each for each in known if each.is_table() == isinstance(value, dict)]
+    best = max(alike, key=lambda each: _likeness(each, spot.path, trees))
+    if _likeness(best, spot.path, trees)[0] < _ALIKE:
+        return f"the keys here are {', '.join(spot.owner.model_fields)}"
+    kind = "" if best.holds(trees) else f" It goes with {best.condition()}."
+    return f"did you mean {dotted(best.path)}?{kind}"
+
+
+_ALIKE = 0.7  # of difflib's ratio: one or two slips in a word
+
+
+def _likeness(
+    known: Known, path: tuple[str, ...], trees: Iterable[Any]
+) -> tuple[float, bool, bool, float]:
+    *section, key = path
+    name = known.path[-1]
+    initials = "".join(word[0] for word in name.split("_")) if "_" in name else name
+    leaf = 1.0 if key.lower() == initials else _ratio(key.lower(), name)
+    whole = _ratio(dotted(path), dotted(known.path))
+    return leaf, known.path[:-1] == tuple(section), known.holds(trees), whole
+
+
+def _ratio(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()

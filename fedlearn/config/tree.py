@@ -1,0 +1,265 @@
+"""The whole tree; its defaults are the main job."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.config.cohort import (
+    Cohort,
+    Devices,
+    LognormalDevices,
+    StragglersSection,
+    UniformCohort,
+)
+from fedlearn.config.data import Data, DigitsData
+from fedlearn.config.problems import Sources, checked
+from fedlearn.config.redaction import without_password
+from fedlearn.config.section import Count, PathText, Problem, RunName, Section
+from fedlearn.config.toml import shown
+from fedlearn.config.training import (
+    Algorithm,
+    ClientSection,
+    FedAvgAlgorithm,
+    Loss,
+    MlpModel,
+    Model,
+    StandardLoss,
+)
+from fedlearn.errors import ConfigError
+
+_MAX_SEED = 2**63 - 1
+_MAX_ROUNDS = 1_000_000_000
+
+
+class EvaluationSection(Section):
+    """When and on what the global model is evaluated."""
+
+    every_rounds: int = Field(
+        1, ge=0, description="Rounds from one evaluation to the next; 0: only at the end."
+    )
+    clients: int = Field(
+        50,
+        ge=0,
+        description="Clients evaluated for the quantiles over clients, at most the population; "
+        "0: none.",
+    )
+    batch_size: int = Field(1024, ge=1, description="Examples evaluated at a time, >= 1.")
+
+
+class EarlyStoppingSection(Section):
+    """When a run ends before its last round."""
+
+    metric: Literal["accuracy", "loss"] = Field(
+        "accuracy", description="The central test metric that is watched."
+    )
+    patience_rounds: Count | None = Field(
+        None, description="Rounds without improvement that end the run, >= 1; without it: never."
+    )
+    min_improvement: float = Field(
+        0.0, ge=0, description="Smallest change for the better that counts, >= 0."
+    )
+    target: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Value of the metric that ends the run, >= 0; without it: none."
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse what has no effect or cannot be reached."""
+        if self.metric == "accuracy" and self.target is not None and self.target > 1.0:
+            text = f"is {self.target}, but an accuracy is at most 1; give a fraction such as 0.95"
+            yield Problem(("target", "metric"), text)
+        if self.min_improvement > 0.0 and self.patience_rounds is None:
+            text = f"is {self.min_improvement} without effect; set early_stopping.patience_rounds"
+            yield Problem(("min_improvement",), text)
+
+
+class EngineSection(Section):
+    """Where and how local training is computed."""
+
+    transport: Literal["engine", "memory"] = Field(
+        "engine",
+        description='"engine" trains blocks of clients at once; "memory" runs real client '
+        "sessions through the wire codec.",
+    )
+    executor: Literal["auto", "sequential", "vmap", "compiled", "fused"] = Field(
+        "auto", description='How a block of clients is trained; "auto" measures and says why.'
+    )
+    num_workers: Count | Literal["auto"] = Field(
+        "auto", description='Processes that train clients, >= 1, or "auto".'
+    )
+    block_size: Count | Literal["auto"] = Field(
+        "auto", description='Clients trained in one tensor operation, >= 1, or "auto".'
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description='Where tensors live; "auto" takes a GPU where there is one.'
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Arithmetic of forward and backward passes."
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse engine options that real client sessions cannot honour."""
+        sessions = {
+            "executor": ("auto", "sequential"),
+            "num_workers": ("auto", 1),
+            "block_size": ("auto", 1),
+        }
+        for name, allowed in sessions.items():
+            value = getattr(self, name)
+            if self.transport == "memory" and value not in allowed:
+                options = " or ".join(map(shown, allowed))
+                text = f'is {shown(value)}, but engine.transport is "memory"; give {options}'
+                yield Problem((name, "transport"), text)
+
+
+class StoreSection(Section):
+    """Where the record of the run goes."""
+
+    url: str | None = Field(
+        None,
+        description="Database as an SQLAlchemy URL without a password; without it, "
+        "FEDLEARN_STORE_URL, else SQLite in the runs directory.",
+    )
+    runs_dir: PathText | None = Field(
+        None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
+    )
+    checkpoint_every_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds from one checkpoint to the next, >= 0; 0: after every round.",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse a password: the tree is stored with the run, printed and hashed."""
+        if self.url is not None and without_password(self.url) != self.url:
+            text = "has a password, which would be stored with the run; "
+            yield Problem(("url",), f"{text}give the whole URL in FEDLEARN_STORE_URL instead")
+
+
+class Config(Section):
+    """Everything about a run; ``Config()`` is the main job.
+
+    Example:
+        >>> config = Config()
+        >>> config.cohort.num_wanted, config.straggler_policy().num_asked
+        (10, 13)
+    """
+
+    name: RunName | None = Field(None, description="Name of the run; without it, one is drawn.")
+    seed: int = Field(
+        0, ge=0, le=_MAX_SEED, description="Seed of all that is random, 0 to 2**63 - 1."
+    )
+    num_rounds: int = Field(20, ge=1, le=_MAX_ROUNDS, description="Rounds of the run, >= 1.")
+    centralized: bool = Field(
+        False,
+        description="Train the same model on the pooled examples instead: a round is client.epochs "
+        "passes over all of them. The figure that a federated result is held to.",
+    )
+    data: Data = Field(DigitsData(), description="The examples and whose they are.")
+    model: Model = Field(MlpModel(), description="The model that is trained.")
+    loss: Loss = Field(StandardLoss(), description="What local training minimises.")
+    algorithm: Algorithm = Field(FedAvgAlgorithm(), description="The federated algorithm.")
+    client: ClientSection = Field(ClientSection(), description="Local training.")
+    cohort: Cohort = Field(UniformCohort(), description="Which clients are asked.")
+    stragglers: StragglersSection = Field(
+        StragglersSection(), description="When a round closes and what makes a round."
+    )
+    devices: Devices = Field(LognormalDevices(), description="The simulated devices.")
+    evaluation: EvaluationSection = Field(EvaluationSection(), description="Evaluation.")
+    early_stopping: EarlyStoppingSection = Field(
+        EarlyStoppingSection(), description="When a run ends before its last round."
+    )
+    engine: EngineSection = Field(EngineSection(), description="The simulation engine.")
+    store: StoreSection = Field(StoreSection(), description="The record of the run.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_step_of_fedsgd(cls, raw: Any) -> Any:  # Any: not validated yet
+        """Let FedSGD bring the local training that defines it, where none is written."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("algorithm"), dict):
+            return raw
+        client = raw.get("client", {})
+        if raw["algorithm"].get("name") != "fedsgd" or not isinstance(client, dict):
+            return raw
+        return raw | {"client": {"epochs": 1, "batch_size": "all"} | client}
+
+    def problems(self) -> Iterator[Problem]:
+        """Return what sections say against each other."""
+        yield from self._too_few_clients()
+        if self.algorithm.name == "fedsgd" and self.client.epochs != 1:
+            text = f'is {self.client.epochs}, but FedSGD takes one step; give 1, or use "fedavg"'
+            yield Problem(("client.epochs", "algorithm.name"), text)
+        if self.algorithm.name == "fedsgd" and self.client.batch_size != "all":
+            text = f'is {self.client.batch_size}, but FedSGD takes one step; give "all"'
+            yield Problem(("client.batch_size", "algorithm.name"), text)
+        watched = {
+            "early_stopping.patience_rounds": self.early_stopping.patience_rounds,
+            "early_stopping.target": self.early_stopping.target,
+        }
+        for key, value in watched.items():
+            if value is not None and self.evaluation.every_rounds == 0:
+                text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
+                yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _too_few_clients(self) -> Iterator[Problem]:
+        wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports
+        if minimum != "half" and minimum > wanted:
+            text = f"is {minimum}, above cohort.num_wanted ({wanted}); lower it to at most {wanted}"
+            yield Problem(("stragglers.min_reports", "cohort.num_wanted"), text)
+            return
+        partition = getattr(self.data, "partition", None)
+        num_clients = getattr(partition, "num_clients", math.inf)
+        asked = self.straggler_policy().num_asked
+        if asked > num_clients:
+            keys = ("cohort.num_wanted", "data.partition.num_clients", "stragglers.over_selection")
+            text = f"is {wanted} and {asked} clients are asked, but there are {num_clients}; "
+            remedy = "lower it or stragglers.over_selection, or raise data.partition.num_clients"
+            yield Problem(keys, text + remedy)
+
+    def straggler_policy(self) -> StragglerPolicy:
+        """Return the policy that ``cohort`` and ``stragglers`` describe together."""
+        wanted, stragglers = self.cohort.num_wanted, self.stragglers
+        deadline_s, minimum = stragglers.deadline_s, stragglers.min_reports
+        return StragglerPolicy(
+            num_wanted=wanted,
+            over_selection=stragglers.over_selection,
+            deadline_s=math.inf if deadline_s == "none" else deadline_s,
+            min_reports=math.ceil(wanted / 2) if minimum == "half" else minimum,
+            below_minimum=stragglers.below_minimum,
+            max_retries=stragglers.max_retries,
+        )
+
+    def canonical_json(self) -> str:
+        """Return the one JSON text of this tree: sorted keys, no blanks, ASCII."""
+        values = self.model_dump(mode="json")
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Config":
+        """Return the tree that :meth:`canonical_json` wrote, for resuming a run.
+
+        Raises:
+            ConfigError: It is not JSON, or not a tree of this version of fedlearn.
+        """
+        sources = Sources("the stored configuration", lines={}, overrides=())
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{sources.name}: not valid JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{sources.name}: is {shown(raw)}, not a tree")
+        return checked(cls, raw, sources=sources)
+
+
+def config_hash(config: Config) -> str:
+    """Return the SHA-256 of the canonical JSON of ``config``, hexadecimal.
+
+    Example:
+        >>> config_hash(Config()) == config_hash(Config(seed=1))
+        False
+    """
+    return hashlib.sha256(config.canonical_json().encode()).hexdigest()

@@ -1,0 +1,168 @@
+"""fedlearn on the benchmark's workload: whole rounds, with store, validation and progress.
+
+Takes the same arguments and prints the same JSON line as the peers, so that
+``compare.py`` can run them in turn.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import fedlearn as fl
+from fedlearn.build import around
+from fedlearn.config import Addresses, from_mapping
+from fedlearn.coordinator.records import RoundRecord, RunRecord
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.progress import PlainProgress
+from fedlearn.experiment.simulate import Site, run_pieces
+from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+
+
+@dataclass(frozen=True)
+class PeersSampler:
+    """The cohorts of the peers' own sampling function, so that all train the same clients.
+
+    Attributes:
+        workload: The peers' common block.
+        arguments: Its arguments.
+    """
+
+    workload: ModuleType
+    arguments: argparse.Namespace
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return the peers' cohort of this round."""
+        chosen: NDArray[np.int64] = self.workload.sample(self.arguments, round_num)
+        return tuple(ClientId(client_id) for client_id in chosen.tolist())
+
+
+class Stopwatch:
+    """A progress that notes when each round ended, and writes the lines a log would get."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self.clock, self.ends_s = clock, [clock.now_s()]
+        self._lines = PlainProgress(Path(os.devnull).open("w"))  # noqa: SIM115 - open until exit
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        """Note the start."""
+        self._lines.start(record, path, notes)
+        print("\n".join(notes), file=sys.stderr)
+        self.ends_s = [self.clock.now_s()]
+
+    def round(self, record: RoundRecord) -> None:
+        """Note the end of a round."""
+        self._lines.round(record)
+        self.ends_s.append(self.clock.now_s())
+
+    def end(self, summary: Summary) -> None:
+        """Write the last lines."""
+        self._lines.end(summary)
+
+
+def load_workload(peers_dir: Path) -> ModuleType:
+    """Return the common block of the peers: data, models, cohorts, report."""
+    spec = importlib.util.spec_from_file_location("peer_naive", peers_dir / "peer_naive.py")
+    if spec is None or spec.loader is None or not (peers_dir / "peer_naive.py").exists():
+        raise SystemExit(f"{peers_dir} has no peer_naive.py; pass --peers-dir")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def federated(workload: ModuleType, arguments: argparse.Namespace) -> FederatedData:
+    """Return the workload's examples as a population; its first 100 serve as a test set."""
+    features, labels, _, sizes = workload.make_data(arguments)
+    partition = Partition(
+        rows=np.arange(len(labels)), offsets=np.concatenate([[0], np.cumsum(sizes)])
+    )
+    x, y = torch.from_numpy(features), torch.from_numpy(labels)
+    population = ArrayPopulation(features=x, labels=y, partition=partition, num_classes=10)
+    test = fl.Examples(features=x[:100], labels=y[:100], groups=None, num_classes=10)
+    return FederatedData(population=population, test=test)
+
+
+def main() -> None:
+    """Run the workload and print one JSON line."""
+    peers_dir = Path(os.environ.get("PEERS_DIR", "../shared/peers"))
+    workload = load_workload(peers_dir)
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--procs", type=int, default=1)
+        parser.add_argument("--executor", default="auto")
+        parser.add_argument("--block", type=int, default=0)
+
+    arguments: Any = workload.parse(extra)  # the peers' own namespace
+    settings = {
+        "seed": arguments.seed,
+        "num_rounds": arguments.warmup + arguments.rounds,
+        "cohort": {"num_wanted": arguments.cohort},
+        "stragglers": {"over_selection": 1.0, "deadline_s": "none"},
+        "devices": {"kind": "ideal"},
+        "evaluation": {"every_rounds": 0, "clients": 0},
+        "engine": {
+            "executor": arguments.executor,
+            "num_workers": arguments.procs,
+            "block_size": arguments.block or "auto",
+        },
+    }
+    config = from_mapping(settings, source="the benchmark")
+    local = fl.LocalSgd(
+        epochs=arguments.epochs,
+        batch_size=arguments.batch,
+        learning_rate=arguments.lr,
+        shuffle=False,
+    )
+    pieces = around(
+        config,
+        make_model=lambda: workload.make_model(arguments.model, arguments.seed),
+        objective=fl.CrossEntropy(),
+        data=federated(workload, arguments),
+        algorithm=fl.FedAvg(local),
+        data_dir=peers_dir,
+    )
+    pieces = replace(pieces, sampler=PeersSampler(workload, arguments))
+    clock = SystemClock()
+    progress = Stopwatch(clock)
+    with tempfile.TemporaryDirectory() as folder:
+        addresses = Addresses(store_url=None, runs_dir=Path(folder), data_dir=peers_dir)
+        run = run_pieces(pieces, Site(addresses, dict(os.environ), clock, progress))
+        weights = run.weights(best=False)
+    seconds = np.diff(progress.ends_s)
+    workload.report(
+        arguments,
+        "fedlearn",
+        seconds[arguments.warmup :],
+        procs=arguments.procs,
+        executor=run.record.config["engine"]["executor"],
+        first_round_s=round(float(seconds[0]), 3),
+    )
+    if arguments.save:
+        np.savez(arguments.save, *[value.numpy() for value in weights.values()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""The fused executor equals the sequential reference, and knows which models it can train."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.chain import Chain, FlattenLayer, NotAChain, as_chain
+from fedlearn.simulation.executors.fused import FusedExecutor, misfit, preferred_block
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.schedule import schedule
+
+CPU = torch.device("cpu")
+NUM_CLASSES = 5
+NUM_ROWS = 60
+PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, NUM_CLASSES))
+
+
+def pooled_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, NUM_CLASSES),
+    )
+
+
+def odd_cnn() -> nn.Module:
+    """Every setting of a window, activations in a row, and a bare linear layer."""
+    return nn.Sequential(
+        nn.Identity(),
+        nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1)),
+        nn.Sigmoid(),
+        nn.Tanh(),
+        nn.LeakyReLU(0.2),
+        nn.MaxPool2d(3, stride=1, padding=1, ceil_mode=True),
+        nn.AvgPool2d(2, stride=2, padding=1, count_include_pad=False),
+        nn.Conv2d(3, 2, 3, padding="same"),
+        nn.Flatten(),
+        nn.ReLU(),
+        nn.Linear(30, 7, bias=False),
+        nn.Sigmoid(),
+        nn.Linear(7, NUM_CLASSES),
+    )
+
+
+class WrittenByHand(nn.Module):
+    """The same kind of chain, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.hidden = nn.Linear(27, 6)
+        self.head = nn.Linear(6, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        x = x.view(x.size(0), -1)
+        x = torch.relu(self.hidden(x)).reshape(-1, 6)
+        x = torch.flatten(x, 1).flatten(1).view(x.shape[0], 6)
+        logits: Tensor = self.head(F.leaky_relu(x.tanh().sigmoid(), 0.1))
+        return logits
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (12,)),
+    "logistic regression": (lambda: nn.Linear(12, NUM_CLASSES), (12,)),
+    "flattened images": (lambda: nn.Sequential(nn.Flatten(), *mlp()), (1, 3, 4)),
+    "pooled cnn": (pooled_cnn, (2, 8, 8)),
+    "odd cnn": (odd_cnn, (2, 8, 8)),
+    "written by hand": (WrittenByHand, (2, 8, 8)),
+}
+
+
+def chain_of(module: nn.Module) -> Chain:
+    chain = as_chain(module, Layout.of(module))
+    assert isinstance(chain, Chain), chain
+    return chain
+
+
+def work_for(
+    model: str, local: LocalSgd, *, num_examples: list[int], dtype: torch.dtype, seed: int = 0
+) -> Work:
+    make, shape = MODELS[model]
+    torch.manual_seed(seed)
+    params = Params.of(make().to(dtype))
+    features = torch.randn(NUM_ROWS, *shape, dtype=dtype)
+    labels = torch.randint(0, NUM_CLASSES, (NUM_ROWS,))
+    sizes = np.array(sorted(num_examples, reverse=True))
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    chosen = np.random.default_rng(seed).integers(0, NUM_ROWS, offsets[-1])
+    client_ids = np.arange(len(sizes)) * 3
+    plan = schedule(
+        local,
+        ClientRows(features, labels, chosen, offsets),
+        client_ids,
+        round_num=2,
+        seed=Seed(seed),
+        dtype=dtype,
+        device=CPU,
+    )
+    kept = torch.randn(len(sizes), params.layout.size, dtype=dtype) * 0.01
+    return Work(
+        params=params,
+        local=local,
+        client_ids=client_ids,
+        features=features,
+        labels=labels,
+        schedule=plan,
+        round_num=2,
+        seed=Seed(seed),
+        velocity_KQ=kept if local.keep_momentum else None,
+    )
+
+
+def by_reference(model: str, work: Work) -> Trained:
+    make, _ = MODELS[model]
+    resident = ResidentModel(
+        lambda: make().to(work.params.layout.dtype),
+        CrossEntropy(),
+        device=CPU,
+        precision=Precision.FLOAT32,
+    )
+    return SequentialExecutor(resident).train(work)
+
+
+def fused_executor(model: str, work: Work) -> FusedExecutor:
+    make, _ = MODELS[model]
+    chain = chain_of(make().to(work.params.layout.dtype))
+    fits = misfit(chain, objective=CrossEntropy(), features=work.features, labels=work.labels)
+    assert fits is None
+    return FusedExecutor(chain)
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """Return the largest difference of any delta, loss or velocity."""
+    found = [
+        (one.deltas_KP - other.deltas_KP).abs().max().item(),
+        float(np.abs(one.losses_K - other.losses_K).max()),
+    ]
+    assert (one.velocity_KQ is None) == (other.velocity_KQ is None)
+    if one.velocity_KQ is not None and other.velocity_KQ is not None:
+        found.append((one.velocity_KQ - other.velocity_KQ).abs().max().item())
+    return max(found)
+
+
+RULES = {
+    "plain": PLAIN,
+    "epochs": replace(PLAIN, epochs=3),
+    "in order": replace(PLAIN, shuffle=False, epochs=2),
+    "all at once": replace(PLAIN, batch_size=None, epochs=2),
+    "weight decay": replace(PLAIN, weight_decay=0.3),
+    "decay to nothing": replace(PLAIN, weight_decay=10.0),
+    "momentum": replace(PLAIN, momentum=0.7, epochs=2),
+    "proximal": replace(PLAIN, proximal=0.5, epochs=2),
+    "kept velocity": replace(PLAIN, momentum=0.7, keep_momentum=True),
+    "everything": replace(
+        PLAIN, momentum=0.5, proximal=0.2, weight_decay=0.1, keep_momentum=True, epochs=2
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str) -> None:
+    """Ragged clients, a last partial batch among them, for every model and update rule."""
+    work = work_for(model, RULES[rule], num_examples=[11, 8, 6, 4, 1], dtype=torch.float32)
+    trained = fused_executor(model, work).train(work)
+    assert difference(trained, by_reference(model, work)) <= 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(list(MODELS)),
+    local=st.builds(
+        LocalSgd,
+        epochs=st.integers(1, 3),
+        batch_size=st.none() | st.integers(1, 7),
+        learning_rate=st.floats(0.01, 0.5),
+        momentum=st.sampled_from([0.0, 0.5]),
+        weight_decay=st.sampled_from([0.0, 0.1]),
+        proximal=st.sampled_from([0.0, 0.4]),
+        shuffle=st.booleans(),
+    ),
+    num_examples=st.lists(st.integers(1, 15), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_any_ragged_block_equals_the_reference_in_float64(
+    model: str, local: LocalSgd, num_examples: list[int], seed: int
+) -> None:
+    """In float64 rounding is so small that any other difference would show."""
+    work = work_for(model, local, num_examples=num_examples, dtype=torch.float64, seed=seed)
+    trained = fused_executor(model, work).train(work)
+    assert difference(trained, by_reference(model, work)) <= 1e-12
+
+
+@pytest.mark.parametrize("rule", ["plain", "everything"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda rule: replace(rule, learning_rate=0.1001),
+        lambda rule: replace(rule, weight_decay=rule.weight_decay + 0.001),
+        lambda rule: replace(rule, epochs=rule.epochs + 1),
+        lambda rule: replace(rule, shuffle=False),
+    ],
+)
+def test_the_comparison_would_notice_a_wrong_update(
+    rule: str, wrong: Callable[[LocalSgd], LocalSgd]
+) -> None:
+    """The control: a learning rate that is wrong by a thousandth is far outside the tolerance."""
+    right = work_for("mlp", RULES[rule], num_examples=[9, 5], dtype=torch.float32)
+    work = work_for("mlp", wrong(RULES[rule]), num_examples=[9, 5], dtype=torch.float32)
+    trained = fused_executor("mlp", work).train(work)
+    assert difference(trained, by_reference("mlp", right)) > 1e-5
+
+
+@pytest.mark.parametrize("model", ["mlp", "pooled cnn"])
+def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
+    """Blocks of other sizes and rules in between, one that diverges among them, change nothing."""
+    work = work_for(model, PLAIN, num_examples=[9, 5, 2], dtype=torch.float32)
+    executor = fused_executor(model, work)
+    first = executor.train(work).deltas_KP.clone()
+    for local, sizes in (
+        (RULES["everything"], [3]),
+        (replace(PLAIN, learning_rate=1e30, epochs=3, momentum=0.9), [15, 15, 12, 9]),
+        (replace(PLAIN, learning_rate=1e30, epochs=3), [15, 15, 12, 9]),
+        (RULES["all at once"], [15, 14, 13, 12]),
+    ):
+        executor.train(work_for(model, local, num_examples=sizes, dtype=torch.float32))
+    momentum = work_for(model, RULES["momentum"], num_examples=[7, 3], dtype=torch.float32)
+    assert difference(executor.train(momentum), by_reference(model, momentum)) <= 1e-6
+    assert torch.equal(executor.train(work).deltas_KP, first)
+
+
+def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:
+    """What the executor is given is the caller's."""
+    work = work_for("mlp", RULES["everything"], num_examples=[9, 5], dtype=torch.float32)
+    assert work.velocity_KQ is not None
+    before = work.params.vector.clone(), work.velocity_KQ.clone()
+    fused_executor("mlp", work).train(work)
+    assert torch.equal(work.params.vector, before[0])
+    assert torch.equal(work.velocity_KQ, before[1])
+
+
+class Branching(nn.Module):
+    """Adds a layer's input to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a residual."""
+        return x + F.relu(self.inner(x))
+
+
+class Repeating(Branching):
+    """Uses a layer twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer of the layer."""
+        outputs: Tensor = self.inner(self.inner(x))
+        return outputs
+
+
+class Skipping(Branching):
+    """Throws a layer's output away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the first layer's output though the second was called."""
+        first: Tensor = torch.relu(self.inner(x))
+        torch.tanh(first)
+        return first
+
+
+class Deciding(Branching):
+    """Looks at the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return something that depends on the sign of the sum."""
+        outputs: Tensor = self.inner(x) if x.sum() > 0 else x
+        return outputs
+
+
+class Loose(nn.Module):
+    """Has a parameter outside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scaled input."""
+        return x * self.scale
+
+
+class Sparing(Branching):
+    """Leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the other layer's output."""
+        outputs: Tensor = self.inner(x)
+        return outputs
+
+
+def frozen() -> nn.Module:
+    first = nn.Linear(4, 4)
+    first.weight.requires_grad_(requires_grad=False)
+    return nn.Sequential(first, nn.Linear(4, 2))
+
+
+def tied() -> nn.Module:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, second)
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "normalisation": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "statistic"),
+    "layer norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), r"1 \(LayerNorm\)"),
+    "softmax": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), r"layer 1 \(Softmax\)"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "random masks"),
+    "groups": (lambda: nn.Conv2d(4, 4, 3, groups=2), "2 groups"),
+    "circular padding": (lambda: nn.Conv2d(4, 4, 3, padding_mode="circular"), "circular"),
+    "lopsided padding": (lambda: nn.Conv2d(4, 4, 2, padding="same"), "one side"),
+    "early flatten": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), "flatten"),
+    "rising leak": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(-1.0)), "slope"),
+    "frozen": (frozen, "0.weight is frozen"),
+    "tied": (tied, "share one parameter"),
+    "hooked": (hooked, "hook"),
+    "branching": (Branching, "add"),
+    "repeating": (Repeating, "inner.weight is used 2 times"),
+    "skipping": (Skipping, "relu"),
+    "deciding": (Deciding, "cannot be traced"),
+    "sparing": (Sparing, "spare.weight is used 0 times"),
+    "loose": (Loose, "scale is used outside"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_is_no_chain_is_refused_with_the_reason(case: str) -> None:
+    """The reason names what the user can find in the model."""
+    make, reason = REFUSED[case]
+    model = make()
+    answer = as_chain(model, Layout.of(model))
+    assert isinstance(answer, NotAChain)
+    assert re.search(reason, answer.reason), answer.reason
+
+
+def test_examples_that_the_chain_does_not_take_are_named() -> None:
+    """The same chain fits some examples, objectives and dtypes, and not others."""
+    chain = chain_of(mlp())
+    features, labels = torch.zeros(3, 12), torch.zeros(3, dtype=torch.int64)
+
+    def answer(features: Tensor, labels: Tensor) -> str:
+        return misfit(chain, objective=CrossEntropy(), features=features, labels=labels) or ""
+
+    assert not answer(features, labels)
+    assert "(3, 4)" in answer(features.view(3, 3, 4), labels)
+    assert "torch.float64" in answer(features.double(), labels)
+    assert "[3, 1]" in answer(features, labels[:, None])
+    assert "MeanSquaredError" in str(
+        misfit(chain, objective=MeanSquaredError(), features=features, labels=labels)
+    )
+    images = chain_of(nn.Conv2d(1, 2, 3))
+    assert "not one logit a class" in str(
+        misfit(images, objective=CrossEntropy(), features=torch.zeros(3, 1, 5, 5), labels=labels)
+    )
+    assert "7 features" in str(
+        misfit(
+            Chain((FlattenLayer(7), *chain.layers), chain.layout),
+            objective=CrossEntropy(),
+            features=features,
+            labels=labels,
+        )
+    )
+
+
+def test_examples_of_a_wrong_shape_do_not_train() -> None:
+    """Who did not ask gets the reason as an error."""
+    work = work_for("mlp", PLAIN, num_examples=[3], dtype=torch.float32)
+    wrong = replace(work, features=work.features[:, :11])
+    with pytest.raises(ValueError, match=r"does not take examples of shape \(11,\)"):
+        FusedExecutor(chain_of(mlp())).train(wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "smallest", "largest"),
+    [
+        (lambda: nn.Sequential(nn.Linear(64, 200), nn.Linear(200, 10)), 25, 200),
+        (lambda: nn.Sequential(nn.Linear(784, 200), nn.Linear(200, 10)), 16, 32),
+        (lambda: nn.Sequential(nn.Conv2d(16, 32, 5), nn.Linear(1568, 128)), 3, 6),
+        (lambda: nn.Sequential(nn.Conv2d(32, 64, 3), nn.Linear(12544, 128)), 2, 2),
+    ],
+)
+def test_blocks_are_as_large_as_the_cache_allows(
+    model: Callable[[], nn.Module], smallest: int, largest: int
+) -> None:
+    """The rule follows what was measured: many small models, few large ones, two at least."""
+    assert smallest <= preferred_block(Layout.of(model())) <= largest
