@@ -29,19 +29,21 @@ if TYPE_CHECKING:
     from fedlearn.experiment.run import Run
     from fedlearn.experiment.simulate import simulate
     from fedlearn.simulation.federated_data import (
+        Bootstrap,
         FederatedData,
+        Natural,
         from_arrays,
         from_dataset,
         from_npz,
         from_parquet,
     )
-    from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Shards
+    from fedlearn.simulation.partition import Dirichlet, Iid, Shards
     from fedlearn.simulation.sources import Examples, TrainTest
 
 __all__ = [
     "Algorithm",
     "BinaryCrossEntropy",
-    "ByIds",
+    "Bootstrap",
     "CrossEntropy",
     "CustomLoss",
     "Dirichlet",
@@ -58,6 +60,7 @@ __all__ = [
     "Iid",
     "LocalSgd",
     "MeanSquaredError",
+    "Natural",
     "Run",
     "Shards",
     "TrainTest",
@@ -90,13 +93,15 @@ _HOME = {
     "experiment.run": ("Run",),
     "experiment.simulate": ("simulate",),
     "simulation.federated_data": (
+        "Bootstrap",
         "FederatedData",
+        "Natural",
         "from_arrays",
         "from_dataset",
         "from_npz",
         "from_parquet",
     ),
-    "simulation.partition": ("ByIds", "Dirichlet", "Iid", "Shards"),
+    "simulation.partition": ("Dirichlet", "Iid", "Shards"),
     "simulation.sources": ("Examples", "TrainTest"),
 }
 

@@ -1,15 +1,19 @@
 """From a configuration to objects: the only registry of names."""
 
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedlearn import config as cf
 from fedlearn.algorithms import recipes
@@ -24,16 +28,20 @@ from fedlearn.algorithms.objectives import (
 from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError, DataError
+from fedlearn.errors import ConfigError
 from fedlearn.simulation import behaviour as devices
 from fedlearn.simulation import models, sources
-from fedlearn.simulation.federated_data import FederatedData, partitioned
-from fedlearn.simulation.parquet import Columns, ParquetPopulation, read_parquet
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partitioner, Shards
-from fedlearn.simulation.population import BootstrapPopulation, PooledPopulation
-
-#: Most bytes of decoded Parquet row groups to keep in memory.
-_PARQUET_CACHE_BYTES = 256 << 20
+from fedlearn.simulation.federated_data import (
+    Bootstrap,
+    Division,
+    FederatedData,
+    Natural,
+    from_npz,
+    from_parquet,
+    partitioned,
+)
+from fedlearn.simulation.partition import Dirichlet, Iid, Shards
+from fedlearn.simulation.population import PooledPopulation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +86,10 @@ def simulation(config: cf.Config, *, data_dir: Path) -> Simulation:
         DataError: Data are missing or cannot be trained on.
     """
     data = federated_data(config, data_dir=data_dir)
+    _require_fitting(config.loss, data.test)
     return around(
         config,
-        make_model=model_factory(config.model, data),
+        make_model=model_factory(config, data),
         objective=objective(config.loss),
         data=data,
         algorithm=algorithm(config),
@@ -100,9 +109,11 @@ def around(
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
 
     Raises:
-        ConfigError: More clients are asked in a round than there are.
+        ConfigError: More clients are asked in a round than there are, or the run is to stop
+            by an accuracy that the objective does not measure.
         DataError: Bandwidth traces are missing.
     """
+    _require_watched(config.early_stopping, objective)
     if config.centralized:
         return _pooled(config, make_model, objective, data, algorithm)
     policy, population = config.straggler_policy(), data.population.num_clients
@@ -152,139 +163,198 @@ def _pooled(
 
 
 def federated_data(config: cf.Config, *, data_dir: Path) -> FederatedData:
-    """Return the clients and the test set that ``config.data`` names."""
+    """Return the clients and the test set that ``config.data`` names.
+
+    Raises:
+        ConfigError: The data cannot be divided as the configuration says, or a factory
+            cannot be imported or returns something else.
+        DataError: Data are missing or cannot be trained on.
+    """
     seed, data = Seed(config.seed).derive("data"), config.data
     match data:
         case cf.DigitsData():
-            return _divided(sources.digits(test_fraction=data.test_fraction, seed=seed), data, seed)
+            digits = sources.digits(test_fraction=data.test_fraction, seed=seed)
+            return partitioned(digits, division(data.partition), seed=seed)
         case cf.MnistByWriterData():
-            folder = data_dir if data.path is None else Path(data.path).parent
-            examples = sources.mnist_by_writer(folder, flat=False)
-            return partitioned(examples, _by_groups(examples), seed=seed)
+            path = data_dir / "mnist.npz" if data.path is None else Path(data.path)
+            return partitioned(sources.mnist_by_writer(path), Natural(), seed=seed)
         case cf.NpzData():
-            return _divided(_npz(data, seed), data, seed)
+            return _npz(data, config.seed)
         case cf.ParquetData():
             return _parquet(data)
         case cf.PythonData():
-            made = call(data.factory, data.args)
-            if isinstance(made, FederatedData):
-                return made
-            if isinstance(made, sources.TrainTest):
-                return _divided(made, data, seed)
-            raise ConfigError(
-                f"data.factory: {data.factory} returned {type(made).__name__}; it must return "
-                "FederatedData or TrainTest"
-            )
+            return _python(data, seed)
 
 
-def _divided(
-    examples: sources.TrainTest,
-    data: cf.DigitsData | cf.NpzData | cf.PythonData,
-    seed: Seed,
-) -> FederatedData:
-    division, seed = data.partition, seed.derive("partition")
-    match division:
+def division(section: cf.Partition) -> Division:
+    """Return how the examples become clients."""
+    match section:
         case cf.IidPartition():
-            partition: Partitioner = Iid(num_clients=division.num_clients)
+            return Iid(num_clients=section.num_clients)
         case cf.DirichletPartition():
-            partition = Dirichlet(
-                num_clients=division.num_clients,
-                alpha=division.alpha,
-                min_examples=division.min_examples,
+            return Dirichlet(
+                num_clients=section.num_clients,
+                alpha=section.alpha,
+                min_examples=section.min_examples,
             )
         case cf.ShardsPartition():
-            partition = Shards(
-                num_clients=division.num_clients, shards_per_client=division.shards_per_client
+            return Shards(
+                num_clients=section.num_clients, shards_per_client=section.shards_per_client
             )
         case cf.NaturalPartition():
-            partition = _by_groups(examples)
+            return Natural()
         case cf.BootstrapPartition():
-            population = BootstrapPopulation(
-                features=examples.train.features,
-                labels=examples.train.labels,
-                num_classes=examples.train.num_classes,
-                num_clients=division.num_clients,
-                examples_per_client=division.examples_per_client,
-                seed=seed,
+            return Bootstrap(
+                num_clients=section.num_clients, examples_per_client=section.examples_per_client
             )
-            return FederatedData(population=population, test=examples.test)
-    return partitioned(examples, partition, seed=seed)
 
 
-def _by_groups(examples: sources.TrainTest) -> ByIds:
-    if examples.train.groups is None:
-        raise DataError(
-            "data.partition.kind is natural, but the examples do not say whose they are; "
-            "give them groups, or take another partition"
-        )
-    return ByIds(examples.train.groups)
-
-
-def _npz(data: cf.NpzData, seed: Seed) -> sources.TrainTest:
-    path = Path(data.path)
-    labels = sources.read_npz(path, names=[data.labels])[data.labels]
-    num_classes = None if labels.dtype.kind == "f" else int(labels.max(initial=0)) + 1
-    read = partial(
-        sources.npz, path, mask=None, feature_shape=None, scale=1.0, num_classes=num_classes
-    )
-    train = read(features=data.features, labels=data.labels, groups=data.groups)
+def _npz(data: cf.NpzData, seed: int) -> FederatedData:
     if data.test_features is not None and data.test_labels is not None:
-        test = read(features=data.test_features, labels=data.test_labels, groups=None)
-        return sources.TrainTest(train=train, test=test)
-    assert data.test_fraction is not None  # the configuration requires one kind of test set
-    return train.split(fraction=data.test_fraction, seed=seed)
+        test: tuple[str, str] | float = (data.test_features, data.test_labels)
+    else:
+        assert data.test_fraction is not None  # the configuration requires one kind of test set
+        test = data.test_fraction
+    return from_npz(
+        data.path,
+        features=data.features,
+        labels=data.labels,
+        groups=data.groups,
+        test=test,
+        partition=division(data.partition),
+        seed=seed,
+    )
 
 
 def _parquet(data: cf.ParquetData) -> FederatedData:
-    if data.client_column is None:
+    if not isinstance(data.partition, cf.NaturalPartition):
         raise ConfigError(
-            "data.client_column: Parquet files are streamed by client; name the column that "
-            "says whose a row is"
+            f'data.partition.kind is "{data.partition.kind}", but streaming Parquet is divided by '
+            'its client column; set it to "natural" and name data.client_column'
         )
-    columns = Columns.of_file(
-        Path(data.path),
+    assert data.client_column is not None  # the configuration requires it of a natural partition
+    return from_parquet(
+        data.path,
+        test_path=data.test_path,
         client=data.client_column,
         label=data.label_column,
         features=None if data.feature_columns == "all" else data.feature_columns,
     )
-    test = read_parquet(Path(data.test_path), columns=columns)
-    population = ParquetPopulation(
-        Path(data.path),
-        columns=columns,
-        num_classes=test.num_classes,
-        cache_bytes=_PARQUET_CACHE_BYTES,
-    )
-    return FederatedData(population=population, test=test)
 
 
-def model_factory(model: cf.Model, data: FederatedData) -> Callable[[], nn.Module]:
-    """Return a function that builds the network, shaped for ``data``."""
-    shape, num_outputs = data.feature_shape, data.test.num_classes or 1
-    match model:
-        case cf.MlpModel():
-            return partial(models.mlp, shape, hidden=model.hidden, num_outputs=num_outputs)
-        case cf.LogisticModel():
-            return partial(models.logistic, shape, num_outputs=num_outputs)
-        case cf.CnnModel():
-            return partial(models.cnn, shape, num_outputs=num_outputs)
-        case cf.PythonModel():
-            return partial(_user_model, model)
-
-
-def _user_model(model: cf.PythonModel) -> nn.Module:
-    made = call(model.factory, model.args)
-    if not isinstance(made, nn.Module):
+def _python(data: cf.PythonData, seed: Seed) -> FederatedData:
+    made = user_call("data.factory", data.factory, data.args)()
+    if isinstance(made, sources.TrainTest):
+        return partitioned(made, division(data.partition), seed=seed)
+    if not isinstance(made, FederatedData):
         raise ConfigError(
-            f"model.factory: {model.factory} returned {type(made).__name__}, not a torch module"
+            f"data.factory: {data.factory} returned {type(made).__name__}; it must return "
+            "FederatedData or TrainTest"
+        )
+    if not isinstance(data.partition, cf.NaturalPartition):
+        raise ConfigError(
+            f'data.partition.kind is "{data.partition.kind}", but {data.factory} returned '
+            "FederatedData, which is divided already; remove data.partition, or return TrainTest"
         )
     return made
 
 
+def model_factory(config: cf.Config, data: FederatedData) -> Callable[[], nn.Module]:
+    """Return a function that builds the network, shaped for ``data``.
+
+    Raises:
+        ConfigError: The network cannot take the data, or a factory cannot be imported or
+            does not take its arguments.
+    """
+    model = config.model
+    if isinstance(model, cf.PythonModel):
+        make = user_call("model.factory", model.factory, model.args)
+        return partial(_user_model, model.factory, make)
+    _require_float_features(model, data.test)
+    shape, num_outputs = data.feature_shape, _num_outputs(config.loss, data.test)
+    match model:
+        case cf.MlpModel():
+            return models.Mlp(feature_shape=shape, hidden=model.hidden, num_outputs=num_outputs)
+        case cf.LogisticModel():
+            return models.Logistic(feature_shape=shape, num_outputs=num_outputs)
+        case cf.CnnModel():
+            return models.Cnn(feature_shape=shape, num_outputs=num_outputs)
+
+
+def _user_model(factory: str, make: Callable[[], object]) -> nn.Module:
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"model.factory: {factory} returned {type(made).__name__}, not a torch module"
+        )
+    return made
+
+
+def _require_float_features(model: cf.Model, test: sources.Examples) -> None:
+    if not test.features.is_floating_point():
+        raise ConfigError(
+            f'model.kind: "{model.kind}" computes with floats, but the features are '
+            f"{test.features.dtype}; make them floats, or bring a model that takes integers "
+            '(model.kind = "python")'
+        )
+
+
+def _num_outputs(loss: cf.Loss, test: sources.Examples) -> int:
+    """Return how many outputs a network has an example."""
+    values = test.labels.shape[1:].numel()
+    if loss.kind in ("bce_with_logits", "mse") or test.num_classes is None:
+        return values
+    if values > 1:
+        raise ConfigError(
+            f"model.kind: the networks that come with fedlearn classify an example as a whole, "
+            f"but its labels have shape {list(test.labels.shape[1:])}; bring a model of your own "
+            '(model.kind = "python")'
+        )
+    return test.num_classes
+
+
+def _require_fitting(loss: cf.Loss, test: sources.Examples) -> None:
+    """Refuse a loss that these labels have no meaning for."""
+    if loss.kind == "cross_entropy" and test.num_classes is None:
+        raise ConfigError(
+            f'loss.kind: "cross_entropy" needs classes, but the labels are {test.labels.dtype}; '
+            'make them integers, or use "mse"'
+        )
+    if loss.kind == "bce_with_logits":
+        _require_binary(test)
+
+
+def _require_binary(test: sources.Examples) -> None:
+    low, high = (float(extreme) for extreme in test.labels.aminmax())
+    largest = high if test.num_classes is None else test.num_classes - 1  # in training too
+    if test.labels.shape[1:].numel() != 1 or low < 0 or largest > 1:
+        raise ConfigError(
+            'loss.kind: "bce_with_logits" needs one label an example in 0..1, but labels have '
+            f"shape {list(test.labels.shape[1:])} and lie in {low:g}..{largest:g}; "
+            'use "cross_entropy" for classes or "mse" for numbers'
+        )
+
+
+def _require_watched(stopping: cf.EarlyStoppingSection, objective: Objective) -> None:
+    stops = stopping.patience_rounds is not None or stopping.target is not None
+    without_accuracy = isinstance(objective, MeanSquaredError | CustomLoss)
+    if stops and stopping.metric == "accuracy" and without_accuracy:
+        raise ConfigError(
+            f'early_stopping.metric is "accuracy", but {type(objective).__name__} measures none; '
+            'set it to "loss"'
+        )
+
+
 def objective(loss: cf.Loss) -> Objective:
-    """Return what is minimised."""
+    """Return what is minimised.
+
+    Raises:
+        ConfigError: A factory cannot be imported, does not take its arguments, or does not
+            return a function.
+    """
     match loss:
         case cf.PythonLoss():
-            return CustomLoss(call(loss.factory, loss.args))
+            return CustomLoss(_user_loss(loss))
         case cf.StandardLoss(kind="cross_entropy"):
             return CrossEntropy()
         case cf.StandardLoss(kind="bce_with_logits"):
@@ -293,9 +363,26 @@ def objective(loss: cf.Loss) -> Objective:
             return MeanSquaredError()
 
 
+def _user_loss(loss: cf.PythonLoss) -> Callable[[Tensor, Tensor], Tensor]:
+    made = user_call("loss.factory", loss.factory, loss.args)()
+    if not callable(made):
+        raise ConfigError(
+            f"loss.factory: {loss.factory} returned {type(made).__name__}; it must return a "
+            "function from outputs and labels to one loss an example"
+        )
+    function: Callable[[Tensor, Tensor], Tensor] = made
+    return function
+
+
 def algorithm(config: cf.Config) -> recipes.Algorithm:
-    """Return the algorithm with its local update."""
+    """Return the algorithm with its local update.
+
+    Raises:
+        ConfigError: FedSGD is to take more than a plain gradient step.
+    """
     client, named = config.client, config.algorithm
+    if isinstance(named, cf.FedSgdAlgorithm):
+        return _fed_sgd(client, named)
     local = LocalSgd(
         epochs=client.epochs,
         batch_size=None if client.batch_size == "all" else client.batch_size,
@@ -305,17 +392,29 @@ def algorithm(config: cf.Config) -> recipes.Algorithm:
         shuffle=client.shuffle,
         keep_momentum=client.keep_momentum,
     )
-    fields = named.model_dump(exclude={"name"})
     recipe: Mapping[str, Callable[..., recipes.Algorithm]] = {
         "fedavg": recipes.FedAvg,
-        "fedsgd": recipes.FedAvg,  # the configuration makes sure of E = 1 and full batches
         "fedprox": recipes.FedProx,
         "fedavgm": recipes.FedAvgM,
         "fedadagrad": recipes.FedAdagrad,
         "fedadam": recipes.FedAdam,
         "fedyogi": recipes.FedYogi,
     }
-    return recipe[named.name](local, **fields)
+    return recipe[named.name](local, **named.model_dump(exclude={"name"}))
+
+
+def _fed_sgd(client: cf.ClientSection, named: cf.FedSgdAlgorithm) -> recipes.Algorithm:
+    # The configuration makes sure of one epoch and full batches, where the order is nothing.
+    for name in ("momentum", "weight_decay"):
+        if getattr(client, name):
+            raise ConfigError(
+                f"client.{name} is {getattr(client, name)}, but FedSGD takes one plain gradient "
+                'step; set it to 0, or use "fedavg" with client.epochs = 1 and '
+                'client.batch_size = "all"'
+            )
+    return recipes.FedSGD(
+        learning_rate=client.learning_rate, weight_by_examples=named.weight_by_examples
+    )
 
 
 def sampler(cohort: cf.Cohort) -> CohortSampler:
@@ -328,7 +427,11 @@ def sampler(cohort: cf.Cohort) -> CohortSampler:
 
 
 def behaviour(section: cf.Devices, *, data_dir: Path) -> devices.ClientBehaviour:
-    """Return what the simulated devices do."""
+    """Return what the simulated devices do.
+
+    Raises:
+        DataError: Bandwidth traces are missing or damaged.
+    """
     match section:
         case cf.IdealDevices():
             return devices.Instant()
@@ -347,19 +450,24 @@ def behaviour(section: cf.Devices, *, data_dir: Path) -> devices.ClientBehaviour
 def _bandwidth(section: cf.Bandwidth, data_dir: Path) -> devices.Bandwidth:
     match section:
         case cf.TracesBandwidth():
-            folder = data_dir if section.path is None else Path(section.path).parent
-            return sources.bandwidth_traces(folder)
+            default = data_dir / "bandwidth_traces.npz"
+            return sources.bandwidth_traces(default if section.path is None else Path(section.path))
         case cf.LognormalBandwidth():
             return devices.LognormalBandwidth(
                 median_mbit_per_s=section.median_mbit_per_s, sigma=section.sigma
             )
 
 
-def call(factory: str, args: Mapping[str, object]) -> Any:  # Any: the user's own function
-    """Return what a function named in a configuration returns.
+def user_call(
+    key: str, factory: str, args: Mapping[str, object]
+) -> Callable[[], Any]:  # Any: the user's own function
+    """Return the call of a function that the configuration names; it is not called yet.
+
+    What the function raises when it is called is the user's own and stays as it is.
 
     Args:
-        factory: ``module:function`` or ``path/to/file.py:function``.
+        key: Where the configuration names it.
+        factory: ``module:function`` or ``/path/to/file.py:function``.
         args: Its keyword arguments.
 
     Raises:
@@ -368,24 +476,48 @@ def call(factory: str, args: Mapping[str, object]) -> Any:  # Any: the user's ow
     """
     place, _, name = factory.rpartition(":")
     try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
-        function = getattr(module, name)
-    except (ImportError, OSError, SyntaxError, AttributeError) as error:
-        raise ConfigError(f"{factory}: cannot be imported: {error}") from error
+        module = (
+            _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(
+            f"{key}: {factory} cannot be imported: {error}; install the module, or name its file "
+            f"as path/to/file.py:{name}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: there is no function {name} in {place}; correct the name")
+    _require_arguments(function, args, where=f"{key}: {factory}")
+    return partial(function, **args)
+
+
+def _require_arguments(
+    function: Callable[..., object], args: Mapping[str, object], *, where: str
+) -> None:
     try:
-        return function(**args)
+        inspect.signature(function).bind(**args)
+    except ValueError:  # functions written in C need not tell what they take
+        return
     except TypeError as error:
-        raise ConfigError(f"{factory}: called with {sorted(args)}: {error}") from error
+        raise ConfigError(
+            f"{where} does not take the arguments {sorted(args)}: {error}; correct args"
+        ) from error
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-def _module_of_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
+def _file_module(path: Path) -> ModuleType:
+    """Import a file, once in a process as any module."""
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    name = f"{path.stem}_{digest[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a name that ends in .py is a Python file's
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses in it look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # as import does
+        raise
     return module

@@ -108,8 +108,12 @@ class WeightedMean:
         )
 
     def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
-        """Add the weighted rows of ``block``: one matrix-vector product, in place."""
-        state.total_P.addmv_(block.deltas_BP.t(), block.weights_B)
+        """Add the weighted rows of ``block``: one matrix-vector product.
+
+        The product is rounded before it is added, so that folding a block in and merging its
+        own sum are the same to the last bit.
+        """
+        state.total_P.add_(torch.mv(block.deltas_BP.t(), block.weights_B))
         return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
 
     def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:

@@ -125,21 +125,26 @@ class LocalSgd:
 
         Args:
             params: Local parameters.
-            grads: Gradients of the batch's mean loss; may be overwritten.
+            grads: Gradients of the batch's mean loss; two may be the same tensor.
             anchor: The global parameters; broadcast against ``params``.
             velocity: Of the shapes of ``params``; unused (may be empty) without momentum.
         """
         directions = list(grads)
         if self.weight_decay:
-            torch._foreach_add_(directions, list(params), alpha=self.weight_decay)
+            directions = _sums(directions, params, factor=self.weight_decay)
         if self.proximal:
             pull = torch._foreach_sub(list(params), list(anchor))  # noqa: SLF001
-            torch._foreach_add_(directions, pull, alpha=self.proximal)
+            directions = _sums(directions, pull, factor=self.proximal)
         if self.momentum:
             torch._foreach_mul_(list(velocity), self.momentum)
             torch._foreach_add_(list(velocity), directions)
             directions = list(velocity)
         torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)
+
+
+def _sums(left: Sequence[Tensor], right: Sequence[Tensor], *, factor: float) -> list[Tensor]:
+    """Return ``left + factor * right``, pair by pair, in new tensors."""
+    return list(torch._foreach_add(list(left), list(right), alpha=factor))
 
 
 ScalarT = TypeVar("ScalarT", int, float, bool)

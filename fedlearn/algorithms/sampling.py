@@ -77,6 +77,10 @@ class PoissonSampler:
 
     cap: float
 
+    def __post_init__(self) -> None:
+        if not 1.0 < self.cap < float("inf"):
+            raise ValueError(f"cap is {self.cap}; it is finite and above 1")
+
     def sample(
         self,
         available: Sequence[ClientId],

@@ -49,8 +49,8 @@ class StragglerPolicy:
     def __post_init__(self) -> None:
         if self.num_wanted < 1:
             raise ValueError(f"num_wanted is {self.num_wanted}; at least one report is needed")
-        if self.over_selection < 1.0:
-            raise ValueError(f"over_selection is {self.over_selection}; it is at least 1")
+        if not 1.0 <= self.over_selection < math.inf:
+            raise ValueError(f"over_selection is {self.over_selection}; it is finite, at least 1")
         if not 1 <= self.min_reports <= self.num_wanted:
             raise ValueError(
                 f"min_reports is {self.min_reports}; it lies in 1..num_wanted ({self.num_wanted})"

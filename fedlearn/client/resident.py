@@ -72,6 +72,7 @@ class ResidentModel:
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
+        self._statistics = {n: buffers[n] for n in views if n in buffers}
         self._trainable = [p for p in self.module.parameters() if p.requires_grad]
         names = [name for name, p in parameters.items() if p.requires_grad]
         self._trainable_names = names
@@ -138,7 +139,17 @@ class ResidentModel:
                 with torch.no_grad():
                     local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
                     total += loss * len(rows)
+        self._rejoin_statistics()
         return float(total) / max(1, sum(len(rows) for rows in batches))
+
+    def _rejoin_statistics(self) -> None:
+        """Take over statistics that a forward pass has assigned anew instead of in place."""
+        for name, view in self._statistics.items():
+            current = self.module.get_buffer(name)
+            if current is not view:
+                view.copy_(current)
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), attribute, view)
 
     def _loss(self, features: Tensor, labels: Tensor) -> Tensor:
         with autocast(self._precision, self._device):

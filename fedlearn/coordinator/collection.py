@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregators import Aggregator
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Block, Collected, Participation, RoundRequest, Status
+from fedlearn.core.collecting import (
+    Block,
+    Collected,
+    Participation,
+    Participations,
+    RoundRequest,
+    Status,
+)
 from fedlearn.core.messages import ClientId, Failure, Reply, TrainReply, TrainRequest
 from fedlearn.core.params import Layout
 from fedlearn.transport.base import Arrival, Channel
@@ -19,6 +26,9 @@ StateT = TypeVar("StateT")
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
+
+#: Characters of a failure's reason that are kept: a peer chooses them.
+MAX_REASON = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +76,7 @@ class PlainCollector(Generic[StateT]):
         is_closed = num_reported == self.policy.num_wanted or len(settled) == len(cohort)
         return Collected(
             aggregate=state,
-            participations=(*settled.values(), *_late(cohort, settled)),
+            participations=Participations.of([*settled.values(), *_late(cohort, settled)]),
             duration_s=_last_s(settled) if is_closed else self._cut_off_s(settled),
         )
 
@@ -141,7 +151,8 @@ def _participation(arrival: Arrival, update: Update | Failure) -> Participation:
         case Update():
             fields = (Status.REPORTED, arrival.elapsed_s, update.num_examples, update.loss, "")
         case Failure():
-            fields = (Status.FAILED, arrival.elapsed_s, 0, math.nan, update.reason)
+            reason = update.reason[:MAX_REASON]
+            fields = (Status.FAILED, arrival.elapsed_s, 0, math.nan, reason)
     return Participation(arrival.client_id, *fields)
 
 

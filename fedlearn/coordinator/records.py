@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import Scalar
 
 
@@ -72,7 +72,7 @@ class RoundRecord:
     round_num: int
     attempt: int
     outcome: Outcome
-    participations: tuple[Participation, ...]
+    participations: Participations
     train_loss: float
     duration_s: float
     virtual_s: float
@@ -81,7 +81,7 @@ class RoundRecord:
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
-        return sum(p.status is status for p in self.participations)
+        return self.participations.num(status)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

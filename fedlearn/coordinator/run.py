@@ -112,8 +112,10 @@ class RunPlan(Generic[StateT]):
     clock: Clock
 
     def is_over(self, state: RunState) -> bool:
-        """Whether no further round is due."""
-        return state.server.round_num >= self.num_rounds or self.early_stopping.is_over(state)
+        """Whether no further round is due; a run stops early only where it was measured."""
+        round_num = state.server.round_num
+        stops_early = self.is_evaluated(round_num) and self.early_stopping.is_over(state)
+        return round_num >= self.num_rounds or stops_early
 
     def is_evaluated(self, round_num: int) -> bool:
         """Whether the model is measured after so many rounds."""
@@ -175,7 +177,7 @@ def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[Run
         attempt=attempt,
         outcome=Outcome.AGGREGATED if moved else Outcome.SKIPPED,
         participations=collected.participations,
-        train_loss=_mean_loss(collected),
+        train_loss=collected.participations.mean_loss(),
         duration_s=duration_s,
         virtual_s=state.virtual_s,
         seconds=plan.clock.now_s() - started_s,
@@ -205,15 +207,6 @@ def _attempts(
     )
 
 
-def _mean_loss(collected: Collected[StateT]) -> float:
-    weighted, total = 0.0, 0
-    for p in collected.participations:
-        if p.status is Status.REPORTED and not math.isnan(p.loss):
-            weighted += p.loss * p.num_examples
-            total += p.num_examples
-    return weighted / total if total else math.nan
-
-
 def _with_best(
     state: RunState, metrics: Mapping[str, float], early_stopping: EarlyStopping
 ) -> RunState:
@@ -236,17 +229,22 @@ def _initial(plan: RunPlan[StateT], params: Params) -> RunState:
 
 def _checkpoint(state: RunState, plan: RunPlan[StateT]) -> Checkpoint:
     server = state.server
-    tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in server.params.named().items()}
+    tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
     tensors |= {f"server/{name}": value for name, value in server.optimizer_state.items()}
     tensors |= {f"clients/{n}": t for n, t in plan.round.collector.state_tensors().items()}
     if state.best_params is not None:
-        tensors |= {f"best/{name}": t for name, t in state.best_params.named().items()}
+        tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
     values: dict[str, Scalar] = {
         "virtual_s": state.virtual_s,
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
     }
     return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
+
+
+def _exact(params: Params) -> dict[str, Tensor]:
+    """Return every tensor by name, in the dtype of the vector: a module's may be narrower."""
+    return {**params.layout.views(params.vector), **params.constants}
 
 
 def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> RunState:

@@ -20,12 +20,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
+import numpy as np
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from numpy.typing import NDArray
 from sqlalchemy import (
     URL,
     Connection,
@@ -59,8 +61,9 @@ from fedlearn.coordinator.store_schema import (
     ParticipationRow,
     RoundRow,
     RunRow,
+    plain,
 )
-from fedlearn.core.collecting import Participation
+from fedlearn.core.collecting import Participation, Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import NewerStore, StoreError
@@ -342,7 +345,7 @@ class StoredRun:
                     round_num=row.round_num,
                     attempt=row.attempt,
                     outcome=row.outcome,
-                    participations=tuple(participations[row.round_num]),
+                    participations=Participations.of(participations[row.round_num]),
                     train_loss=row.train_loss,
                     duration_s=row.duration_s,
                     virtual_s=row.virtual_s,
@@ -410,26 +413,7 @@ class StoredRun:
                 for record in records
             ),
         )
-        _insert_all(
-            connection,
-            "participations",
-            (
-                {
-                    "run_id": run_id,
-                    "round_num": record.round_num,
-                    "position": position,
-                    "client_id": int(client_id),  # a numpy integer would be stored as a blob
-                    "status": status,
-                    "duration_s": duration_s,
-                    "num_examples": int(num_examples),
-                    "loss": loss,
-                    "reason": reason,
-                }
-                for record in records
-                for position, participation in enumerate(record.participations)
-                for client_id, status, duration_s, num_examples, loss, reason in [participation]
-            ),
-        )
+        _insert_participations(connection, run_id, records)
         _insert_all(
             connection,
             "metrics",
@@ -691,6 +675,44 @@ def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, obj
     remaining = iter(rows)
     while batch := list(islice(remaining, _BATCH_ROWS)):
         connection.execute(statement, batch)
+
+
+def _insert_participations(
+    connection: Connection, run_id: int, records: Iterable[RoundRecord]
+) -> None:
+    """Insert a row a client: most of what is written, so past SQLAlchemy's per-value work.
+
+    The values are those that the columns' types would bind.
+    """
+    columns = ", ".join(column.name for column in ParticipationRow.__table__.columns)
+    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
+    marks = ", ".join([mark] * len(ParticipationRow.__table__.columns))
+    rows = (
+        (run_id, record.round_num, place, *values, plain(each.reasons.get(place, "")))
+        for record in records
+        for each in [record.participations]
+        for place, values in enumerate(
+            zip(
+                each.client_ids.tolist(),
+                each.codes.tolist(),
+                _with_nulls(each.durations_s),
+                each.num_examples.tolist(),
+                _with_nulls(each.losses),
+                strict=True,
+            )
+        )
+    )
+    statement = f"INSERT INTO participations ({columns}) VALUES ({marks})"  # noqa: S608 - names of our own columns
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        connection.exec_driver_sql(statement, batch)
+
+
+def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:
+    """Return the numbers, ``None`` for NaN."""
+    missing = np.isnan(column)
+    if not missing.any():
+        return cast("list[float | None]", column.tolist())
+    return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
 
 
 def _remove_all_but(kept: set[str], *, folder: Path) -> None:

@@ -27,7 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fedlearn.coordinator.records import Outcome, RunStatus
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import STATUSES, Status
 
 CodeT = TypeVar("CodeT", bound=StrEnum)
 
@@ -78,9 +78,14 @@ class PlainText(TypeDecorator[str]):
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 (SQLAlchemy's signature)
         """Return the text as valid UTF-8 without NUL."""
-        if not value or (value.isascii() and "\0" not in value):
-            return value
-        return value.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+        return value if value is None else plain(value)
+
+
+def plain(text: str) -> str:
+    """Return ``text`` as valid UTF-8 without NUL."""
+    if text.isascii() and "\0" not in text:
+        return text
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 class JsonText(TypeDecorator[Mapping[str, Any]]):  # Any: JSON values
@@ -113,7 +118,7 @@ class Base(DeclarativeBase):
         Mapping[str, Any]: JsonText(),
         RunStatus: Code(RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED),
         Outcome: Code(Outcome.AGGREGATED, Outcome.SKIPPED),
-        Status: Code(Status.REPORTED, Status.LATE, Status.FAILED),
+        Status: Code(*STATUSES),
     }
 
 

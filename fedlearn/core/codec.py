@@ -69,10 +69,17 @@ def decode(data: bytes) -> Request | Reply:
         raise ProtocolError(f"a header of {header_size} bytes in a message of {len(data)}")
     try:
         header = json.loads(data[_PREFIX.size : start])
-        tensors = safetensors.torch.load(data[start:])
-    except (ValueError, RecursionError, KeyError, SafetensorError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    return _put_together(header, tensors)
+    return _put_together(header, _tensors(data[start:]))
+
+
+def _tensors(body: bytes) -> Mapping[str, Tensor]:
+    try:
+        return safetensors.torch.load(body)
+    # safetensors checks sizes, but not that torch can hold the shape of an empty tensor.
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise ProtocolError(f"malformed tensors: {error}") from error
 
 
 def _take_apart(
@@ -126,13 +133,13 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
                 round_num=fields.integer("round_num"),
                 delta=tensors,
                 num_examples=fields.integer("num_examples"),
-                metrics=fields.mapping("metrics", _is_number),
+                metrics=fields.numbers("metrics"),
             )
         case "evaluate_reply":
             message = EvaluateReply(
                 round_num=fields.integer("round_num"),
                 num_examples=fields.integer("num_examples"),
-                metrics=fields.mapping("metrics", _is_number),
+                metrics=fields.numbers("metrics"),
             )
         case "failure":
             message = Failure(reason=fields.text("reason"))
@@ -173,6 +180,12 @@ class _Fields:
         if not isinstance(value, dict) or not all(accepts(v) for v in value.values()):
             raise ProtocolError(f"malformed message: {name} is not a table of plain values")
         return value
+
+    def numbers(self, name: str) -> dict[str, float]:
+        try:
+            return {key: float(value) for key, value in self.mapping(name, _is_number).items()}
+        except OverflowError as error:
+            raise ProtocolError(f"malformed message: a number in {name} is too large") from error
 
     def finish(self) -> None:
         if self._left:

@@ -5,11 +5,14 @@ trains whole blocks of clients in one tensor operation. The round does not know 
 it has.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.core.messages import ClientId, Settings
@@ -62,6 +65,104 @@ class Participation(NamedTuple):
     reason: str
 
 
+#: Every status; a status is stored and compared as its index here. May only be appended to.
+STATUSES = (Status.REPORTED, Status.LATE, Status.FAILED)
+
+
+@dataclass(frozen=True, eq=False)
+class Participations(Sequence[Participation]):
+    """The clients of one round as columns: hundreds of rounds a second leave no objects.
+
+    Attributes:
+        client_ids: int64, shape [n].
+        codes: Index of each status in :data:`STATUSES`: shape [n].
+        durations_s: Shape [n].
+        num_examples: int64, shape [n].
+        losses: Shape [n].
+        reasons: By position in the columns; only of those that failed.
+
+    Example:
+        >>> one = Participation(ClientId(7), Status.LATE, 3.0, 0, 0.0, "")
+        >>> columns = Participations.of([one])
+        >>> columns[0] == one, columns.num(Status.LATE), columns.num(Status.FAILED)
+        (True, 1, 0)
+    """
+
+    client_ids: NDArray[np.int64]
+    codes: NDArray[np.int64]
+    durations_s: NDArray[np.float64]
+    num_examples: NDArray[np.int64]
+    losses: NDArray[np.float64]
+    reasons: Mapping[int, str]
+
+    @classmethod
+    def of(cls, rows: Iterable[Participation]) -> "Participations":
+        """Return ``rows`` as columns; columns as they are."""
+        if isinstance(rows, Participations):
+            return rows
+        rows = list(rows)
+        return cls(
+            np.asarray([row.client_id for row in rows], np.int64),
+            np.asarray([STATUSES.index(row.status) for row in rows], np.int64),
+            np.asarray([row.duration_s for row in rows], np.float64),
+            np.asarray([row.num_examples for row in rows], np.int64),
+            np.asarray([row.loss for row in rows], np.float64),
+            {place: row.reason for place, row in enumerate(rows) if row.reason},
+        )
+
+    def num(self, status: Status) -> int:
+        """Return how many clients ended with ``status``."""
+        return int(np.count_nonzero(self.codes == STATUSES.index(status)))
+
+    def mean_loss(self) -> float:
+        """Return the mean training loss of the reports, weighted by examples; NaN if none."""
+        known = (self.codes == 0) & ~np.isnan(self.losses)
+        weights = self.num_examples[known]
+        return float(np.average(self.losses[known], weights=weights)) if weights.sum() else math.nan
+
+    def __len__(self) -> int:
+        return len(self.client_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Participation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Participation]: ...
+    def __getitem__(self, index: int | slice) -> Participation | Sequence[Participation]:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Participation]:
+        rows = zip(
+            self.client_ids.tolist(),
+            self.codes.tolist(),
+            self.durations_s.tolist(),
+            self.num_examples.tolist(),
+            self.losses.tolist(),
+            strict=True,
+        )
+        for place, (client_id, code, duration_s, num_examples, loss) in enumerate(rows):
+            yield Participation(
+                ClientId(client_id),
+                STATUSES[code],
+                duration_s,
+                num_examples,
+                loss,
+                self.reasons.get(place, ""),
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the rows are equal, a NaN being equal to a NaN."""
+        if not isinstance(other, Participations):
+            return NotImplemented
+        columns = ("client_ids", "codes", "durations_s", "num_examples", "losses")
+        return dict(self.reasons) == dict(other.reasons) and all(
+            np.array_equal(getattr(self, name), getattr(other, name), equal_nan=True)
+            for name in columns
+        )
+
+    def __hash__(self) -> NoReturn:
+        raise TypeError("participations are compared by value and not hashed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundRequest:
     """What a round asks of its cohort.
@@ -92,12 +193,12 @@ class Collected(Generic[StateT_co]):
     """
 
     aggregate: StateT_co
-    participations: tuple[Participation, ...]
+    participations: Participations
     duration_s: float
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
-        return sum(p.status is status for p in self.participations)
+        return self.participations.num(status)
 
 
 class Collector(Protocol[StateT_co]):

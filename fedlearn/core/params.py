@@ -115,7 +115,7 @@ class Layout:
         """
         lead = stack.shape[:-1]
         return {
-            spec.name: stack[..., spec.offset : spec.offset + spec.size].view(*lead, *spec.shape)
+            spec.name: stack[..., spec.offset : spec.offset + spec.size].view((*lead, *spec.shape))
             for spec in self.specs
         }
 
@@ -159,8 +159,9 @@ class Params:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the model as it is sent."""
-        return self.vector.numel() * self.vector.element_size()
+        """Size of the model as it is sent: :meth:`named`."""
+        averaged = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
+        return averaged + sum(value.nbytes for value in self.constants.values())
 
     def named(self) -> dict[str, Tensor]:
         """Return every tensor by name, in the model's own dtypes."""

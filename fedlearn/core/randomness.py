@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 _MASK = (1 << 63) - 1
+_MASK_64 = (1 << 64) - 1
+_27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -67,10 +69,13 @@ class Seed:
             Steele, Lea and Flood, 2014, `Fast Splittable Pseudorandom Number Generators
             <https://doi.org/10.1145/2714064.2660195>`_ (the mixing function).
         """
-        state = _mix(np.asarray(self.value, np.uint64))
-        for label in labels:
+        prefix, rest = _mix_int(self.value), list(labels)
+        while rest and isinstance(rest[0], int):  # cheaper than arrays of one element
+            prefix = _mix_int(prefix ^ (rest.pop(0) & _MASK_64))
+        state = np.full(1, prefix, np.uint64)
+        for label in rest:
             state = _mix(state ^ np.asarray(label, np.int64).view(np.uint64))
-        return np.asarray(state)
+        return state.reshape(np.broadcast_shapes(*(np.shape(label) for label in labels)))
 
     def uniform(self, *labels: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """Return one number in (0, 1) per element of the broadcast ``labels``.
@@ -82,17 +87,29 @@ class Seed:
         return ((self.hash(*labels) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
     def normal(self, *labels: NDArray[np.int64] | int) -> NDArray[np.float64]:
-        """Return one standard normal per element of the broadcast ``labels`` (Box-Muller)."""
-        radius = np.sqrt(-2.0 * np.log(self.derive("radius").uniform(*labels)))
-        return radius * np.cos(2.0 * np.pi * self.derive("angle").uniform(*labels))
+        """Return one standard normal per element of the broadcast ``labels``.
+
+        Box-Muller on the two halves of a hash: 32 bits reach 6.7 standard deviations.
+        """
+        bits = self.hash(*labels)
+        radius = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+        angle = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+        return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        state = state + _GOLDEN
-        state = (state ^ (state >> np.uint64(30))) * _MIX_1
-        state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))
+    state = state + _GOLDEN
+    state = (state ^ (state >> _30)) * _MIX_1
+    state = (state ^ (state >> _27)) * _MIX_2
+    return state ^ (state >> _31)
+
+
+def _mix_int(state: int) -> int:
+    """Return :func:`_mix` of one number."""
+    state = (state + int(_GOLDEN)) & _MASK_64
+    state = ((state ^ (state >> 30)) * int(_MIX_1)) & _MASK_64
+    state = ((state ^ (state >> 27)) * int(_MIX_2)) & _MASK_64
+    return state ^ (state >> 31)
 
 
 class SecretBytes:

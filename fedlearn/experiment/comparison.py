@@ -81,10 +81,8 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, record: RoundRecord) -> Self:
-        """Count one round; one pass, since progress does it every few milliseconds."""
-        statuses = [each.status for each in record.participations]
-        reported, late = statuses.count(Status.REPORTED), statuses.count(Status.LATE)
-        return cls(reported, late, len(statuses) - reported - late)
+        """Count one round."""
+        return cls(*(record.count(each) for each in (Status.REPORTED, Status.LATE, Status.FAILED)))
 
 
 class Point(NamedTuple):
@@ -285,12 +283,12 @@ class Measure:
     less_is_better: bool | None
 
     def better(self) -> Literal["a", "b"] | None:
-        """Return whose is better: ``None`` if equal, without a better, or not measured."""
-        if self.less_is_better is None or self.a == self.b:
+        """Return whose is better; ``None`` if neither is. Who has no value has the worse."""
+        if self.less_is_better is None:
             return None
-        if math.isnan(self.a) or math.isnan(self.b):
-            return "b" if math.isnan(self.a) and not math.isnan(self.b) else None
-        return "a" if (self.a < self.b) is self.less_is_better else "b"
+        sign = 1.0 if self.less_is_better else -1.0
+        a, b = (math.inf if math.isnan(v) else sign * v for v in (self.a, self.b))
+        return None if a == b else "a" if a < b else "b"
 
     def texts(self) -> tuple[str, str]:
         """Return both values as text, a star at the better."""

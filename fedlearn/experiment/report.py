@@ -239,7 +239,7 @@ class _Axis(NamedTuple):
     def across(cls, values: Iterable[float], *, end: float, least_step: float) -> "_Axis":
         """Return a horizontal axis from the least of ``values`` to the greatest."""
         low, high = _extent(values)
-        step = max(least_step, _round_step((high - low) / 5))
+        step = max(least_step, _round_step((high - low) / 6))
         first, last = math.ceil(low / step), math.floor(high / step)
         ticks = tuple(step * index for index in range(first, last + 1))
         return cls(low, high, _LEFT, end, ticks)
@@ -368,7 +368,7 @@ def _metric_chart(rounds: Sequence[RoundRecord], metric: str) -> _Chart:
     lines = [_Line(metric, "c1", _by_round(series(rounds, metric)))]
     if low.points:
         median = _by_round(series(rounds, f"clients/{metric}_p50"))
-        lines.append(_Line("median client (band: 10th to 90th percentile)", "c3", median))
+        lines.append(_Line("clients: median, 10-90 %", "c3", median))
     return _Chart(
         title=f"{metric.capitalize()} by round",
         x_label="round",
@@ -755,7 +755,8 @@ code, pre { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monos
 pre { background: var(--code); border-radius: 8px; padding: 12px 16px; margin: 0 0 14px;
   overflow-x: auto; }
 pre.config { margin: 0; }
-@media (max-width: 520px) { .charts { grid-template-columns: 1fr; } }
+@media (max-width: 560px) { .charts { grid-template-columns: 1fr; }
+  .tiles { grid-template-columns: 1fr 1fr; } }
 @media print { body { background: none; } section { break-inside: avoid; } }
 """
 )

@@ -28,11 +28,14 @@ from fedlearn.experiment.assemble import Resolved, assemble, resolve, worker_dev
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run
-from fedlearn.simulation.cluster import Cluster, launch
+from fedlearn.simulation.cluster import Cluster, launch, one_thread
 from fedlearn.simulation.federated_data import FederatedData
 
 #: The key under which a run that was started from Python records what it was made of.
 PYTHON_PIECES = "python"
+
+#: Tables of the configuration that the arguments of :func:`simulate` take the place of.
+_REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "algorithm", "client"}
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,11 @@ def simulate(
     Raises:
         FedlearnError: As :func:`run_config`.
     """
-    replaced = settings.keys() & {"data", "model", "loss", "algorithm", "client"}
-    if replaced:
-        raise ConfigError(
-            f"simulate({min(replaced)}=…): the model, the data and the algorithm are arguments "
-            "here, not tables of the configuration"
-        )
-    config = from_mapping(settings, source="simulate()")
+    config = config_around(settings, source="simulate()")
     addresses = resolve_addresses(config, environ=os.environ)
-    site = Site(addresses, os.environ, SystemClock(), progress or progress_to(sys.stdout, as_json=False))
+    site = Site(
+        addresses, os.environ, SystemClock(), progress or progress_to(sys.stdout, as_json=False)
+    )
     pieces = around(
         config,
         make_model=make_model,
@@ -155,6 +154,26 @@ def simulate(
     if resume is not None:
         return _resume(resume, _as_recorded(pieces, resume, site), site, from_previous=False)
     return run_pieces(pieces, site)
+
+
+def config_around(settings: Mapping[str, object], *, source: str) -> Config:
+    """Return the configuration of a run whose model, data and algorithm are Python objects.
+
+    Args:
+        settings: Keys and tables of the configuration.
+        source: What errors call the place where they stand.
+
+    Raises:
+        ConfigError: A key is unknown, a value is wrong, or a table describes what is an object.
+    """
+    replaced = settings.keys() & _REPLACED_BY_ARGUMENTS
+    if replaced:
+        raise ConfigError(
+            f"{source}: {min(replaced)}: the model, the data and the algorithm are arguments "
+            "here, not tables of the configuration"
+        )
+    data = {"source": "python", "factory": "argument:data"}
+    return from_mapping({**settings, "data": data}, source=source)
 
 
 def run_pieces(pieces: Simulation, site: Site) -> Run:
@@ -174,9 +193,10 @@ def run_pieces(pieces: Simulation, site: Site) -> Run:
 
 
 def _resolved(pieces: Simulation, site: Site) -> Resolved:
-    return resolve(
-        pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
-    )
+    with one_thread():  # as the workers will compute, so that a probe measures that
+        return resolve(
+            pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
+        )
 
 
 def _as_recorded(pieces: Simulation, name: str, site: Site) -> Resolved:
@@ -189,13 +209,19 @@ def _as_recorded(pieces: Simulation, name: str, site: Site) -> Resolved:
     return Resolved(simulation=replace(pieces, config=config), notes=())
 
 
-def _run_new(resolved: Resolved, site: Site, *, extra: Mapping[str, object]) -> Run:
-    config = resolved.simulation.config
-    tree = json.loads(config.canonical_json())
+def new_record(pieces: Simulation, *, extra: Mapping[str, object]) -> RunRecord:
+    """Return the record of a run that is about to begin, without a name if none is configured.
+
+    Args:
+        pieces: The simulation, its engine settings resolved.
+        extra: What to record in place of the tables that Python's arguments replace.
+    """
+    config = pieces.config
+    tree: dict[str, object] = json.loads(config.canonical_json())
     if extra:
-        kept = tree.keys() - {"data", "model", "loss", "algorithm", "client"}
+        kept = tree.keys() - _REPLACED_BY_ARGUMENTS
         tree = {key: tree[key] for key in sorted(kept)} | dict(extra)
-    record = RunRecord(
+    return RunRecord(
         name=config.name or "",
         status=RunStatus.RUNNING,
         error="",
@@ -205,6 +231,10 @@ def _run_new(resolved: Resolved, site: Site, *, extra: Mapping[str, object]) -> 
         config_hash=config_hash(config),
         versions=_versions(),
     )
+
+
+def _run_new(resolved: Resolved, site: Site, *, extra: Mapping[str, object]) -> Run:
+    config, record = resolved.simulation.config, new_record(resolved.simulation, extra=extra)
 
     def opened(database: Database) -> StoredRun:
         if config.name is not None:

@@ -116,11 +116,12 @@ def launch(
     Raises:
         EngineError: A worker failed or died; the others were stopped.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _joined(body)
-    if num_workers == 1:
-        return body(Alone())
-    return _forked(body, num_workers)
+    with one_thread():
+        if under_torchrun(environment) is not None:
+            return _joined(body)
+        if num_workers == 1:
+            return body(Alone())
+        return _forked(body, num_workers)
 
 
 def under_torchrun(environment: Mapping[str, str]) -> int | None:
@@ -148,7 +149,7 @@ def _joined(body: Callable[[Cluster], ResultT]) -> ResultT:
 def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
     """Fork the workers, be rank 0, and leave none behind whatever happens."""
     lifeline_end, lifeline = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="fedlearn-") as folder, _threads(num_workers):
+    with tempfile.TemporaryDirectory(prefix="fedlearn-") as folder:
         meeting = Path(folder) / "meeting"
         children = [
             _fork(body, rank, num_workers, meeting, (lifeline_end, lifeline))
@@ -221,10 +222,14 @@ def _group(rank: int, num_workers: int, meeting: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(num_workers: int) -> Iterator[None]:
-    """Share the cores: threads of several processes that spin on one core starve each other."""
+def one_thread() -> Iterator[None]:
+    """Compute with one thread per process for a while.
+
+    Small tensor operations gain nothing from a second thread, which spins and starves its
+    neighbours on a busy machine; and sums then do not depend on the number of cores.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -6,9 +6,10 @@ the workers by size, cut into blocks, trained by an executor, validated, and fol
 the aggregate. Memory grows with the block, not with the cohort or the population.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Block, Collected, RoundRequest
 from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.cluster import Cluster
@@ -58,7 +60,8 @@ class Engine(Generic[StateT]):
 
     def available(self) -> Sequence[ClientId]:
         """Return the whole population, without a table of it."""
-        return _Everyone(self.population.num_clients)
+        # A client id is an int, and a range of them needs no table.
+        return cast("Sequence[ClientId]", range(self.population.num_clients))
 
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT]:
         """Train those of the cohort that report before the round closes.
@@ -129,9 +132,9 @@ class Engine(Generic[StateT]):
         for start in range(0, len(mine), self.block_size):
             block = mine[start : start + self.block_size]
             trained = self._train_block(client_ids[block], request, local)
-            is_finite = finite_rows(trained.deltas_KP)
+            update, is_finite = self._sum(client_ids[block], trained.deltas_KP, params.layout)
+            state = self.aggregator.merge(state, update)
             report[0, block], report[1, block] = trained.losses_K, is_finite
-            state = self._fold(state, client_ids[block], trained.deltas_KP, is_finite)
         shared = torch.from_numpy(report)
         self.cluster.all_reduce([*state.tensors(), shared])
         if local.keep_momentum:
@@ -154,21 +157,31 @@ class Engine(Generic[StateT]):
         self.kept.keep(client_ids, trained.velocity_KQ)
         return trained
 
-    def _fold(
-        self,
-        state: StateT,
-        client_ids: NDArray[np.int64],
-        deltas_BP: Tensor,
-        is_finite: NDArray[np.bool_],
+    def _sum(
+        self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
+    ) -> tuple[StateT, NDArray[np.bool_]]:
+        """Aggregate a block by itself, without the rows that are not finite.
+
+        A sum is finite only if all its terms are, so the usual block is read once; where one
+        is not (or overflows), it is thrown away and the rows are looked at one by one.
+
+        Returns:
+            The block's own state, and which rows are in it: shape [B].
+        """
+        update = self._accumulated(client_ids, deltas_BP, layout)
+        if all(math.isfinite(float(tensor.sum())) for tensor in update.tensors()):
+            return update, np.ones(len(client_ids), np.bool_)
+        is_finite = torch.isfinite(deltas_BP).all(dim=1).cpu().numpy()
+        sound = np.flatnonzero(is_finite)
+        return self._accumulated(client_ids[sound], deltas_BP[sound], layout), is_finite
+
+    def _accumulated(
+        self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
     ) -> StateT:
-        """Fold the sound rows in; the others are quarantined."""
-        if not is_finite.all():
-            client_ids, deltas_BP = client_ids[is_finite], deltas_BP[is_finite.tolist()]
-        if not len(client_ids):
-            return state
         num_examples_B = torch.from_numpy(self.population.num_examples(client_ids))
         weights_B = self.aggregator.weigh(num_examples_B.to(deltas_BP))
-        return self.aggregator.accumulate(state, Block(deltas_BP, weights_B))
+        empty = self.aggregator.init(layout, device=deltas_BP.device)
+        return self.aggregator.accumulate(empty, Block(deltas_BP, weights_B))
 
 
 @dataclass(frozen=True)
@@ -178,25 +191,6 @@ class _Wave(Generic[StateT]):
     state: StateT
     losses: NDArray[np.float64]
     is_finite: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class _Everyone(Sequence[ClientId]):
-    """The ids 0..num_clients-1 as a sequence that takes no memory."""
-
-    num_clients: int
-
-    def __len__(self) -> int:
-        return self.num_clients
-
-    @overload
-    def __getitem__(self, index: int) -> ClientId: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Sequence[ClientId]": ...
-    def __getitem__(self, index: int | slice) -> ClientId | Sequence[ClientId]:
-        if isinstance(index, slice):
-            return tuple(ClientId(i) for i in range(self.num_clients)[index])
-        return ClientId(range(self.num_clients)[index])
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
@@ -223,15 +217,3 @@ def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
         if worker == cluster.rank:
             mine.append(index)
     return np.asarray(mine, np.int64)
-
-
-def finite_rows(deltas_BP: Tensor) -> NDArray[np.bool_]:
-    """Return which rows hold finite numbers only: shape [B].
-
-    One pass for the usual case; a norm that overflows is looked at again, exactly.
-    """
-    norms_B = torch.linalg.vector_norm(deltas_BP, dim=1)
-    is_finite = torch.isfinite(norms_B).cpu().numpy()
-    for row in np.flatnonzero(~is_finite).tolist():
-        is_finite[row] = bool(torch.isfinite(deltas_BP[row]).all())
-    return is_finite

@@ -1,56 +1,101 @@
-"""Small reference networks, by the shape of the examples. Users bring their own."""
+"""Small reference networks, by the shape of the examples. Users bring their own.
 
-from collections.abc import Sequence
+Each is a frozen piece that builds a fresh network when it is called.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from fedlearn.errors import ConfigError
 
-
-def logistic(feature_shape: tuple[int, ...], *, num_outputs: int) -> nn.Module:
-    """Return multinomial logistic regression on flattened features."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(_size(feature_shape), num_outputs))
+_SMALLEST = 4  # two poolings halve an image twice
+_IMAGE_DIMS = 3  # channels, height, width
 
 
-def mlp(feature_shape: tuple[int, ...], *, hidden: Sequence[int], num_outputs: int) -> nn.Module:
-    """Return linear layers with ReLU between them, on flattened features."""
-    widths = [_size(feature_shape), *hidden]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for width, next_width in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(width, next_width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], num_outputs))
+@dataclass(frozen=True, kw_only=True)
+class Logistic:
+    """Multinomial logistic regression on flattened features.
+
+    Attributes:
+        feature_shape: Shape of one example's features.
+        num_outputs: Logits.
+    """
+
+    feature_shape: tuple[int, ...]
+    num_outputs: int
+
+    def __call__(self) -> nn.Module:
+        """Return a new network."""
+        width = torch.Size(self.feature_shape).numel()
+        return nn.Sequential(nn.Flatten(), nn.Linear(width, self.num_outputs))
 
 
-def cnn(feature_shape: tuple[int, ...], *, num_outputs: int) -> nn.Module:
-    """Return two convolutions with pooling and two linear layers (LeNet's shape).
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """Linear layers with ReLU between them, on flattened features.
 
-    Args:
+    Attributes:
+        feature_shape: Shape of one example's features.
+        hidden: Units of each hidden layer.
+        num_outputs: Logits.
+
+    Example:
+        >>> network = Mlp(feature_shape=(1, 28, 28), hidden=(64,), num_outputs=10)()
+        >>> sum(parameter.numel() for parameter in network.parameters())
+        50890
+    """
+
+    feature_shape: tuple[int, ...]
+    hidden: tuple[int, ...]
+    num_outputs: int
+
+    def __call__(self) -> nn.Module:
+        """Return a new network."""
+        widths = [torch.Size(self.feature_shape).numel(), *self.hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for width, next_width in pairwise(widths):
+            layers += [nn.Linear(width, next_width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(widths[-1], self.num_outputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cnn:
+    """Two convolutions with pooling and two linear layers (LeNet's shape).
+
+    Attributes:
         feature_shape: [channels, height, width], height and width at least 4.
         num_outputs: Logits.
 
     Raises:
-        ConfigError: The features are not images.
+        ConfigError: The features are not such images.
     """
-    if len(feature_shape) != 3 or min(feature_shape[1:]) < 4:  # noqa: PLR2004 - channels, height, width
-        raise ConfigError(
-            f"model.kind: a CNN needs images [channels, height >= 4, width >= 4], the examples "
-            f'have shape {list(feature_shape)}; use "mlp"'
+
+    feature_shape: tuple[int, ...]
+    num_outputs: int
+
+    def __post_init__(self) -> None:
+        if len(self.feature_shape) != _IMAGE_DIMS or min(self.feature_shape[1:]) < _SMALLEST:
+            raise ConfigError(
+                f'model.kind: "cnn" needs images [channels, height >= {_SMALLEST}, '
+                f"width >= {_SMALLEST}], but an example's features have shape "
+                f'{list(self.feature_shape)}; use "mlp"'
+            )
+
+    def __call__(self) -> nn.Module:
+        """Return a new network."""
+        channels, height, width = self.feature_shape
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * (height // _SMALLEST) * (width // _SMALLEST), 128),
+            nn.ReLU(),
+            nn.Linear(128, self.num_outputs),
         )
-    channels, height, width = feature_shape
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (height // 4) * (width // 4), 128),
-        nn.ReLU(),
-        nn.Linear(128, num_outputs),
-    )
-
-
-def _size(feature_shape: tuple[int, ...]) -> int:
-    return torch.Size(feature_shape).numel()

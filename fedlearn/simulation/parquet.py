@@ -163,14 +163,13 @@ class ParquetPopulation:
             inside = torch.from_numpy(rows[here] - self._index.group_offsets[group])
             features[torch.from_numpy(here)] = chunk.features[inside]
             labels[torch.from_numpy(here)] = chunk.labels[inside]
-        check_examples(
-            features,
-            labels=labels,
-            num_classes=self._num_classes,
-            place=lambda at: self._place(
-                int(rows[at]), owner=owner_at(at, offsets=offsets, client_ids=client_ids)
-            ),
-        )
+
+        def place(at: int) -> str:
+            owner = owner_at(at, offsets=offsets, client_ids=client_ids)
+            name = f"{self._columns.client} {self.name_of(owner)!r}"
+            return f"{row_name(int(rows[at]), owner=owner)} ({name})"
+
+        check_examples(features, labels=labels, num_classes=self._num_classes, place=place)
         return ClientRows(features, labels, np.arange(rows.size), offsets)
 
     def _read(self, group: int) -> "_Chunk":
@@ -181,9 +180,6 @@ class ParquetPopulation:
             columns=self._columns,
             label_dtype=self._index.label_dtype,
         )
-
-    def _place(self, row: int, *, owner: int) -> str:
-        return f"{row_name(row, owner=owner)} ({self._columns.client} {self.name_of(owner)!r})"
 
 
 def read_parquet(path: Path, *, columns: Columns) -> Examples:
@@ -395,6 +391,11 @@ def _check_schema(schema: Any, *, columns: Columns, path: Path) -> torch.dtype:
                 f"{path}: feature column {name!r} is {kind}; cast it to numbers or to "
                 "fixed-size lists of numbers, or name the feature columns without it"
             )
+        if pt.is_floating(_number(kind)) and not columns.feature_dtype.is_floating_point:
+            raise DataError(
+                f"{path}: feature column {name!r} is {kind}, which {columns.feature_dtype} would "
+                "round; write the same type in all files"
+            )
     if width != columns.width:
         raise DataError(
             f"{path}: {list(columns.features)} hold {width} numbers an example, "
@@ -458,7 +459,7 @@ def _read_row_group(
     with _opened(path) as file:
         table = file.read_row_group(group, columns=wanted)
     parts = [
-        _numbers(table.column(name), name=name, path=path).reshape(len(table), -1)
+        _numbers(table.column(name), name=name, path=path).reshape(len(table), _width(table, name))
         for name in columns.features
     ]
     numbers = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -468,6 +469,10 @@ def _read_row_group(
         features.reshape(len(table), *columns.feature_shape),
         torch.tensor(labels, dtype=label_dtype),
     )
+
+
+def _width(table: Any, name: str) -> int:
+    return torch.Size(_shape(table.schema.field(name).type)).numel()
 
 
 def _numbers(column: Any, *, name: str, path: Path) -> NDArray[Any]:

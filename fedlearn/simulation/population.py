@@ -237,14 +237,12 @@ class DatasetPopulation:
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = self.partition.rows[places]
         features, labels = stacked_rows(self.dataset, rows=rows)
-        check_examples(
-            features,
-            labels=labels,
-            num_classes=self.num_classes,
-            place=lambda at: row_name(
-                int(rows[at]), owner=owner_at(at, offsets=offsets, client_ids=client_ids)
-            ),
-        )
+
+        def place(at: int) -> str:
+            owner = owner_at(at, offsets=offsets, client_ids=client_ids)
+            return row_name(int(rows[at]), owner=owner)
+
+        check_examples(features, labels=labels, num_classes=self.num_classes, place=place)
         return ClientRows(features, labels, np.arange(rows.size), offsets)
 
 

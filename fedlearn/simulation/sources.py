@@ -282,25 +282,27 @@ def npz_train_test(
         ValueError: The part to hold out is not in (0, 1).
         DataError: As :func:`npz`; or holding out leaves a part without examples.
     """
-    names = [labels] if isinstance(test, float) else [labels, test[1]]
+    names = [labels, test[1]] if isinstance(test, tuple) else [labels]
     num_classes = _num_classes(path, names=names)
     read = partial(npz, path, mask=None, feature_shape=None, scale=1.0, num_classes=num_classes)
     train = read(features=features, labels=labels, groups=groups)
-    if isinstance(test, float):
-        return train.split(fraction=test, seed=seed)
-    return TrainTest(train=train, test=read(features=test[0], labels=test[1], groups=None))
+    if isinstance(test, tuple):
+        return TrainTest(train=train, test=read(features=test[0], labels=test[1], groups=None))
+    return train.split(fraction=test, seed=seed)
 
 
 def _num_classes(path: Path, *, names: Sequence[str]) -> int | None:
-    """Return the number of classes in all these arrays; ``None`` if they hold no integers."""
-    arrays = read_npz(path, names=names).values()
-    kinds = sorted({array.dtype.name for array in arrays if array.dtype.kind in "f"})
-    if kinds and any(array.dtype.kind not in "f" for array in arrays):
+    """Return the number of classes in all these label arrays; ``None`` if they hold floats."""
+    arrays = read_npz(path, names=names)
+    is_float = {name: _real(arrays[name], name=name, path=path).dtype.kind == "f" for name in names}
+    if len(set(is_float.values())) > 1:
         raise DataError(
-            f"of the label arrays {list(names)} of {path} one holds classes and one {kinds[0]}; "
-            "write both as integers or both as floats"
+            f"of the label arrays {list(names)} of {path} one holds integers and one floats; "
+            "write classes as integers in both, or numbers to regress on as floats in both"
         )
-    return None if kinds else max(int(array.max(initial=0)) for array in arrays) + 1
+    if is_float[names[0]]:
+        return None
+    return max(int(array.max(initial=0)) for array in arrays.values()) + 1
 
 
 def bandwidth_traces(path: Path) -> TraceBandwidth:

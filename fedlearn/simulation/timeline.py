@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Participation, Status
-from fedlearn.core.messages import ClientId
+from fedlearn.core.collecting import STATUSES, Participations, Status
 
 _PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
 
@@ -22,6 +21,16 @@ _PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
 DROPPED_OUT = "dropped out before reporting"
 #: Why a client whose update is infinite or NaN failed.
 NOT_FINITE = "the delta is not finite"
+
+_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: NOT_FINITE}
+
+#: The status code of each outcome.
+_CODES = np.asarray(
+    [
+        STATUSES.index(status)
+        for status in (Status.LATE, Status.REPORTED, Status.FAILED, Status.FAILED, Status.LATE)
+    ]
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,36 +95,24 @@ class Timeline:
             return policy.deadline_s
         return float(settled_s[-1]) if len(settled_s) else 0.0
 
-    def participations(self, policy: StragglerPolicy) -> tuple[Participation, ...]:
+    def participations(self, policy: StragglerPolicy) -> Participations:
         """Return what became of each client, in order of arrival.
 
         A client that would have failed after the close of the round is merely late.
         """
-        closed_s = self.closed_s(policy)
-        rows = zip(
-            self.client_ids.tolist(),
-            self.outcome.tolist(),
-            self.durations_s.tolist(),
-            self.num_examples.tolist(),
-            self.losses.tolist(),
-            strict=True,
+        is_after_close = np.arange(len(self.outcome)) > self._last(policy)
+        outcome = np.where(is_after_close, _TOO_LATE, self.outcome)
+        failed = np.flatnonzero((outcome == _DROPPED) | (outcome == _UNSOUND)).tolist()
+        return Participations(
+            self.client_ids,
+            _CODES[outcome],
+            self.durations_s,
+            np.where(outcome == _REPORTED, self.num_examples, 0),
+            self.losses,
+            {place: _REASONS[int(outcome[place])] for place in failed},
         )
-        return tuple(_participation(*row, closed_s=closed_s) for row in rows)
 
-
-def _participation(
-    client_id: int,
-    outcome: int,
-    duration_s: float,
-    num_examples: int,
-    loss: float,
-    *,
-    closed_s: float,
-) -> Participation:
-    who = ClientId(client_id)
-    if outcome == _REPORTED:
-        return Participation(who, Status.REPORTED, duration_s, num_examples, loss, "")
-    if outcome in (_DROPPED, _UNSOUND) and duration_s <= closed_s:
-        reason = DROPPED_OUT if outcome == _DROPPED else NOT_FINITE
-        return Participation(who, Status.FAILED, duration_s, 0, math.nan, reason)
-    return Participation(who, Status.LATE, duration_s, 0, math.nan, "")
+    def _last(self, policy: StragglerPolicy) -> int:
+        """Return the index of the report that closed the round, else of the last client."""
+        reported = np.flatnonzero(self.outcome == _REPORTED)
+        return int(reported[-1]) if len(reported) == policy.num_wanted else len(self.outcome) - 1

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 import fedlearn as fl
 from fedlearn.build import around
-from fedlearn.config import Addresses, from_mapping
+from fedlearn.config import Addresses
 from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.progress import PlainProgress
-from fedlearn.experiment.simulate import Site, run_pieces
+from fedlearn.experiment.simulate import Site, config_around, run_pieces
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
@@ -129,7 +129,7 @@ def main() -> None:
             "block_size": arguments.block or "auto",
         },
     }
-    config = from_mapping(settings, source="the benchmark")
+    config = config_around(settings, source="the benchmark")
     local = fl.LocalSgd(
         epochs=arguments.epochs,
         batch_size=arguments.batch,

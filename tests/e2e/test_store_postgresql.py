@@ -10,6 +10,7 @@ import torch
 
 from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.coordinator.store import Database
+from fedlearn.core.collecting import Participations
 from fedlearn.errors import StoreError
 
 pytestmark = pytest.mark.xdist_group("postgresql")
@@ -28,7 +29,7 @@ ROUND = RoundRecord(
     round_num=0,
     attempt=0,
     outcome=Outcome.SKIPPED,
-    participations=(),
+    participations=Participations.of(()),
     train_loss=float("nan"),
     duration_s=1.0,
     virtual_s=1.0,

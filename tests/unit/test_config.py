@@ -28,6 +28,7 @@ from fedlearn.config import (
     Section,
     TracesBandwidth,
     config_hash,
+    from_mapping,
     key_lines,
     load,
     render,
@@ -259,6 +260,53 @@ def test_a_file_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(
     file = tmp_path / "experiment.toml"
     file.write_bytes(b"\xef\xbb\xbfseed = 4\r\n[client]\r\nepochs = 0\r\n")
     assert complaint(file).startswith(f"{file}:3: client.epochs: is 0")
+
+
+def test_a_mapping_is_validated_as_a_file_is() -> None:
+    """Python's tables give the tree that the same overrides give."""
+    values = {"num_rounds": 5, "cohort": {"num_wanted": 7}, "algorithm": {"name": "fedsgd"}}
+    overrides = ["num_rounds=5", "cohort.num_wanted=7", "algorithm.name=fedsgd"]
+    assert from_mapping(values, source="simulate()") == load(None, overrides=overrides)
+
+
+@pytest.mark.parametrize("hidden", [(32, 16), [32, 16]])
+def test_tuples_and_lists_are_both_arrays(hidden: object) -> None:
+    """A user of Python writes either."""
+    values = {
+        "model": {"hidden": hidden},
+        "data": {"source": "python", "factory": "a:b", "args": {"sizes": hidden}},
+    }
+    config = from_mapping(values, source="simulate()")
+    assert config.model == MlpModel(hidden=(32, 16))
+    assert config.model_dump()["data"]["args"] == {"sizes": [32, 16]}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"cohort": {"num_wnated": 3}}, "simulate(): cohort.num_wnated: unknown key; did you mean"),
+        ({"num_rounds": 0}, "simulate(): num_rounds: is 0; give an integer >= 1"),
+        ({"num_rounds": 2.5}, "simulate(): num_rounds: is 2.5; give an integer >= 1"),
+        ({"cohort": 3}, "simulate(): cohort: is 3; give a table"),
+        ({"cohort": {3: 3}}, "simulate(): cohort.3: unknown key"),
+        ({"cohort": {"num_wanted": 40}}, "simulate(): cohort.num_wanted: is 40 and 52"),
+        ({"num_rounds": None}, "simulate(): num_rounds: is None; give an integer"),
+    ],
+)
+def test_mistakes_in_a_mapping_name_their_source(values: dict[str, object], expected: str) -> None:
+    """There is no file and no line; the source stands in their place."""
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(values, source="simulate()")
+    assert str(caught.value).startswith(expected)
+
+
+def test_paths_in_a_mapping_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of the command line are; a path may be a Path."""
+    monkeypatch.chdir(tmp_path)
+    config = from_mapping({"store": {"runs_dir": Path("here")}}, source="simulate()")
+    assert config.store.runs_dir == str(tmp_path / "here")
 
 
 # ---- Storing and printing -----------------------------------------------------------------

@@ -59,7 +59,7 @@ _WINDOWED = (ConvLayer, MaxPoolLayer, AvgPoolLayer)
 _CACHE_BYTES = 32 << 20
 _CACHE_BYTES_IMAGES = 12 << 20
 #: From here on more clients at once save nothing.
-_LARGEST_BLOCK = 128
+_LARGEST_BLOCK = 64
 #: Programs (heights of a block times batch sizes) that are kept; each is a few views.
 _MAX_PROGRAMS = 256
 

@@ -34,7 +34,7 @@ from fedlearn.coordinator.records import (
 )
 from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.coordinator.store_schema import Base
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
@@ -58,7 +58,7 @@ from pathlib import Path
 import torch
 from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.coordinator.store import Database
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.collecting import Participation, Status, Participations
 
 url, runs_dir, name = sys.argv[1:]
 run = Database.open(url, runs_dir=Path(runs_dir)).run(name)
@@ -66,7 +66,7 @@ last = run.load()
 for k in count(last.round_num if last else 0):
     reports = tuple(Participation(c, Status.REPORTED, 1.0, 5, 0.5, "") for c in range(20))
     run.append(RoundRecord(
-        round_num=k, attempt=0, outcome=Outcome.AGGREGATED, participations=reports,
+        round_num=k, attempt=0, outcome=Outcome.AGGREGATED, participations=Participations.of(reports),
         train_loss=0.5, duration_s=1.0, virtual_s=k + 1.0, seconds=0.1, metrics={"k": k},
     ))
     tensors = {"params/w": torch.full((1000,), k + 1.0)}
@@ -113,7 +113,7 @@ ROUNDS = st.builds(
     round_num=st.just(0),
     attempt=st.integers(min_value=0, max_value=99),
     outcome=st.sampled_from(Outcome),
-    participations=st.lists(PARTICIPATIONS, max_size=4).map(tuple),
+    participations=st.lists(PARTICIPATIONS, max_size=4).map(Participations.of),
     train_loss=FLOATS,
     duration_s=FLOATS,
     virtual_s=FLOATS,
@@ -149,7 +149,7 @@ def a_round(round_num: int, *, num_clients: int = 3) -> RoundRecord:
         round_num=round_num,
         attempt=0,
         outcome=Outcome.AGGREGATED,
-        participations=tuple(
+        participations=Participations.of(
             Participation(ClientId(k), Status.REPORTED, 1.5 * k, 10, 0.5, "")
             for k in range(num_clients)
         ),
@@ -246,7 +246,7 @@ def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
 def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
     """A client's failure may quote anything; the round is recorded nevertheless."""
     hostile = Participation(ClientId(1), Status.FAILED, 1.0, 0, math.nan, "a\0b\ud800c")
-    run.append(replace(a_round(0), participations=(hostile,)))
+    run.append(replace(a_round(0), participations=Participations.of([hostile])))
     run.commit(a_checkpoint(1))
     assert run.rounds()[0].participations[0].reason == r"a\x00b\ud800c"
 

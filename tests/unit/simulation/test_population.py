@@ -2,40 +2,28 @@
 
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import ByIds, Iid, Partition
+from fedlearn.simulation.partition import Iid, Partition
 from fedlearn.simulation.population import (
     ArrayPopulation,
     BootstrapPopulation,
     ClientRows,
-    Columns,
     DatasetPopulation,
-    ParquetPopulation,
+    PooledPopulation,
     Population,
 )
 
 # Client k holds examples whose features are k and whose label is k % 3.
 _OWNERS = np.array([0, 2, 1, 1, 0, 2, 2, 3])
 _PARTITION = Partition.of_owners(_OWNERS, num_clients=4)
-_COLUMNS = Columns(
-    client="user",
-    features=["pixels"],
-    label="digit",
-    feature_shape=(2,),
-    feature_dtype=torch.float32,
-)
 
 
 def _features() -> Tensor:
@@ -58,36 +46,6 @@ def _arrays(
         labels=_labels() if labels is None else labels,
         partition=partition,
         num_classes=num_classes,
-    )
-
-
-def _table(owners: NDArray[np.int64] | list[str], *, features: Tensor | None = None) -> pa.Table:
-    values = _features()[np.argsort(_OWNERS)] if features is None else features
-    flat = pa.array(values.numpy().ravel())
-    return pa.table(
-        {
-            "user": owners,
-            "pixels": pa.FixedSizeListArray.from_arrays(flat, values.shape[1]),
-            "digit": pa.array(np.sort(_OWNERS) % 3, pa.int32()),
-        }
-    )
-
-
-def _written(path: Path, *, table: pa.Table | None = None, row_group_size: int = 3) -> Path:
-    table = _table(np.sort(_OWNERS)) if table is None else table
-    pq.write_table(table, path, row_group_size=row_group_size)
-    return path
-
-
-def _parquet(
-    path: Path,
-    *,
-    columns: Columns = _COLUMNS,
-    num_classes: int | None = 3,
-    cache_bytes: int = 10**6,
-) -> ParquetPopulation:
-    return ParquetPopulation(
-        path, columns=columns, num_classes=num_classes, cache_bytes=cache_bytes
     )
 
 
@@ -305,187 +263,12 @@ def test_a_partition_beyond_the_dataset_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("row_group_size", [1, 2, 3, 100])
-@pytest.mark.parametrize("cache_bytes", [0, 60, 10**6])
-def test_a_parquet_file_gives_each_client_its_rows(
-    tmp_path: Path, row_group_size: int, cache_bytes: int
-) -> None:
-    """However rows are grouped and however little is cached; clients span row groups."""
-    path = _written(tmp_path / "train.parquet", row_group_size=row_group_size)
-    population = _parquet(path, cache_bytes=cache_bytes)
-    assert population.num_clients == 4
-    for asked in ([2, 0, 3, 1], [1, 2], [3]):
-        _assert_owners(population, asked=asked)
-
-
-def test_a_folder_is_one_table_and_clients_may_span_its_files(tmp_path: Path) -> None:
-    """Files follow each other in the order of their names."""
-    table = _table(np.sort(_OWNERS))
-    _written(tmp_path / "part-1.parquet", table=table.slice(3))
-    _written(tmp_path / "part-0.parquet", table=table.slice(0, 3))
-    _assert_owners(_parquet(tmp_path), asked=[1, 3, 0, 2])
-
-
-def test_clients_may_be_named_by_strings(tmp_path: Path) -> None:
-    """Clients are numbered in order of appearance; dictionary-encoded names do as well."""
-    names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
-    for kind, column in (("plain", names), ("dictionary", names.dictionary_encode())):
-        path = _written(tmp_path / f"{kind}.parquet", table=_table(column))
-        population = _parquet(path)
-        assert [population.name_of(client) for client in range(4)] == ["zoe", "ada", "kim", "bo"]
-        _assert_owners(population, asked=[1, 0])
-
-
-def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
-    """Columns of other widths are converted and laid side by side."""
-    owners = np.sort(_OWNERS)
-    table = pa.table(
-        {"user": owners, "a": owners.astype(np.float64), "b": owners, "digit": owners % 3}
-    )
-    columns = Columns(
-        client="user",
-        features=["a", "b"],
-        label="digit",
-        feature_shape=(1, 2),
-        feature_dtype=torch.float64,
-    )
-    population = _parquet(_written(tmp_path / "t.parquet", table=table), columns=columns)
-    _assert_owners(population, asked=[3, 2])
-    loaded = population.load(np.array([2]))
-    assert loaded.features.shape == (3, 1, 2)
-    assert loaded.features.dtype == torch.float64
-
-
-def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
-    """A row group in the cache is not read again; one that was pushed out is."""
-    path = _written(tmp_path / "t.parquet", row_group_size=2)  # 4 groups of 2 x (8 + 8) bytes
-    population = _parquet(path, cache_bytes=64)
-    population.load(np.array([0]))
-    population.load(np.array([3]))
-    path.unlink()
-    _assert_owners(population, asked=[0])
-    with pytest.raises(FileNotFoundError):
-        population.load(np.array([2]))
-
-
-def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
-    """32 MB of features, of which a client of 1,600 bytes and a row group are read."""
-    owners = np.repeat(np.arange(20_000), 4)
-    features = torch.zeros(80_000, 100)
-    flat = pa.FixedSizeListArray.from_arrays(pa.array(features.numpy().ravel()), 100)
-    table = pa.table({"user": owners, "pixels": flat, "digit": owners % 3})
-    path = _written(tmp_path / "t.parquet", table=table, row_group_size=1000)
-    columns = Columns(
-        client="user",
-        features=["pixels"],
-        label="digit",
-        feature_shape=(100,),
-        feature_dtype=torch.float32,
-    )
-    del table, flat
-    before = pa.total_allocated_bytes()
-    population = _parquet(path, columns=columns, cache_bytes=10**6)
-    assert pa.total_allocated_bytes() - before < 2_000_000
-    for client in range(0, 20_000, 4000):
-        assert population.load(np.array([client])).features.shape == (4, 100)
-    assert pa.total_allocated_bytes() - before < 2_000_000
-
-
-def test_rows_not_grouped_by_client_are_refused(tmp_path: Path) -> None:
-    """Within a file and over files; the message says how to sort."""
-    scattered = _written(tmp_path / "t.parquet", table=_table(_OWNERS))
-    with pytest.raises(DataError, match=r"'user' 0 appears in several places; sort first"):
-        _parquet(scattered)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for part in range(2):
-        _written(folder / f"{part}.parquet")
-    with pytest.raises(DataError, match="not grouped by client"):
-        _parquet(folder)
-
-
-def test_bad_values_in_parquet_are_refused_when_loaded(tmp_path: Path) -> None:
-    """The row and the client, by number and by name, are in the message."""
-    features = _features()[np.argsort(_OWNERS)]
-    features[4] = float("nan")
-    names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
-    population = _parquet(_written(tmp_path / "t.parquet", table=_table(names, features=features)))
-    _assert_owners(population, asked=[0, 1])
-    with pytest.raises(DataError, match=r"row 4 of client 2 \(user 'kim'\) has a feature"):
-        population.load(np.array([1, 2]))
-    with pytest.raises(DataError, match=r"row 4 of client 2 \(user 2\) has the label 2"):
-        _parquet(_written(tmp_path / "u.parquet"), num_classes=2).load(np.array([2]))
-
-
-@pytest.mark.parametrize("column", ["user", "pixels", "digit"])
-def test_missing_values_in_parquet_are_refused(tmp_path: Path, column: str) -> None:
-    """A null is neither a client, a feature nor a label."""
-    table = _table(np.sort(_OWNERS))
-    array = table[column].combine_chunks()
-    holed = pa.concat_arrays([array.slice(0, 7), pa.nulls(1, array.type)])
-    table = table.set_column(table.schema.get_field_index(column), column, holed)
-    path = _written(tmp_path / "t.parquet", table=table)
-    with pytest.raises(DataError, match=f"column '{column}' .*missing"):
-        _parquet(path).load(np.array([3]))
-
-
-def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
-    """Missing columns list those present; types and widths are named."""
-    table = _table(np.sort(_OWNERS))
-    lists = pa.array([[1.0, 2.0]] * 8)
-    other = {
-        r"no column 'digit'; it has \['user', 'pixels'\]": table.drop_columns(["digit"]),
-        "cast it to numbers or to fixed-size lists": table.set_column(1, "pixels", lists),
-        "label column 'digit' is string": table.set_column(2, "digit", pa.array(["x"] * 8)),
-        "client column 'user' is double": table.set_column(0, "user", pa.array([0.5] * 8)),
-        "have no rows": table.slice(0, 0),
-    }
-    for number, (message, malformed) in enumerate(other.items()):
-        path = _written(tmp_path / f"{number}.parquet", table=malformed)
-        with pytest.raises(DataError, match=message):
-            _parquet(path)
-    wide = Columns(
-        client="user",
-        features=["pixels"],
-        label="digit",
-        feature_shape=(28, 28),
-        feature_dtype=torch.float32,
-    )
-    with pytest.raises(DataError, match="hold 2 numbers an example"):
-        _parquet(_written(tmp_path / "wide.parquet"), columns=wide)
-
-
-def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
-    """The message says what was looked for and where."""
-    with pytest.raises(DataError, match=r"no file or folder .*nowhere"):
-        _parquet(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"no \*\.parquet file in the folder"):
-        _parquet(tmp_path)
-    (tmp_path / "t.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(DataError, match="is not a Parquet file"):
-        _parquet(tmp_path)
-
-
-def test_columns_without_features_or_of_a_strange_dtype_are_refused() -> None:
-    """At least one column, of real numbers."""
-    with pytest.raises(ValueError, match="no feature column"):
-        Columns(client="c", features=[], label="y", feature_shape=(1,), feature_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"feature_dtype is torch\.bool"):
-        Columns(client="c", features=["x"], label="y", feature_shape=(1,), feature_dtype=torch.bool)
-
-
-def test_all_kinds_of_population_agree(tmp_path: Path) -> None:
-    """The same examples by three roads give the same clients."""
-    order = np.argsort(_OWNERS, kind="stable")
-    by_ids = ByIds(_OWNERS).split(_OWNERS, seed=Seed(0))
-    populations: list[Population] = [
-        _arrays(partition=by_ids),
-        DatasetPopulation(
-            dataset=TensorDataset(_features()[order], _labels()[order]),
-            partition=Partition.of_owners(_OWNERS[order], num_clients=4),
-            num_classes=3,
-        ),
-        _parquet(_written(tmp_path / "t.parquet")),
-    ]
-    for population in populations:
-        _assert_owners(population, asked=[3, 0, 2, 1])
+def test_a_pooled_population_is_one_client_with_everybody_s_examples() -> None:
+    """Each example once, as centralised training needs them."""
+    pooled = PooledPopulation(_arrays())
+    only = np.array([0])
+    assert pooled.num_clients == 1
+    assert pooled.num_examples(only).tolist() == [8]
+    loaded = pooled.load(only)
+    assert sorted(loaded.rows.tolist()) == list(range(8))
+    assert loaded.offsets.tolist() == [0, 8]

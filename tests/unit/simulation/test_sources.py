@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.sources import (
     Examples,
     Mask,
+    TrainTest,
     bandwidth_traces,
     digits,
     mnist_by_writer,
     npz,
+    npz_train_test,
+    num_classes_of,
     read_npz,
 )
+
+_DATA = Path(__file__).parents[4] / "shared" / "data"
+_NEEDS_DATA = pytest.mark.skipif(not _DATA.is_dir(), reason=f"there is no {_DATA} with real data")
 
 
 def _archive(path: Path, **changes: NDArray[np.generic]) -> Path:
@@ -73,11 +80,64 @@ def test_the_seed_alone_decides_what_is_held_out() -> None:
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.001, 0.999])
+def _labelled(labels: Tensor, *, num_classes: int | None) -> Examples:
+    return Examples(
+        features=torch.arange(len(labels)).float()[:, None],
+        labels=labels,
+        groups=np.arange(len(labels)) % 7,
+        num_classes=num_classes,
+    )
+
+
+def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> None:
+    """A tenth of each class, every row in one part, with its label and its group."""
+    labels = torch.tensor([0] * 80 + [1] * 20)
+    data = _labelled(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
+    assert torch.bincount(data.test.labels).tolist() == [8, 2]
+    rows = torch.cat([part.features[:, 0].long() for part in (data.train, data.test)])
+    assert sorted(rows.tolist()) == list(range(100))
+    for part in (data.train, data.test):
+        kept = part.features[:, 0].long()
+        assert torch.equal(part.labels, labels[kept])
+        assert part.groups is not None
+        assert part.groups.tolist() == (kept % 7).tolist()
+        assert part.num_classes == 2
+
+
+@pytest.mark.parametrize("shape", [(100,), (100, 3)])
+def test_a_split_without_classes_holds_out_of_all(shape: tuple[int, ...]) -> None:
+    """Numbers to regress on have no classes to be split by, nor have labels of several values."""
+    data = _labelled(torch.rand(shape), num_classes=None).split(fraction=0.25, seed=Seed(0))
+    assert (len(data.train.labels), len(data.test.labels)) == (75, 25)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_a_split_holds_out_a_proper_part(fraction: float) -> None:
+    """All or nothing is no split."""
+    with pytest.raises(ValueError, match="the fraction held out is"):
+        digits(test_fraction=fraction, seed=Seed(0))
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
 def test_a_split_needs_two_parts(fraction: float) -> None:
     """Neither part may be empty."""
-    with pytest.raises(ValueError, match="test_fraction"):
+    with pytest.raises(DataError, match="leaves one part empty"):
         digits(test_fraction=fraction, seed=Seed(0))
+
+
+def test_train_and_test_have_the_same_classes() -> None:
+    """A model has one number of outputs."""
+    two, three = (_labelled(torch.tensor([0, 1]), num_classes=number) for number in (2, 3))
+    with pytest.raises(DataError, match="num_classes is 2 for training and 3 for the test"):
+        TrainTest(train=two, test=three)
+
+
+def test_the_number_of_classes_is_one_more_than_the_largest_label() -> None:
+    """Floats are no classes, and nothing has no number of them."""
+    assert num_classes_of(torch.tensor([3, 0])) == 4
+    assert num_classes_of(torch.tensor([3.0])) is None
+    with pytest.raises(DataError, match="there are no examples"):
+        num_classes_of(torch.zeros(0).long())
 
 
 def _mnist(folder: Path) -> Path:
@@ -87,21 +147,41 @@ def _mnist(folder: Path) -> Path:
         arrays[f"y_{part}"] = np.arange(size, dtype=np.uint8)
         arrays[f"writer_{part}"] = np.arange(size, dtype=np.int16) // 2
     np.savez(folder / "mnist.npz", allow_pickle=False, **arrays)
-    return folder
+    return folder / "mnist.npz"
 
 
 def test_mnist_keeps_its_writers(tmp_path: Path) -> None:
-    """Features are images or vectors in [0, 1]; groups are the writers."""
-    folder = _mnist(tmp_path)
-    images = mnist_by_writer(folder, flat=False)
-    vectors = mnist_by_writer(folder, flat=True)
+    """Features are images in [0, 1]; groups are the writers; the file may have any name."""
+    path = _mnist(tmp_path).rename(tmp_path / "written.npz")
+    images = mnist_by_writer(path)
     assert images.train.features.shape == (6, 1, 28, 28)
     assert images.test.features.shape == (3, 1, 28, 28)
-    assert torch.equal(images.train.features.flatten(1), vectors.train.features)
     assert 0.9 < images.train.features.max() <= 1.0
     assert images.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert images.train.groups is not None
     assert images.train.groups.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@_NEEDS_DATA
+def test_the_real_mnist_has_539_writers_and_others_in_the_test() -> None:
+    """The figures of the data set's description."""
+    data = mnist_by_writer(_DATA / "mnist.npz")
+    assert data.train.groups is not None
+    assert data.test.groups is not None
+    train, test = (set(part.tolist()) for part in (data.train.groups, data.test.groups))
+    assert (len(train), len(test), len(train & test)) == (539, 297, 0)
+    assert data.train.features.shape == (60_000, 1, 28, 28)
+
+
+@_NEEDS_DATA
+def test_the_real_traces_carry_a_model() -> None:
+    """269 recorded bandwidths; every one ends a transfer of a megabyte."""
+    traces = bandwidth_traces(_DATA / "bandwidth_traces.npz")
+    assert traces.num_traces == 269
+    every = np.arange(269)
+    seconds = traces.transfer_s(every, start_s=np.zeros(269), num_bytes=1_000_000)
+    assert (seconds > 0.0).all()
+    assert np.isfinite(seconds).all()
 
 
 def test_an_archive_gives_scaled_features_labels_and_groups(tmp_path: Path) -> None:
@@ -127,10 +207,41 @@ def test_a_mask_divides_an_archive_in_two(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    """What is missing, where, and how to give the folder."""
-    for load in (lambda: mnist_by_writer(tmp_path, flat=True), lambda: bandwidth_traces(tmp_path)):
-        with pytest.raises(DataError, match=rf"no \w+\.npz in {tmp_path}; .*`--data-dir`"):
-            load()
+    """What is missing, where, how to give the folder, and what has to be in the file."""
+    loads = (mnist_by_writer, "writer_train"), (bandwidth_traces, "mbit_per_s")
+    for load, array in loads:
+        with pytest.raises(DataError, match=rf"no d\.npz in {tmp_path}; .*`--data-dir`.*{array}"):
+            load(tmp_path / "d.npz")
+    with pytest.raises(DataError, match=rf"no d\.npz in {tmp_path}; correct the path"):
+        read_npz(tmp_path / "d.npz", names=["x"])
+
+
+def _train_test(path: Path, *, test: tuple[str, str] | float) -> TrainTest:
+    return npz_train_test(path, features="x", labels="y", groups="who", test=test, seed=Seed(0))
+
+
+def test_an_archive_gives_a_part_to_hold_out_or_its_own_test(tmp_path: Path) -> None:
+    """Classes are counted over both: the test may have a label that training has not."""
+    test_x, test_y = np.zeros((2, 2, 2), np.uint8), np.array([0, 4], np.uint8)
+    path = _archive(tmp_path / "d.npz", test_x=test_x, test_y=test_y)
+    given = _train_test(path, test=("test_x", "test_y"))
+    assert (len(given.train.labels), given.test.labels.tolist()) == (6, [0, 4])
+    assert given.train.num_classes == given.test.num_classes == 5
+    held_out = _train_test(path, test=0.34)
+    assert (len(held_out.train.labels), held_out.test.labels.sort().values.tolist()) == (4, [0, 1])
+    assert held_out.train.num_classes == 2
+
+
+def test_an_archive_of_numbers_to_regress_on_has_no_classes(tmp_path: Path) -> None:
+    """Float labels, as many as the example has; the test's must be floats as well."""
+    path = _archive(tmp_path / "d.npz", y=np.linspace(0.0, 1.0, 12).reshape(6, 2))
+    data = _train_test(path, test=0.5)
+    assert data.train.num_classes is None
+    assert data.train.labels.shape == (3, 2)
+    with pytest.raises(DataError, match="one holds integers and one floats"):
+        _train_test(_archive(path, y=np.linspace(0.0, 1.0, 6), z=np.arange(6)), test=("x", "z"))
+    with pytest.raises(DataError, match=r"array 'who' .* real numbers"):
+        npz_train_test(path, features="x", labels="who", groups=None, test=0.5, seed=Seed(0))
 
 
 def test_a_missing_array_lists_those_present(tmp_path: Path) -> None:
@@ -207,7 +318,7 @@ def test_recorded_bandwidths_become_traces(tmp_path: Path) -> None:
         mbit_per_s=np.array([1.0, 1.0, 4.0, 4.0], np.float32),
         offset=np.array([0, 2, 4], np.int32),
     )
-    traces = bandwidth_traces(tmp_path)
+    traces = bandwidth_traces(tmp_path / "bandwidth_traces.npz")
     seconds = traces.transfer_s(np.array([0, 1]), start_s=np.zeros(2), num_bytes=1_000_000)
     assert seconds == pytest.approx([8.0, 2.0])
 

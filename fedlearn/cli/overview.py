@@ -1,0 +1,196 @@
+"""Runs as text and as JSON: a line for each, or all about one."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from fedlearn.coordinator.checkpoints import CheckpointFile
+from fedlearn.coordinator.records import RunStatus
+from fedlearn.experiment.comparison import (
+    History,
+    Summary,
+    best_point,
+    duration_text,
+    number_text,
+    printable,
+    series,
+    summarize,
+)
+from fedlearn.experiment.run import Run
+
+_HEADER = ("name", "status", "rounds", "best accuracy", "created")
+_TABLES = ("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices")
+
+
+# ---- All runs -----------------------------------------------------------------------------
+
+
+def runs_table(histories: Sequence[History]) -> str:
+    """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
+    rows = [_HEADER, *map(_row, histories)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def _row(history: History) -> tuple[str, ...]:
+    record, rounds = history
+    return (
+        printable(record.name),
+        record.status.value,
+        f"{len(rounds)}/{record.num_rounds}",
+        number_text(_best_accuracy(history)),
+        record.created_utc,
+    )
+
+
+def run_line(history: History) -> str:
+    """Return the facts of :func:`runs_table` about one run as a JSON object."""
+    return _json(_brief(history))
+
+
+def _brief(history: History) -> dict[str, object]:
+    record, rounds = history
+    return {
+        "run": record.name,
+        "status": record.status.value,
+        "rounds": len(rounds),
+        "num_rounds": record.num_rounds,
+        "best_accuracy": _best_accuracy(history),
+        "created_utc": record.created_utc,
+    }
+
+
+def _best_accuracy(history: History) -> float | None:
+    best = best_point(series(history[1], "accuracy"), "accuracy")
+    return None if best is None else best.value
+
+
+# ---- One run ------------------------------------------------------------------------------
+
+
+def run_page(run: Run) -> str:
+    """Return everything about a run, one labelled fact a line."""
+    facts = [(label, text) for label, text in _facts(run) if text]
+    width = max(len(label) for label, _ in facts)
+    return "\n".join(f"{label:>{width}}  {text}" for label, text in facts)
+
+
+def _facts(run: Run) -> Iterator[tuple[str, str]]:
+    record = run.record
+    summary = summarize(record, run.history)
+    yield "run", f"{printable(record.name)} ({record.status.value})"
+    yield "error", printable(record.error)
+    yield "created", record.created_utc
+    yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
+    yield (
+        "time",
+        f"{duration_text(summary.virtual_s)} virtual, {duration_text(summary.seconds)} real",
+    )
+    yield from _measured(summary)
+    yield from _participation(summary)
+    for name in _TABLES:
+        yield name, _settings(record.config.get(name))
+    for file in run.stored.checkpoints():
+        yield "checkpoint", _checkpoint(file)
+    yield "path", printable(str(run.path))
+    yield from _next_commands(record.name, record.status)
+
+
+def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
+    if (best := summary.best) is not None:
+        value = number_text(best.point.value)
+        yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
+    central = summary.central_metrics().items()
+    yield "final", ", ".join(f"{printable(name)} {number_text(value)}" for name, value in central)
+    for name, spread in summary.client_metrics().items():
+        parts = ", ".join(f"{part} {number_text(value)}" for part, value in spread.items())
+        yield "clients", f"{printable(name)}: {parts}"
+
+
+def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
+    counts = summary.counts
+    asked = f"{summary.num_clients} different clients, asked {sum(counts)} times"
+    ended = f"{counts.reported} reported, {counts.late} late, {counts.failed} failed"
+    yield "took part", f"{asked}: {ended}"
+    for reason, count in summary.reasons:
+        yield "failed", f"{count} x {printable(reason or 'no reason given')}"
+    if summary.num_skipped or summary.num_retries:
+        yield "trouble", f"{summary.num_skipped} rounds skipped, {summary.num_retries} retries"
+
+
+def _settings(table: object) -> str:
+    """Return a table of the configuration in one line; empty if there is none."""
+    if not isinstance(table, Mapping):
+        return ""
+    return printable(" ".join(_pairs(table, "")))
+
+
+def _pairs(table: Mapping[str, object], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _pairs(value, f"{prefix}{key}.")
+        elif value is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{key}={text}"
+
+
+def _checkpoint(file: CheckpointFile) -> str:
+    return f"after round {file.round_num}: {file.path.name}, {file.num_bytes / 1e6:.1f} MB"
+
+
+def _next_commands(name: str, status: RunStatus) -> Iterator[tuple[str, str]]:
+    if status is not RunStatus.DONE:
+        yield "next", f"fedlearn resume {name}"
+    yield "next", f"fedlearn report {name}"
+    yield "next", f"fedlearn export {name} --output {name}.safetensors"
+
+
+def run_object(run: Run) -> str:
+    """Return everything about a run as a JSON object in one line; what is not finite is null."""
+    record, rounds = run.record, run.history
+    summary = summarize(record, rounds)
+    best, counts = summary.best, summary.counts
+    found = best and {
+        "metric": best.metric,
+        "value": best.point.value,
+        "rounds": best.point.num_finished,
+    }
+    checkpoints = [
+        {"rounds": f.round_num, "path": str(f.path), "sha256": f.sha256, "bytes": f.num_bytes}
+        for f in run.stored.checkpoints()
+    ]
+    everything = _brief((record, rounds)) | {
+        "error": record.error,
+        "best": found,
+        "metrics": dict(summary.metrics),
+        "participation": {**counts._asdict(), "clients": summary.num_clients},
+        "failures": dict(summary.reasons),
+        "skipped_rounds": summary.num_skipped,
+        "retries": summary.num_retries,
+        "virtual_s": summary.virtual_s,
+        "seconds": summary.seconds,
+        "checkpoints": checkpoints,
+        "path": str(run.path),
+        "config": dict(record.config),
+        "config_hash": record.config_hash,
+        "versions": dict(record.versions),
+    }
+    return _json(everything)
+
+
+def _json(values: Mapping[str, object]) -> str:
+    return json.dumps(_finite(values), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """Return ``value`` with ``None`` for the numbers that JSON does not have."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {str(key): _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value

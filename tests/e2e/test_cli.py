@@ -1,0 +1,329 @@
+"""The command line as a user has it: real processes, real runs, kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
+LONG = [
+    *("--rounds", "80"),
+    *("--workers", "1"),
+    *("--set", "engine.executor=sequential"),  # what "auto" measures may differ between runs
+    *("--set", "store.checkpoint_every_s=0"),
+]
+
+pytestmark = pytest.mark.xdist_group("cli")  # the runs of a module-wide fixture are shared
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A working directory to type commands in, with nothing set from outside."""
+
+    folder: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Caches in the folder; threads as on a machine that does nothing else."""
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_") and k != "RANK"
+        }
+        return kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")}
+
+    def popen(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedlearn", *arguments],
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def type(self, *arguments: str, code: int = 0) -> "Typed":
+        with self.popen(*arguments) as process:
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        return Typed(out, err)
+
+    def kill_after_round(self, number: int, *arguments: str) -> None:
+        """Type a command and kill -9 it once it has told of a round."""
+        with self.popen(*arguments, "--json") as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if json.loads(line).get("round", 0) >= number:
+                    process.kill()
+                    break
+            process.communicate()
+        assert process.returncode == -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """An empty working directory."""
+    return Shell(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
+    """The main job, run once and named, and a second run beside it."""
+    shell = Shell(tmp_path_factory.mktemp("main-job"))
+    typed = shell.type("simulate", "--json", "--name", "first")
+    shell.type("simulate", "--name", "second", "--rounds", "3", "--set", "client.epochs=1")
+    return shell, typed
+
+
+# ---- Running ------------------------------------------------------------------------------
+
+
+def test_the_main_job_learns_real_digits(main_job: tuple[Shell, Typed]) -> None:
+    """Twenty rounds reach 0.90 on images that nobody trained on."""
+    *_, end = main_job[1].events
+    assert end["rounds"] == 20
+    assert isinstance(end["accuracy"], float)
+    assert end["accuracy"] >= 0.90
+
+
+def test_json_is_one_object_a_line(main_job: tuple[Shell, Typed]) -> None:
+    """A start, every round, and an end with exactly the keys of the contract."""
+    shell, typed = main_job
+    start, *rounds, end = typed.events
+    assert start["event"] == "start"
+    assert [event["event"] for event in rounds] == ["round"] * 20
+    assert [event["round"] for event in rounds] == list(range(1, 21))
+    assert list(end) == END_KEYS
+    assert (end["event"], end["run"]) == ("end", "first")
+    assert (shell.folder / str(end["path"])).is_dir()
+
+
+def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell) -> None:
+    """Off a terminal the lines are plain."""
+    typed = shell.type("simulate", "--rounds", "2", "--name", "plain")
+    assert "round 1/2" in typed.out
+    assert "round 2/2" in typed.out
+    assert "fedlearn show plain" in typed.out
+    assert "\x1b" not in typed.out
+
+
+def test_the_same_model_is_trained_on_the_pooled_data(shell: Shell) -> None:
+    """It is a run like any other."""
+    typed = shell.type("simulate", "--centralized", "--rounds", "2", "--json")
+    end = typed.events[-1]
+    assert list(end) == END_KEYS
+    assert json.loads(shell.type("show", str(end["run"]), "--json").out)["status"] == "done"
+
+
+def test_a_file_and_overrides_configure_a_run(shell: Shell) -> None:
+    """Options win over --set, and --set over the file."""
+    file = shell.folder / "experiment.toml"
+    file.write_text('num_rounds = 9\n[algorithm]\nname = "fedprox"\n[client]\nepochs = 3\n')
+    arguments = ["--set", "client.epochs=1", "--set", "num_rounds=5", "--rounds", "1"]
+    shell.type("simulate", str(file), *arguments, "--name", "mine", "--runs-dir", "elsewhere")
+    shown = json.loads(shell.type("show", "mine", "--json", "--runs-dir", "elsewhere").out)
+    config = shown["config"]
+    assert shown["rounds"] == 1
+    assert (config["algorithm"]["name"], config["client"]["epochs"]) == ("fedprox", 1)
+
+
+# ---- Looking at runs ----------------------------------------------------------------------
+
+
+def test_runs_are_listed(main_job: tuple[Shell, Typed]) -> None:
+    """As a table, and as JSON with the same facts."""
+    shell, _ = main_job
+    header, *rows = shell.type("runs").out.splitlines()
+    assert header.split() == ["name", "status", "rounds", "best", "accuracy", "created"]
+    assert [row.split()[:3] for row in rows] == [
+        ["first", "done", "20/20"],
+        ["second", "done", "3/3"],
+    ]
+    first, second = shell.type("runs", "--json").events
+    assert (first["run"], second["rounds"]) == ("first", 3)
+    assert f"{first['best_accuracy']:.4f}" == rows[0].split()[3]
+
+
+def test_a_run_is_shown(main_job: tuple[Shell, Typed]) -> None:
+    """Status, configuration, metrics, participation, failures, checkpoints, next commands."""
+    shell, _ = main_job
+    lines = shell.type("show", "first").out.splitlines()
+    labels = {line.strip().partition("  ")[0] for line in lines}
+    facts = "run best final took_part failed checkpoint path algorithm cohort next"
+    assert labels >= {fact.replace("_", " ") for fact in facts.split()}
+    shown = json.loads(shell.type("show", "first", "--json").out)
+    asked = [shown["participation"][status] for status in ("reported", "late", "failed")]
+    assert sum(asked) == 20 * 13
+    assert sum(shown["failures"].values()) == shown["participation"]["failed"]
+    assert Path(shell.folder / shown["checkpoints"][-1]["path"]).is_file()
+
+
+def test_runs_are_compared(main_job: tuple[Shell, Typed]) -> None:
+    """With what was asked differently."""
+    table = main_job[0].type("compare", "first", "second").out
+    assert "client.epochs" in table
+    assert "best accuracy" in table
+
+
+def test_curves_and_reports_are_files(main_job: tuple[Shell, Typed]) -> None:
+    """In the run's folder or where one says; the path is printed."""
+    shell, _ = main_job
+    for arguments in (
+        ["plot", "first"],
+        ["plot", "first", "second", "--output", "both.png"],
+        ["report", "first"],
+        ["report", "first", "--output", "first.html"],
+    ):
+        file = shell.folder / shell.type(*arguments).out.strip()
+        magic = b"\x89PNG" if arguments[0] == "plot" else b"<!"
+        assert file.read_bytes().startswith(magic)
+        assert "--output" not in arguments or file.name == arguments[-1]
+
+
+def test_weights_are_exported_and_not_replaced(main_job: tuple[Shell, Typed]) -> None:
+    """A second export to the same file is refused, unless forced."""
+    shell, _ = main_job
+    file = shell.folder / "model.safetensors"
+    assert shell.type("export", "first", "--output", file.name).out == f"{file.name}\n"
+    best = file.read_bytes()
+    assert "--force" in shell.type("export", "second", "--output", file.name, code=2).err
+    assert file.read_bytes() == best
+    shell.type("export", "first", "--last", "--output", file.name, "--force")
+    assert len(file.read_bytes()) == len(best)
+
+
+# ---- check --------------------------------------------------------------------------------
+
+
+def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
+    """Its output is a configuration that resolves to itself, with the reasons as comments."""
+    printed = shell.type("check", "--set", "client.epochs=3").out
+    tree = tomllib.loads(printed)
+    assert tree["client"]["epochs"] == 3
+    assert "auto" not in tree["engine"].values()
+    assert printed.startswith("# ")
+    file = shell.folder / "again.toml"
+    file.write_text(printed)
+    assert tomllib.loads(shell.type("check", str(file)).out) == tree
+    assert list(shell.folder.iterdir()) == [file]
+
+
+# ---- Mistakes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["simulate", "check"])
+def test_an_unknown_key_names_file_line_and_nearest_key(command: str, shell: Shell) -> None:
+    """One line on standard error, no traceback, nothing made."""
+    file = shell.folder / "experiment.toml"
+    file.write_text("[client]\nepochs = 2\nlearnin_rate = 0.1\n")
+    typed = shell.type(command, "experiment.toml", code=2)
+    assert typed.out == ""
+    expected = "experiment.toml:3: client.learnin_rate: unknown key; "
+    assert typed.err == f"fedlearn: {expected}did you mean client.learning_rate?\n"
+    assert list(shell.folder.iterdir()) == [file]
+
+
+def test_missing_data_are_said_to_be_missing(shell: Shell) -> None:
+    """The last line of JSON says so too, and no run was begun."""
+    arguments = ["--set", "data.source=mnist-by-writer", "--data-dir", "nowhere", "--json"]
+    typed = shell.type("simulate", *arguments, code=2)
+    *_, last = typed.events
+    assert (last["event"], last["kind"], last["run"]) == ("error", "DataError", None)
+    assert "nowhere" in typed.err
+    assert not (shell.folder / "runs").exists()
+
+
+def test_an_unknown_run_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
+    """The nearest name is suggested."""
+    assert "'first'" in main_job[0].type("show", "frist", code=2).err
+
+
+def test_a_taken_name_is_bad_input(main_job: tuple[Shell, Typed]) -> None:
+    """The run that has it stays as it is."""
+    shell, _ = main_job
+    before = shell.type("show", "first", "--json").out
+    assert "choose another name" in shell.type("simulate", "--name", "first", code=2).err
+    assert shell.type("show", "first", "--json").out == before
+
+
+def test_a_run_that_fails_exits_with_3_and_says_how_to_go_on(shell: Shell) -> None:
+    """Devices that all fail leave no report to make a round of."""
+    options = ["devices.dropout_rate=1.0", "stragglers.below_minimum=fail"]
+    settings = [part for option in options for part in ("--set", option)]
+    typed = shell.type("simulate", "--json", "--name", "doomed", *settings, code=3)
+    *_, last = typed.events
+    assert list(last) == ["event", "kind", "message", "run"]
+    assert (last["kind"], last["run"]) == ("TooFewReports", "doomed")
+    assert "fedlearn resume doomed" in typed.err
+    assert "Traceback" not in typed.err
+    assert json.loads(shell.type("show", "doomed", "--json").out)["status"] == "failed"
+
+
+# ---- Interrupting and killing -------------------------------------------------------------
+
+
+def exported(shell: Shell, name: str) -> bytes:
+    """Return the file of the last weights of a run."""
+    file = shell.folder / f"{name}.safetensors"
+    shell.type("export", name, "--last", "--output", file.name)
+    return file.read_bytes()
+
+
+def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell) -> None:
+    """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
+    shell.type("simulate", "--name", "whole", *LONG)
+    shell.kill_after_round(15, "simulate", "--name", "killed", *LONG)
+    shell.kill_after_round(40, "resume", "killed")
+    events = shell.type("resume", "killed", "--json").events
+    rounds = [int(str(event["round"])) for event in events if event["event"] == "round"]
+    assert 40 <= rounds[0] < 80
+    assert rounds == list(range(rounds[0], 81))
+    assert exported(shell, "killed") == exported(shell, "whole")
+
+
+def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
+    """Ctrl-C is 130; the command it prints goes on from there."""
+    with shell.popen("simulate", "--json", "--name", "stopped", "--runs-dir", "here", *LONG) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if json.loads(line).get("round", 0) >= 5:
+                run.send_signal(signal.SIGINT)
+                break
+        out, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "fedlearn resume stopped --runs-dir here" in err
+    assert json.loads(out.splitlines()[-1])["run"] == "stopped"
+    shell.type("resume", "stopped", "--runs-dir", "here")
+
+
+# ---- Starting -----------------------------------------------------------------------------
+
+
+def test_help_does_not_wait_for_torch(shell: Shell) -> None:
+    """A second that nobody who asks for help should wait."""
+    script = (
+        "import sys; from fedlearn.cli.app import main\n"
+        "code = main(['simulate', '--help'])\n"
+        "sys.exit(code or any(m in sys.modules for m in ('torch', 'sqlalchemy', 'matplotlib')))"
+    )
+    typed = subprocess.run(
+        [sys.executable, "-c", script], env=shell.environ, capture_output=True, check=True
+    )
+    assert b"--centralized" in typed.stdout

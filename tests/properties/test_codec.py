@@ -1,0 +1,166 @@
+"""The codec on anything at all: a message or a ProtocolError."""
+
+import json
+import struct
+
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedlearn.core.codec import VERSION, decode, encode
+from fedlearn.core.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Reply,
+    Request,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.errors import ProtocolError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+numbers = st.integers(0, 2**63 - 1)
+metrics = st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=4)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@st.composite
+def tensor(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    values = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+    made = torch.randint(-100, 100, shape, generator=values)
+    return made.to(draw(st.sampled_from(DTYPES)))
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+    lambda name: name != "__metadata__"
+)
+tensors = st.dictionaries(names, tensor(), max_size=3)
+messages: st.SearchStrategy[Request | Reply] = st.one_of(
+    st.builds(
+        TrainRequest,
+        round_num=numbers,
+        attempt=numbers,
+        tensors=tensors,
+        settings=st.dictionaries(st.text(), scalars, max_size=4),
+        seed=numbers,
+    ),
+    st.builds(EvaluateRequest, round_num=numbers, tensors=tensors),
+    st.builds(TrainReply, round_num=numbers, delta=tensors, num_examples=numbers, metrics=metrics),
+    st.builds(EvaluateReply, round_num=numbers, num_examples=numbers, metrics=metrics),
+    st.builds(Failure, reason=st.text()),
+)
+
+
+def parts(message: Request | Reply) -> dict[str, object]:
+    """Return the fields as values that compare: tensors as dtype, shape and bytes."""
+    fields: dict[str, object] = {}
+    for name, value in vars(message).items():
+        if name in ("tensors", "delta"):
+            fields[name] = {
+                key: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist())
+                for key, t in value.items()
+            }
+        else:
+            fields[name] = value
+    return {"type": type(message), **fields}
+
+
+def refused_or_decoded(data: bytes) -> Request | Reply | None:
+    """Return the message or ``None``; any exception but a ProtocolError fails the test."""
+    try:
+        return decode(data)
+    except ProtocolError:
+        return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(message=messages)
+def test_every_message_survives_the_wire(message: Request | Reply) -> None:
+    """Decoding is the inverse of encoding, for all kinds, bit for bit."""
+    assert parts(decode(encode(message))) == parts(message)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    """Without the magic they cannot be a message."""
+    assert refused_or_decoded(data) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(header=st.binary(max_size=60), body=st.binary(max_size=60))
+def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> None:
+    """Behind a valid prefix, where the parsers are reached."""
+    refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(
+        ["train_request", "evaluate_request", "train_reply", "evaluate_reply", "failure"]
+    ),
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["round_num", "attempt", "settings", "seed", "num_examples", "metrics", "reason"]
+        )
+        | st.text(max_size=5),
+        st.recursive(scalars, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=5),
+    ),
+)
+def test_fields_of_wrong_types_are_refused(kind: str, fields: dict[str, object]) -> None:
+    """Whatever JSON stands in the fields, what comes out has the types that are declared."""
+    header = json.dumps({"kind": kind, "fields": fields}).encode()
+    prefix = struct.pack("<2sBI", b"FL", VERSION, len(header))
+    message = refused_or_decoded(prefix + header + safetensors.torch.save({}))
+    if isinstance(message, TrainReply | EvaluateReply):
+        assert type(message.round_num) is int
+        assert all(type(value) is float for value in message.metrics.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 2**64), max_size=4),
+    offsets=st.tuples(st.integers(0, 2**64), st.integers(0, 2**64)) | st.just((0, 0)),
+    dtype=st.sampled_from(["F32", "F64", "BF16", "I64", "BOOL", "F4", "F8_E4M3", "C64", "X"]),
+    data=st.binary(max_size=16),
+)
+def test_lying_tensor_headers_are_refused(
+    shape: list[int], offsets: tuple[int, int], dtype: str, data: bytes
+) -> None:
+    """Shapes and offsets that do not fit the bytes, or fit no memory."""
+    entry = {"w": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
+    table = json.dumps(entry).encode()
+    header = json.dumps({"kind": "evaluate_request", "fields": {"round_num": 0}}).encode()
+    prefix = struct.pack("<2sBI", b"FL", VERSION, len(header))
+    message = refused_or_decoded(prefix + header + struct.pack("<Q", len(table)) + table + data)
+    if isinstance(message, EvaluateRequest):
+        assert all(t.nbytes == len(data) for t in message.tensors.values())
+
+
+def wire() -> bytes:
+    delta = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    return encode(TrainReply(round_num=1, delta=delta, num_examples=5, metrics={"loss": 0.5}))
+
+
+def test_a_message_cut_anywhere_is_refused() -> None:
+    """At every length, and with a byte too many; whole it is accepted."""
+    data = wire()
+    assert decode(data)
+    for length in range(len(data)):
+        assert refused_or_decoded(data[:length]) is None, length
+    assert refused_or_decoded(data + b"\x00") is None
+
+
+def test_a_message_with_any_bit_flipped_is_a_message_or_refused() -> None:
+    """Never another exception; a flip in the prefix or the structure is noticed."""
+    data = wire()
+    for position in range(len(data)):
+        for bit in (0, 3, 6, 7):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            message = refused_or_decoded(bytes(flipped))
+            assert message is None or position > 2, "the magic and the version are checked"

@@ -1,0 +1,267 @@
+"""Nothing that a client sends stops a round or reaches arithmetic unchecked."""
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import structlog
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.client.session import ClientSession
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.coordinator.collection import MAX_EXAMPLES, MAX_REASON, PlainCollector
+from fedlearn.coordinator.evaluation import ChannelEvaluator
+from fedlearn.coordinator.round import RoundPlan, run_round
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import VERSION, encode
+from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    TrainReply,
+)
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+HOSTILE, NUM_CLIENTS = ClientId(2), 4
+ZERO = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
+
+
+def reply(
+    delta: Mapping[str, Tensor] | None = None,
+    *,
+    round_num: int = 0,
+    num_examples: int = 5,
+    metrics: Mapping[str, float] | None = None,
+) -> bytes:
+    return encode(
+        TrainReply(
+            round_num=round_num,
+            delta=ZERO if delta is None else delta,
+            num_examples=num_examples,
+            metrics=metrics or {"loss": 1.0},
+        )
+    )
+
+
+def raw(header: Mapping[str, Any], tensors: bytes) -> bytes:  # Any: JSON
+    data = json.dumps(header).encode()
+    return struct.pack("<2sBI", b"FL", VERSION, len(data)) + data + tensors
+
+
+def raw_reply(**fields: Any) -> bytes:  # Any: JSON
+    good = {"round_num": 0, "num_examples": 5, "metrics": {}}
+    header = {"kind": "train_reply", "fields": good | fields}
+    return raw(header, safetensors.torch.save(ZERO))
+
+
+def with_weight(value: float) -> Mapping[str, Tensor]:
+    return {**ZERO, "weight": torch.tensor([[0.0, value]])}
+
+
+def one_round(answer: bytes | Handler) -> tuple[Params, dict[ClientId, Participation]]:
+    """Run a round in which one client answers so; the deltas of the others are one."""
+    ones = reply({name: torch.ones_like(value) for name, value in ZERO.items()})
+
+    def honest(_: bytes, state: bytes) -> tuple[bytes, bytes]:
+        return ones, state
+
+    clients = [ClientId(i) for i in range(NUM_CLIENTS)]
+    handlers: dict[ClientId, Handler] = dict.fromkeys(clients, honest)
+    handlers[HOSTILE] = (
+        (lambda _, state: (answer, state)) if isinstance(answer, bytes) else answer
+    )
+    policy = StragglerPolicy(
+        num_wanted=NUM_CLIENTS,
+        over_selection=1.0,
+        deadline_s=10.0,
+        min_reports=1,
+        below_minimum=BelowMinimum.FAIL,
+        max_retries=0,
+    )
+    mean = WeightedMean(by_examples=True)
+    channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    plan = RoundPlan(
+        sampler=UniformSampler(),
+        policy=policy,
+        collector=PlainCollector(channel=channel, aggregator=mean, policy=policy),
+        local=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
+        aggregator=mean,
+        server_optimizer=ServerSgd(learning_rate=1.0, momentum=0.0),
+        seed=Seed(0),
+    )
+    params = Params.of(nn.Linear(2, 1))
+    start = plan.init(params.with_vector(torch.zeros_like(params.vector)))
+    state, collected = run_round(start, plan, attempt=0)
+    return state.params, {p.client_id: p for p in collected.participations}
+
+
+HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
+    "an earlier round": (reply(round_num=7), "reply to round 7 in round 0"),
+    "a missing tensor": (reply({"weight": ZERO["weight"]}), r"lacks or adds.*'bias'"),
+    "an extra tensor": (reply({**ZERO, "extra": torch.zeros(1)}), r"lacks or adds.*'extra'"),
+    "a renamed tensor": (
+        reply({"weight": ZERO["weight"], "Bias": ZERO["bias"]}),
+        r"lacks or adds.*'Bias', 'bias'",
+    ),
+    "no tensors": (reply({}), "lacks or adds"),
+    "another shape": (reply({**ZERO, "weight": torch.zeros(2, 1)}), r"shape \(2, 1\)"),
+    "a shape that broadcasts": (reply({**ZERO, "weight": torch.zeros(())}), r"shape \(\)"),
+    "another dtype": (reply({**ZERO, "bias": torch.zeros(1).double()}), r"torch\.float64"),
+    "integers": (reply({**ZERO, "bias": torch.zeros(1).long()}), r"torch\.int64"),
+    "complex numbers": (reply({**ZERO, "bias": torch.zeros(1) + 0j}), r"torch\.complex64"),
+    "not a number": (reply(with_weight(float("nan"))), "not finite"),
+    "infinity": (reply(with_weight(float("inf"))), "not finite"),
+    "negative infinity": (reply(with_weight(float("-inf"))), "not finite"),
+    "no examples": (reply(num_examples=0), "num_examples 0 is not in"),
+    "absurd examples": (reply(num_examples=MAX_EXAMPLES + 1), "num_examples 1000000001"),
+    "negative examples": (raw_reply(num_examples=-1), "num_examples is not an integer"),
+    "a fraction of an example": (raw_reply(num_examples=0.5), "num_examples is not an integer"),
+    "a loss beyond floats": (raw_reply(metrics={"loss": 10**400}), "too large"),
+    "a loss in words": (raw_reply(metrics={"loss": "low"}), "metrics"),
+    "another answer": (
+        encode(EvaluateReply(round_num=0, num_examples=1, metrics={})),
+        "EvaluateReply is no answer",
+    ),
+    "a request": (encode(EvaluateRequest(round_num=0, tensors=ZERO)), "is not a reply"),
+    "nothing": (b"", "0 bytes"),
+    "garbage": (bytes(range(256)), "begins with"),
+    "half a reply": (reply()[:-3], "malformed"),
+    "a pickle": (b"\x80\x04\x95", "no message"),
+    "a tensor of impossible shape": (
+        raw(
+            {
+                "kind": "train_reply",
+                "fields": {"round_num": 0, "num_examples": 5, "metrics": {}},
+            },
+            struct.pack("<Q", 64)
+            + b'{"w":{"dtype":"F32","shape":[0,1e0],"data_offsets":[0,0]}}'.ljust(64),
+        ),
+        "malformed tensors",
+    ),
+    "a failure of its own": (encode(Failure("battery low")), "battery low"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE_REPLIES))
+def test_the_round_goes_on_without_a_hostile_client(name: str) -> None:
+    """It is named with the reason, and the model is that of the others to the last bit."""
+    answer, reason = HOSTILE_REPLIES[name]
+    params, participations = one_round(answer)
+    hostile = participations.pop(HOSTILE)
+    assert hostile.status is Status.FAILED
+    assert len(hostile.reason) <= MAX_REASON
+    assert re.search(reason, hostile.reason), hostile.reason
+    assert {p.status for p in participations.values()} == {Status.REPORTED}
+    assert params.vector.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply(),
+        reply(num_examples=MAX_EXAMPLES),
+        reply(num_examples=1),
+        reply(metrics={"loss": float("nan"), "more": 1.0}),
+        raw_reply(metrics={}),
+    ],
+)
+def test_a_reply_at_the_limits_is_accepted(answer: bytes) -> None:
+    """The control: what is honest, however unusual, counts."""
+    params, participations = one_round(answer)
+    assert participations[HOSTILE].status is Status.REPORTED
+    assert bool((params.vector < 1.0).all()), "its zero delta is in the mean"
+
+
+def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
+    """A peer chooses it: ten megabytes would otherwise stand in every record."""
+    for answer in (
+        encode(Failure("x" * 10_000_000)),
+        raw({"kind": "y" * 10_000_000, "fields": {}}, safetensors.torch.save({})),
+        reply({"z" * 1_000_000: torch.zeros(1)}),
+    ):
+        _, participations = one_round(answer)
+        assert len(participations[HOSTILE].reason) == MAX_REASON
+
+
+class Leaking:
+    """User code whose error quotes an example."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        raise ValueError(f"bad row: patient Alice, weight {tensors['weight'].tolist()}")
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        raise ValueError("patient Alice")
+
+
+def test_a_handler_that_raises_is_a_failure_without_its_message() -> None:
+    """Its message may quote data or parameters; only the error's type travels.
+
+    The client's own log is where the rest stands.
+    """
+    with structlog.testing.capture_logs() as logs:
+        params, participations = one_round(ClientSession(HOSTILE, Leaking()).handle)
+    assert participations[HOSTILE].status is Status.FAILED
+    assert participations[HOSTILE].reason == "ValueError"
+    assert params.vector.tolist() == [1.0, 1.0, 1.0]
+    assert [entry["client_id"] for entry in logs] == [HOSTILE]
+
+
+class Diverging(Leaking):
+    """User code that returns a model with a NaN and a wrong number of examples."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        broken = {name: value / 0.0 for name, value in tensors.items()}
+        return LocalResult(tensors=broken, num_examples=3, metrics={}, state={})
+
+
+def test_a_diverged_client_is_quarantined() -> None:
+    """By way of a real session, not of bytes made by hand."""
+    params, participations = one_round(ClientSession(HOSTILE, Diverging()).handle)
+    assert participations[HOSTILE].reason == "the delta is not finite"
+    assert params.vector.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"garbage",
+        encode(EvaluateReply(round_num=9, num_examples=1, metrics={"loss": 9.0})),
+        encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": float("nan")})),
+        raw(
+            {
+                "kind": "evaluate_reply",
+                "fields": {"round_num": 1, "num_examples": 1, "metrics": {"loss": 10**400}},
+            },
+            safetensors.torch.save({}),
+        ),
+        reply(round_num=1),
+        encode(Failure("battery low")),
+    ],
+)
+def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
+    """The spread is that of the others."""
+    honest = encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": 2.0}))
+    clients = [ClientId(i) for i in range(NUM_CLIENTS)]
+    handlers: dict[ClientId, Handler] = {
+        c: (lambda _, state, c=c: (answer if c == HOSTILE else honest, state)) for c in clients
+    }
+    channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    evaluator = ChannelEvaluator(channel=channel, cohort=clients, deadline_s=1.0)
+    metrics = evaluator.evaluate(Params.of(nn.Linear(2, 1)), round_num=1)
+    assert metrics["clients/loss_mean"] == 2.0
+    assert metrics["clients/loss_worst_decile"] == 2.0

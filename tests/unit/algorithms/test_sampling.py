@@ -1,0 +1,131 @@
+"""Cohorts are reproducible, and as random as their sampler claims."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import CohortTooSmall
+
+SAMPLERS: list[CohortSampler] = [UniformSampler(), PoissonSampler(cap=2.0)]
+
+
+def clients(count: int) -> list[ClientId]:
+    return [ClientId(i) for i in range(count)]
+
+
+def cohorts(
+    sampler: CohortSampler, *, num_rounds: int, population: int = 20, num_asked: int = 5
+) -> list[tuple[ClientId, ...]]:
+    available = clients(population)
+    return [
+        sampler.sample(available, num_asked=num_asked, round_num=r, attempt=0, seed=Seed(11))
+        for r in range(num_rounds)
+    ]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_seed_round_and_attempt_give_the_cohort(sampler: CohortSampler) -> None:
+    """The same three give the same cohort, also after a resume; another of them another."""
+
+    def cohort(seed: int, round_num: int, attempt: int) -> tuple[ClientId, ...]:
+        return sampler.sample(
+            clients(1000), num_asked=50, round_num=round_num, attempt=attempt, seed=Seed(seed)
+        )
+
+    assert cohort(0, 3, 1) == cohort(0, 3, 1)
+    others = [cohort(1, 3, 1), cohort(0, 4, 1), cohort(0, 3, 2)]
+    assert all(other != cohort(0, 3, 1) for other in others)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_nobody_is_asked_twice(sampler: CohortSampler) -> None:
+    """A cohort is a set of clients that are available."""
+    for cohort in cohorts(sampler, num_rounds=50):
+        assert len(set(cohort)) == len(cohort)
+        assert set(cohort) <= set(clients(20))
+
+
+def biased(round_num: int) -> tuple[int, ...]:
+    """A control: client 0 is asked in 7 rounds of 20, the others less often than 1 in 4."""
+    rng = Seed(5).derive("biased", round_num).numpy()
+    chosen = rng.choice(20, 5, replace=False, p=[0.08, *[0.92 / 19] * 19])
+    return tuple(chosen.tolist())
+
+
+def uniform(round_num: int) -> tuple[int, ...]:
+    return UniformSampler().sample(
+        clients(20), num_asked=5, round_num=round_num, attempt=0, seed=Seed(5)
+    )
+
+
+@pytest.mark.parametrize(("draw", "is_uniform"), [(uniform, True), (biased, False)])
+def test_uniform_sampling_asks_all_clients_alike(
+    draw: Callable[[int], tuple[int, ...]], *, is_uniform: bool
+) -> None:
+    """A chi-square test over 4,000 rounds accepts it, and rejects a biased control."""
+    num_rounds = 4000
+    counts = np.bincount(np.concatenate([draw(r) for r in range(num_rounds)]), minlength=20)
+    rate = 5 / 20
+    # Inclusions of a round are negatively correlated: (n - 1) / n of the independent variance.
+    variance = num_rounds * rate * (1 - rate) * 20 / 19
+    statistic = float(((counts - num_rounds * rate) ** 2).sum() / variance)
+    assert (statistic < 43.8) is is_uniform  # 99.9 % quantile of chi-square with 19 degrees
+
+
+def test_poisson_cohorts_have_the_mean_and_spread_of_a_binomial() -> None:
+    """Sizes vary as those of independent coin flips do, and the cap is far away."""
+    sampler = PoissonSampler(cap=10.0)
+    sizes = np.array([len(c) for c in cohorts(sampler, num_rounds=4000, population=100)])
+    assert abs(sizes.mean() - 5.0) < 4 * np.sqrt(4.75 / 4000)
+    assert abs(sizes.var() - 4.75) < 0.5
+    assert sizes.min() < 2
+    assert sizes.max() > 9
+
+
+def test_the_cap_cuts_large_poisson_cohorts() -> None:
+    """No cohort exceeds the cap; without one, some would."""
+    sizes = [len(c) for c in cohorts(PoissonSampler(cap=1.2), num_rounds=500, population=100)]
+    assert max(sizes) == 6
+
+
+@pytest.mark.parametrize("cap", [1.0, 0.0, float("nan"), float("inf")])
+def test_a_cap_at_or_below_the_expectation_is_refused(cap: float) -> None:
+    """It would bias every round."""
+    with pytest.raises(ValueError, match="cap"):
+        PoissonSampler(cap=cap)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_population_below_the_cohort_is_an_error(sampler: CohortSampler) -> None:
+    """It says how many there are and how many were asked; the control just fits."""
+    with pytest.raises(CohortTooSmall, match=r"5 clients are asked .* has 4") as caught:
+        cohorts(sampler, num_rounds=1, population=4)
+    assert (caught.value.available, caught.value.asked) == (4, 5)
+    cohorts(sampler, num_rounds=1, population=5)
+
+
+class CountedRange(Sequence[ClientId]):
+    """A population without a table, which counts how often it is looked into."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.looked_up = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:  # Any: one body for both overloads
+        self.looked_up += 1
+        return ClientId(range(self.count)[index])
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_million_clients_cost_as_much_as_the_cohort(sampler: CohortSampler) -> None:
+    """Only the chosen are looked up."""
+    population = CountedRange(1_000_000)
+    cohort = sampler.sample(population, num_asked=100, round_num=0, attempt=0, seed=Seed(0))
+    assert population.looked_up == len(cohort) <= 200

@@ -1,0 +1,142 @@
+"""A client session: one message in, one out, and the state between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from fedlearn.client.session import ClientSession
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    TrainReply,
+    TrainRequest,
+)
+
+MODEL = {"w": torch.tensor([1.0, 2.0])}
+
+
+@dataclass
+class Counting:
+    """A trainer that adds its number of earlier trainings to the model, and remembers it."""
+
+    contexts: list[TrainContext] = field(default_factory=list)
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        self.contexts.append(context)
+        count = context.state.get("count", torch.zeros(())) + 1
+        return LocalResult(
+            tensors={name: value + count for name, value in tensors.items()},
+            num_examples=7,
+            metrics={"loss": 0.5},
+            state={"count": count},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=3, metrics={"loss": float(tensors["w"].sum())})
+
+
+class Leaking:
+    """A trainer whose errors quote its data."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        raise RuntimeError("patient Alice has value 42")
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        raise KeyError("patient Alice")
+
+
+def train_request(round_num: int = 4) -> bytes:
+    request = TrainRequest(
+        round_num=round_num, attempt=1, tensors=MODEL, settings={"epochs": 2}, seed=9
+    )
+    return encode(request)
+
+
+def session(trainer: Counting | Leaking) -> ClientSession:
+    return ClientSession(ClientId(5), trainer)
+
+
+def test_the_reply_is_the_local_model_minus_the_global_one() -> None:
+    """With the round, the number of examples and the metrics of the trainer."""
+    reply = decode(session(Counting()).handle(train_request(), b"")[0])
+    assert isinstance(reply, TrainReply)
+    assert reply.delta["w"].tolist() == [1.0, 1.0]
+    assert (reply.round_num, reply.num_examples, reply.metrics) == (4, 7, {"loss": 0.5})
+
+
+def test_the_trainer_is_told_what_surrounds_it() -> None:
+    """Who it is, which round, how to train, and the public seed."""
+    trainer = Counting()
+    session(trainer).handle(train_request(), b"")
+    (context,) = trainer.contexts
+    assert (context.client_id, context.round_num, context.seed.value) == (5, 4, 9)
+    assert context.settings == {"epochs": 2}
+    assert context.state == {}
+
+
+def test_state_goes_in_and_comes_out() -> None:
+    """Not in the session: two sessions continue each other's work."""
+    _, state = session(Counting()).handle(train_request(), b"")
+    reply, state = session(Counting()).handle(train_request(), state)
+    message = decode(reply)
+    assert isinstance(message, TrainReply)
+    assert message.delta["w"].tolist() == [2.0, 2.0]
+    evaluated, unchanged = session(Counting()).handle(
+        encode(EvaluateRequest(round_num=1, tensors=MODEL)), state
+    )
+    assert isinstance(decode(evaluated), EvaluateReply)
+    assert unchanged == state, "evaluation leaves the state as it is"
+
+
+def test_an_evaluation_returns_metrics_and_no_tensors() -> None:
+    """Of the model in the request."""
+    request = encode(EvaluateRequest(round_num=2, tensors=MODEL))
+    reply = decode(session(Counting()).handle(request, b"")[0])
+    assert isinstance(reply, EvaluateReply)
+    assert (reply.round_num, reply.num_examples, reply.metrics) == (2, 3, {"loss": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "name"),
+    [
+        (train_request(), "RuntimeError"),
+        (encode(EvaluateRequest(round_num=1, tensors=MODEL)), "KeyError"),
+    ],
+)
+def test_an_error_in_user_code_leaves_as_the_name_of_its_type(
+    request_bytes: bytes, name: str
+) -> None:
+    """Its message could quote the data: not a byte of it travels, and the state stays."""
+    before = safetensors.torch.save({"count": torch.ones(())})
+    reply, state = session(Leaking()).handle(request_bytes, before)
+    assert decode(reply) == Failure(name)
+    assert b"Alice" not in reply
+    assert b"42" not in reply
+    assert state == before
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", train_request()[:-1], encode(Failure("not a request"))]
+)
+def test_what_is_not_a_request_is_answered_with_a_failure(data: bytes) -> None:
+    """A session never raises."""
+    trainer = Counting()
+    assert decode(session(trainer).handle(data, b"")[0]) == Failure("ProtocolError")
+    assert not trainer.contexts
+
+
+def test_a_state_that_was_damaged_is_a_failure() -> None:
+    """Not an exception, and not a training from zero."""
+    trainer = Counting()
+    reply, state = session(trainer).handle(train_request(), b"damaged")
+    assert isinstance(decode(reply), Failure)
+    assert state == b"damaged"
+    assert not trainer.contexts

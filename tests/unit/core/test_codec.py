@@ -1,0 +1,191 @@
+"""The wire format, field by field: what is refused and why."""
+
+import json
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from fedlearn.core.codec import VERSION, decode, encode
+from fedlearn.core.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.errors import ProtocolError
+
+PREFIX = struct.Struct("<2sBI")
+EMPTY = safetensors.torch.save({})
+REPLY: Mapping[str, Any] = {  # Any: JSON
+    "kind": "train_reply",
+    "fields": {"round_num": 3, "num_examples": 5, "metrics": {"loss": 0.5}},
+}
+
+
+def message(header: object, body: bytes = EMPTY) -> bytes:
+    """Return bytes whose prefix is right, whatever the header and the body are."""
+    data = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return PREFIX.pack(b"FL", VERSION, len(data)) + data + body
+
+
+def changed(**fields: object) -> bytes:
+    return message({"kind": "train_reply", "fields": {**REPLY["fields"], **fields}})
+
+
+def body_of(entry: Mapping[str, object], data: bytes = b"") -> bytes:
+    """Return a safetensors file with one tensor as its header claims."""
+    header = json.dumps({"w": entry}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def test_a_large_integer_tensor_is_exact() -> None:
+    """Values, dtypes and shapes are the sender's, 2**62 + 1 included."""
+    tensors = {
+        "count": torch.tensor(2**62 + 1),
+        "half": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
+        "mask": torch.tensor([[True], [False]]),
+        "none": torch.zeros(0, 3),
+    }
+    found = decode(encode(EvaluateRequest(round_num=1, tensors=tensors)))
+    assert isinstance(found, EvaluateRequest)
+    for name, value in tensors.items():
+        assert torch.equal(found.tensors[name], value)
+        assert found.tensors[name].dtype == value.dtype
+
+
+def test_strided_views_of_one_vector_travel() -> None:
+    """Models are views of one vector, and users transpose."""
+    vector = torch.arange(12.0)
+    tensors = {"a": vector[:6].view(2, 3).t(), "b": vector[6:]}
+    found = decode(encode(EvaluateRequest(round_num=1, tensors=tensors)))
+    assert isinstance(found, EvaluateRequest)
+    assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
+
+
+def test_metrics_that_are_not_finite_travel() -> None:
+    """A diverged client says so."""
+    metrics = {"loss": float("nan"), "other": float("inf")}
+    found = decode(encode(EvaluateReply(round_num=0, num_examples=1, metrics=metrics)))
+    assert isinstance(found, EvaluateReply)
+    assert found.metrics["loss"] != found.metrics["loss"]
+    assert found.metrics["other"] == float("inf")
+
+
+def test_metrics_arrive_as_floats() -> None:
+    """Whole numbers are valid JSON for a metric; arithmetic is on floats."""
+    found = decode(changed(metrics={"loss": 3}))
+    assert isinstance(found, TrainReply)
+    assert isinstance(found.metrics["loss"], float)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "0 bytes"),
+        (b"FL\x01", "3 bytes"),
+        (b"XX" + message(REPLY)[2:], "begins with"),
+        (b"FL\x02" + message(REPLY)[3:], "version 2, this side speaks 1"),
+        (PREFIX.pack(b"FL", VERSION, 2**32 - 1) + b"{}", "a header of 4294967295 bytes"),
+        (message(b"not json"), "malformed"),
+        (message(b'"\xff\xfe"'), "malformed"),
+        (message([]), "no fields"),
+        (message({"kind": "train_reply"}), "no fields"),
+        (message({"kind": "train_reply", "fields": []}), "no fields"),
+        (message({"kind": "pickle", "fields": {}}), "unknown message kind 'pickle'"),
+        (message({"kind": ["train_reply"], "fields": {}}), "unknown message kind"),
+        (message({"fields": {}}), "unknown message kind None"),
+        (changed(extra=1), r"unknown fields \['extra'\]"),
+        (changed(round_num=True), "round_num"),
+        (changed(round_num=1.0), "round_num"),
+        (changed(round_num=-1), "round_num"),
+        (changed(round_num=2**63), "round_num"),
+        (changed(round_num=None), "round_num"),
+        (changed(num_examples="5"), "num_examples"),
+        (changed(metrics=[1.0]), "metrics"),
+        (changed(metrics={"loss": "low"}), "metrics"),
+        (changed(metrics={"loss": True}), "metrics"),
+        (changed(metrics={"loss": {"a": 1}}), "metrics"),
+        (changed(metrics={"loss": 10**400}), "too large"),
+        (message({"kind": "failure", "fields": {"reason": 7}}), "reason"),
+        (message(REPLY, b""), "malformed tensors"),
+        (message(REPLY, b"\x00" * 7), "malformed tensors"),
+        (message(REPLY, struct.pack("<Q", 2**63)), "malformed tensors"),
+        (
+            message(REPLY, body_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]})),
+            "malformed tensors",
+        ),
+        (
+            message(REPLY, body_of({"dtype": "F99", "shape": [0], "data_offsets": [0, 0]})),
+            "malformed tensors",
+        ),
+        (
+            message(REPLY, body_of({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, b"x")),
+            "malformed tensors",
+        ),
+        (
+            message(
+                REPLY,
+                body_of({"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}),
+            ),
+            "malformed tensors",
+        ),
+        (
+            message(REPLY, body_of({"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]})),
+            "malformed tensors",
+        ),
+    ],
+)
+def test_what_is_not_a_message_is_a_protocol_error(data: bytes, reason: str) -> None:
+    """Each kind of damage has its message; the undamaged reply is the control."""
+    assert isinstance(decode(message(REPLY)), TrainReply)
+    with pytest.raises(ProtocolError, match=reason):
+        decode(data)
+
+
+@pytest.mark.parametrize("opening", [b'{"fields":', b'{"kind":', b""])
+@pytest.mark.parametrize("depth", [100, 990, 100_000])
+def test_deeply_nested_json_is_a_protocol_error(opening: bytes, depth: int) -> None:
+    """At any depth, below and above the interpreter's limit."""
+    closing = b"}" if opening else b""
+    nested = opening + b"[" * depth + b"]" * depth + closing
+    with pytest.raises(ProtocolError):
+        decode(message(nested))
+
+
+def test_duplicate_and_missing_fields_are_refused() -> None:
+    """Each field stands once; JSON's last one wins, and a missing one is named."""
+    with pytest.raises(ProtocolError, match="num_examples"):
+        decode(message({"kind": "train_reply", "fields": {"round_num": 1, "metrics": {}}}))
+
+
+class Detonator:
+    """Unpickling this runs code."""
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, ("unpickled",)
+
+
+def test_nothing_is_unpickled() -> None:
+    """A pickle, bare or as the body, is refused unread; the control shows that it would run."""
+    bomb = pickle.dumps(Detonator())
+    assert isinstance(pickle.loads(bomb), RuntimeError)  # noqa: S301 - the control
+    for data in (bomb, message(REPLY, bomb), message(bomb)):
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
+def test_messages_are_what_their_fields_say() -> None:
+    """A request for training carries its settings, of every plain type."""
+    settings = {"epochs": 2, "rate": 0.5, "shuffle": True, "batch_size": None, "name": "é"}
+    request = TrainRequest(round_num=1, attempt=2, tensors={}, settings=settings, seed=2**63 - 1)
+    found = decode(encode(request))
+    assert isinstance(found, TrainRequest)
+    assert asdict(found) == asdict(request)
+    assert decode(encode(Failure("\ud800"))) == Failure("\ud800"), "lone surrogates are escaped"

@@ -1,0 +1,193 @@
+"""A model as one vector: nothing is lost on the way in and out."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.core.params import Layout, Params
+
+
+class Tied(nn.Module):
+    """Two names, one parameter: as embedding and output of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 3, bias=False)
+        self.decode = nn.Linear(3, 4, bias=False)
+        self.decode.weight = nn.Parameter(self.encode.weight.detach().t().contiguous())
+        self.again = nn.Linear(4, 3, bias=False)
+        self.again.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        decoded: Tensor = self.decode(self.encode(x) + self.again(x))
+        return decoded
+
+
+class Mixed(nn.Module):
+    """Buffers of all kinds beside float32 and float64 parameters, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.scale = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.full((2,), 0.5), requires_grad=False)
+        self.counter: Tensor
+        self.register_buffer("counter", torch.tensor(2**62 + 1))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("cache", torch.zeros(5), persistent=False)
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(3, 2),
+    lambda: nn.Linear(3, 2).double(),
+    lambda: nn.Linear(3, 2).bfloat16(),
+    Tied,
+    Mixed,
+    lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Embedding(7, 2)),
+]
+
+
+@pytest.mark.parametrize("make_model", MODELS)
+def test_a_model_survives_the_round_trip(make_model: Callable[[], nn.Module]) -> None:
+    """Out of one module, into another: every tensor of the state is the same, bit for bit."""
+    torch.manual_seed(0)
+    source, target = make_model(), make_model()
+    params = Params.of(source)
+    for value in target.state_dict().values():
+        value.zero_()
+    params.load_into(target)
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
+        assert target.state_dict()[name].dtype == value.dtype
+
+
+def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
+    """The server optimiser acts on a prefix; integers are never averaged."""
+    params = Params.of(Mixed())
+    names = [spec.name for spec in params.layout.specs]
+    assert names == [
+        "scale",
+        "frozen",
+        "linear.weight",
+        "linear.bias",
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+    ]
+    assert params.layout.num_parameters == 1 + 2 + 6 + 2 + 2 + 2
+    assert params.layout.size == params.layout.num_parameters + 4
+    assert set(params.constants) == {"norm.num_batches_tracked", "counter", "mask"}
+
+
+def test_large_integers_are_exact() -> None:
+    """2**62 + 1 does not fit into a float."""
+    assert int(Params.of(Mixed()).named()["counter"]) == 2**62 + 1
+
+
+def test_what_is_frozen_is_not_trainable() -> None:
+    """Nor are statistics, although they change."""
+    layout = Params.of(Mixed()).layout
+    assert {spec.name for spec in layout.trainable} == {
+        "scale",
+        "linear.weight",
+        "linear.bias",
+        "norm.weight",
+        "norm.bias",
+    }
+    assert layout.num_trainable == layout.num_parameters - 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_the_vector_is_float32_unless_the_model_is_finer(
+    dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    """Narrow models are summed in float32 and sent in their own dtype."""
+    params = Params.of(nn.Linear(3, 2).to(dtype))
+    assert params.vector.dtype == expected
+    assert {tensor.dtype for tensor in params.named().values()} == {dtype}
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    """They are averaged once, and loading them sets both names."""
+    params = Params.of(Tied())
+    assert [spec.name for spec in params.layout.specs] == ["encode.weight", "decode.weight"]
+    target = Tied()
+    params.with_vector(torch.ones_like(params.vector)).load_into(target)
+    assert target.again.weight is target.encode.weight
+    assert bool((target.again.weight == 1.0).all())
+
+
+def test_complex_parameters_are_refused() -> None:
+    """The message names the parameter and its dtype."""
+    model = nn.Linear(2, 1)
+    model.weight = nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'weight' is torch\.complex64"):
+        Params.of(model)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    """There is nothing to train."""
+    with pytest.raises(ValueError, match="no parameters"):
+        Params.of(nn.ReLU())
+
+
+def test_views_of_a_stack_are_the_clients_tensors() -> None:
+    """[B, P] has per name [B, *shape], in the stack's memory."""
+    layout = Layout.of(nn.Linear(3, 2))
+    stack = torch.arange(4.0 * layout.size).view(4, layout.size)
+    views = layout.views(stack)
+    assert {name: tuple(view.shape) for name, view in views.items()} == {
+        "weight": (4, 2, 3),
+        "bias": (4, 2),
+    }
+    views["bias"][3] = -1.0
+    assert stack[3].tolist().count(-1.0) == 2
+
+
+def test_packing_is_the_inverse_of_views() -> None:
+    """Also into memory that is given, and not without a name."""
+    layout = Layout.of(nn.Linear(3, 2))
+    vector = torch.randn(layout.size)
+    assert torch.equal(layout.pack(layout.views(vector)), vector)
+    out = torch.empty(layout.size)
+    assert layout.pack(layout.views(vector), out=out) is out
+    with pytest.raises(KeyError, match="bias"):
+        layout.pack({"weight": torch.zeros(2, 3)})
+
+
+def test_the_size_is_that_of_what_is_sent() -> None:
+    """Integer buffers travel too, and narrow tensors take less than the vector."""
+    for model in (nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)):
+        params = Params.of(model)
+        assert params.num_bytes == sum(tensor.nbytes for tensor in params.named().values())
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    """The message has both shapes; a missing tensor says so."""
+    params = Params.of(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"\(2, 4\).*'weight'.*\(2, 3\)"):
+        params.load_into(nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="nothing where the weights have 'bias'"):
+        params.load_into(nn.Linear(3, 2, bias=False))
+
+
+def test_params_are_a_copy_of_the_module() -> None:
+    """Training the module later does not change the global model."""
+    model = nn.BatchNorm1d(3)
+    params = Params.of(model)
+    model.weight.data.fill_(7.0)
+    model(torch.randn(4, 3))
+    assert params.named()["weight"].tolist() == [1.0] * 3
+    assert int(params.named()["num_batches_tracked"]) == 0

@@ -1,0 +1,261 @@
+"""Two runs side by side, and what one run came to."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.experiment.comparison import (
+    Comparison,
+    Counts,
+    Difference,
+    History,
+    Measure,
+    compare,
+    duration_text,
+    printable,
+    series,
+    summarize,
+)
+
+
+def run(name: str, config: Mapping[str, object] | None = None) -> RunRecord:
+    """A finished run."""
+    return RunRecord(
+        name=name,
+        status=RunStatus.DONE,
+        error="",
+        created_utc="2026-01-05T10:20:30Z",
+        num_rounds=20,
+        config=config or {},
+        config_hash="ab" * 32,
+        versions={},
+    )
+
+
+def rounds(
+    accuracies: list[float | None], *, round_s: float = 10.0, loss: float = 0.5
+) -> list[RoundRecord]:
+    """Rounds of 3 clients of which one is late; ``None`` was not evaluated."""
+    return [
+        RoundRecord(
+            round_num=k,
+            attempt=0,
+            outcome=Outcome.AGGREGATED,
+            participations=Participations.of(
+                (
+                    Participation(ClientId(k), Status.REPORTED, 1.0, 5, 0.5, ""),
+                    Participation(ClientId(k + 1), Status.LATE, 1.0, 0, math.nan, ""),
+                    Participation(ClientId(k + 2), Status.FAILED, 1.0, 0, math.nan, "gone"),
+                )
+            ),
+            train_loss=0.7,
+            duration_s=round_s,
+            virtual_s=round_s * (k + 1),
+            seconds=0.5,
+            metrics={} if value is None else {"accuracy": value, "loss": loss - 0.01 * k},
+        )
+        for k, value in enumerate(accuracies)
+    ]
+
+
+A: History = (run("calm-lynx-20"), rounds([0.2, 0.6, 0.9, 0.8]))
+B: History = (run("brisk-otter-17"), rounds([0.1, 0.3, None, 0.7, 0.85], round_s=5.0))
+
+
+def measured(comparison: Comparison) -> dict[str, tuple[float, float]]:
+    """Return the first measure of each name."""
+    found: dict[str, tuple[float, float]] = {}
+    for each in comparison.measures:
+        found.setdefault(each.name, (each.a, each.b))
+    return found
+
+
+def test_a_summary_counts_what_happened() -> None:
+    """By hand: four rounds of three clients, the third round the best."""
+    summary = summarize(*A)
+    assert summary.best is not None
+    assert summary.best.metric == "accuracy"
+    assert summary.best.point == (3, 30.0, 0.9)
+    assert summary.accuracy == 0.8
+    assert summary.loss == pytest.approx(0.47)
+    assert (summary.num_finished, summary.measured_after) == (4, 4)
+    assert (summary.virtual_s, summary.seconds) == (40.0, 2.0)
+    assert summary.counts == Counts(reported=4, late=4, failed=4)
+    assert summary.num_clients == 6
+    assert summary.reasons == (("gone", 4),)
+
+
+def test_a_summary_counts_skipped_rounds_and_retries() -> None:
+    """They are told at the end."""
+    first, *others = rounds([None, None])
+    odd = replace(first, outcome=Outcome.SKIPPED, attempt=2)
+    summary = summarize(A[0], [odd, *others])
+    assert (summary.num_skipped, summary.num_retries) == (1, 2)
+    assert summary.best is None
+    assert summary.accuracy is None
+
+
+def test_a_run_without_rounds_has_a_summary() -> None:
+    """Reports are made of interrupted runs too."""
+    summary = summarize(A[0], [])
+    assert (summary.num_finished, summary.virtual_s, summary.num_clients) == (0, 0.0, 0)
+    assert summary.counts == Counts(0, 0, 0)
+
+
+def test_the_best_is_by_the_metric_the_run_watches() -> None:
+    """It is the metric that chose the best checkpoint; the least loss is the best."""
+    watching = run("lossy-lark-11", {"early_stopping": {"metric": "loss"}})
+    best = summarize(watching, A[1]).best
+    assert best is not None
+    assert (best.metric, best.point.num_finished) == ("loss", 4)
+
+
+def test_the_best_passes_over_nan() -> None:
+    """A diverged round is never the best, wherever it comes."""
+    best = summarize(B[0], rounds([math.nan, 0.4, math.nan])).best
+    assert best is not None
+    assert best.point.value == 0.4
+
+
+def test_client_metrics_are_grouped_by_name_and_part() -> None:
+    """Names may have underscores of their own."""
+    one = replace(
+        A[1][0], metrics={"clients/top_5_p10": 0.1, "clients/top_5_worst_decile": 0.05, "loss": 1}
+    )
+    summary = summarize(A[0], [one])
+    assert summary.client_metrics() == {"top_5": {"p10": 0.1, "worst_decile": 0.05}}
+    assert summary.central_metrics() == {"loss": 1}
+
+
+def test_both_race_to_the_lower_of_the_two_bests() -> None:
+    """A's best is 0.9 and B's 0.85: A passes 0.85 in round 3, B in round 5."""
+    comparison = compare(A, B)
+    assert (comparison.metric, comparison.target) == ("accuracy", 0.85)
+    figures = measured(comparison)
+    assert figures["rounds to accuracy 0.8500"] == (3.0, 5.0)
+    assert figures["virtual time to accuracy 0.8500"] == (30.0, 25.0)
+    assert figures["best accuracy"] == (0.9, 0.85)
+    assert figures["  after round"] == (3.0, 5.0)
+    assert figures["final accuracy"] == (0.8, 0.85)
+
+
+def test_a_target_of_ones_own_may_be_missed() -> None:
+    """Only A reaches 0.9."""
+    comparison = compare(A, B, target=0.9)
+    a, b = measured(comparison)["rounds to accuracy 0.9000"]
+    assert a == 3
+    assert math.isnan(b)
+
+
+def test_a_race_to_a_loss_is_won_from_above() -> None:
+    """Without accuracies the loss decides, and less is better."""
+    only_loss = [
+        (record, [replace(one, metrics={"loss": 1.0 / (k + pace)}) for k, one in enumerate(done)])
+        for (record, done), pace in ((A, 1), (B, 2))
+    ]
+    comparison = compare(only_loss[0], only_loss[1])
+    assert (comparison.metric, comparison.target) == ("loss", 0.25)
+    assert measured(comparison)["rounds to loss 0.2500"] == (4.0, 3.0)
+
+
+def test_runs_without_evaluation_compare_by_what_they_took() -> None:
+    """No metric, no race, no error."""
+    comparison = compare((A[0], rounds([None])), (B[0], []))
+    assert comparison.metric is None
+    assert math.isnan(comparison.target)
+    assert measured(comparison)["rounds"] == (1.0, 0.0)
+
+
+def test_configurations_differ_by_dotted_keys() -> None:
+    """Types count: 1 is not true; what one lacks is said to be absent."""
+    a = run("a", {"seed": 1, "client": {"epochs": 2, "rate": 0.1}, "flag": True, "old": [1]})
+    b = run("b", {"seed": 1, "client": {"epochs": 5, "rate": 0.1}, "flag": 1})
+    assert compare((a, []), (b, [])).differences == (
+        Difference(key="client.epochs", a="2", b="5"),
+        Difference(key="flag", a="true", b="1"),
+        Difference(key="old", a="[1]", b="(absent)"),
+    )
+
+
+def test_the_table_is_aligned_and_marks_the_better() -> None:
+    """Columns end at the same place, and so do stars."""
+    b = (run("brisk-otter-17", {"seed": 2}), B[1])
+    lines = compare((run("calm-lynx-20", {"seed": 1}), A[1]), b).render().splitlines()
+    row = next(line for line in lines if line.startswith("best accuracy"))
+    assert row.split() == ["best", "accuracy", "0.9000", "*", "0.8500"]
+    time = next(line for line in lines if line.startswith("virtual time to"))
+    assert time.split() == [
+        "virtual",
+        "time",
+        "to",
+        "accuracy",
+        "0.8500",
+        "30.0",
+        "s",
+        "25.0",
+        "s",
+        "*",
+    ]
+    assert row.index("0.9000") + 6 == lines[0].index("calm-lynx-20") + 12
+    assert lines[-3].startswith("the configurations differ in 1 key")
+    assert lines[-1].split() == ["seed", "1", "2"]
+
+
+def test_equal_configurations_are_said_to_be_equal() -> None:
+    """An empty table would leave a doubt."""
+    assert compare(A, B).render().endswith("the configurations are equal\n")
+
+
+def test_a_hostile_name_cannot_steer_the_terminal() -> None:
+    """Escape sequences are data."""
+    text = compare((run("\x1b[2J", {"k\n": "\x1b[31m"}), []), B).render()
+    assert "\x1b" not in text
+    assert "k\n" not in text
+
+
+@given(st.text())
+def test_printable_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
+    """One replacement a character, so nothing else moves."""
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert all(each.isprintable() for each in shown)
+    assert all(a == b for a, b in zip(text, shown, strict=True) if a.isprintable())
+
+
+@given(st.floats(0, 86400.0 * 99))
+def test_a_duration_fits_its_column(seconds: float) -> None:
+    """Eight characters hold any run up to a hundred days."""
+    assert len(duration_text(seconds)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "less", "better"),
+    [
+        (1.0, 2.0, True, "a"),
+        (1.0, 2.0, False, "b"),
+        (1.0, 1.0, True, None),
+        (1.0, 2.0, None, None),
+        (math.nan, 2.0, True, "b"),
+        (1.0, math.nan, True, "a"),
+        (math.nan, math.nan, True, None),
+    ],
+)
+def test_the_better_of_two(a: float, b: float, less: object, better: str | None) -> None:
+    """Who has no value loses; equal values have no better."""
+    assert less is None or isinstance(less, bool)
+    measure = Measure(name="m", a=a, b=b, kind="metric", less_is_better=less)
+    assert measure.better() == better
+
+
+def test_a_series_leaves_out_what_was_not_measured() -> None:
+    """Rounds count from 1 and gaps stay gaps."""
+    assert series(B[1], "accuracy")[2] == (4, 20.0, 0.7)
+    assert [point.value for point in series(B[1], "train_loss")] == [0.7] * 5
+    assert series(B[1], "f1") == []

@@ -1,0 +1,299 @@
+"""Progress: every fact of a round, once, in order, whatever is at the other end."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.progress import (
+    JsonProgress,
+    PlainProgress,
+    Progress,
+    TerminalProgress,
+    progress_to,
+)
+
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+PATH = Path("runs") / "brisk-otter-17"
+RUN = RunRecord(
+    name="brisk-otter-17",
+    status=RunStatus.DONE,
+    error="",
+    created_utc="2026-01-05T10:20:30Z",
+    num_rounds=20,
+    config={},
+    config_hash="ab" * 32,
+    versions={"fedlearn": "0.1.0"},
+)
+
+
+def finished(round_num: int, metrics: Mapping[str, float], *, reason: str = "gone") -> RoundRecord:
+    """A round in which 10 reported, 2 were late and 1 failed."""
+    statuses = [Status.REPORTED] * 10 + [Status.LATE] * 2 + [Status.FAILED]
+    return RoundRecord(
+        round_num=round_num,
+        attempt=0,
+        outcome=Outcome.AGGREGATED,
+        participations=Participations.of(
+            Participation(ClientId(i), s, 1.0, 5, 0.5, reason if s is Status.FAILED else "")
+            for i, s in enumerate(statuses)
+        ),
+        train_loss=0.281,
+        duration_s=62.0,
+        virtual_s=62.0 * (round_num + 1),
+        seconds=0.041,
+        metrics=metrics,
+    )
+
+
+ROUNDS = (
+    finished(0, {"accuracy": 0.5, "loss": 1.5}),
+    finished(1, {}),
+    finished(2, {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7}),
+)
+
+
+def told(progress: Progress, rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> None:
+    """Tell ``progress`` a whole run."""
+    progress.start(record, PATH, ["engine: stacked"])
+    for one in rounds:
+        progress.round(one)
+    progress.end(summarize(record, rounds))
+
+
+def plain(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[str]:
+    """Return the lines of a log."""
+    stream = StringIO()
+    told(PlainProgress(stream), rounds, record)
+    return stream.getvalue().splitlines()
+
+
+def terminal(
+    rounds: tuple[RoundRecord, ...], record: RunRecord = RUN, *, width: int = 100
+) -> list[str]:
+    """Return the lines a colour terminal gets."""
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, color_system="truecolor", width=width)
+    told(TerminalProgress(console), rounds, record)
+    return stream.getvalue().splitlines()
+
+
+def as_json(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[dict[str, object]]:
+    """Return the objects a program reads."""
+    stream = StringIO()
+    told(JsonProgress(stream), rounds, record)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return [json.loads(each, parse_constant=refuse) for each in stream.getvalue().splitlines()]
+
+
+def test_a_round_is_one_json_object_with_every_fact() -> None:
+    """The keys are an interface: programs read them."""
+    assert as_json(ROUNDS)[3] == {
+        "event": "round",
+        "round": 3,
+        "rounds": 20,
+        "accuracy": 0.91234,
+        "loss": 0.3,
+        "train_loss": 0.281,
+        "reported": 10,
+        "late": 2,
+        "failed": 1,
+        "retries": 0,
+        "outcome": "aggregated",
+        "virtual_s": 186.0,
+        "seconds": 0.041,
+        "metrics": {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7},
+    }
+
+
+def test_the_last_json_line_is_the_end_with_exactly_its_keys() -> None:
+    """Its shape is promised, in this order."""
+    events = as_json(ROUNDS)
+    assert [each["event"] for each in events] == ["start", "round", "round", "round", "end"]
+    assert list(events[-1].items()) == [
+        ("event", "end"),
+        ("run", "brisk-otter-17"),
+        ("accuracy", 0.91234),
+        ("loss", 0.3),
+        ("rounds", 3),
+        ("seconds", pytest.approx(0.123)),
+        ("path", str(PATH)),
+    ]
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    """NaN and Infinity are not JSON; the parser of this test refuses them."""
+    diverged = replace(finished(0, {"accuracy": math.nan, "loss": math.inf}), train_loss=math.nan)
+    line = as_json((diverged,))[1]
+    assert (line["accuracy"], line["loss"], line["train_loss"]) == (None, None, None)
+    assert line["metrics"] == {"accuracy": None, "loss": None}
+
+
+def test_a_run_without_rounds_ends_in_nulls() -> None:
+    """An interrupted run has no figures, and says so."""
+    end = as_json(())[-1]
+    assert (end["accuracy"], end["loss"], end["rounds"]) == (None, None, 0)
+
+
+def test_a_log_has_the_same_facts_in_a_fixed_order() -> None:
+    """Off a terminal, lines are stable: people grep them."""
+    lines = plain(ROUNDS)
+    assert lines[:2] == ["run brisk-otter-17: 20 rounds", "note: engine: stacked"]
+    assert lines[4] == (
+        "round 3/20 accuracy=0.9123 loss=0.3000 train_loss=0.2810 reported=10 late=2 failed=1 "
+        "virtual_s=186.0 seconds=0.041 retries=0 outcome=aggregated"
+    )
+
+
+def test_a_round_without_evaluation_shows_a_dash_and_a_diverged_one_nan() -> None:
+    """Not measured and not a number are different news."""
+    diverged = finished(1, {"accuracy": math.nan, "loss": math.inf})
+    lines = plain((finished(0, {}), diverged))
+    assert "accuracy=- loss=- " in lines[2]
+    assert "accuracy=nan loss=inf " in lines[3]
+
+
+def test_the_mean_over_clients_stands_in_for_a_missing_central_metric() -> None:
+    """A run that is evaluated on clients only still shows its course."""
+    assert "accuracy=0.7500" in plain((finished(0, {"clients/accuracy_mean": 0.75}),))[2]
+
+
+def test_the_end_tells_where_the_run_lies_its_best_and_what_to_type() -> None:
+    """What one wants to know after twenty rounds."""
+    worse = finished(3, {"accuracy": 0.9, "loss": 0.4})
+    end = plain((*ROUNDS, worse))[6:]
+    assert end == [
+        "run: brisk-otter-17 done after 4/20 rounds, 4m 08s virtual, 164 ms real",
+        "best: accuracy 0.9123 after round 3",
+        "final: accuracy 0.9000, loss 0.4000",
+        "failed: 4 x gone",
+        f"path: {PATH}",
+        "next: fedlearn show brisk-otter-17",
+        "next: fedlearn plot brisk-otter-17",
+    ]
+
+
+def test_a_failed_run_says_why_and_how_to_resume() -> None:
+    """The next command is the one that helps."""
+    failed = replace(RUN, status=RunStatus.FAILED, error="round 3: too few reports")
+    end = plain(ROUNDS, failed)[5:]
+    assert "error: round 3: too few reports" in end
+    assert "next: fedlearn resume brisk-otter-17" in end
+    assert not any("resume" in line for line in plain(ROUNDS))
+
+
+def test_only_the_three_most_frequent_reasons_are_listed() -> None:
+    """A thousand different failures must not scroll the result away."""
+    rounds = tuple(finished(k, {}, reason=reason) for k, reason in enumerate("aaaabbbccd", start=0))
+    failed = [line for line in plain(rounds) if line.startswith("failed:")]
+    assert failed == [
+        "failed: 4 x a",
+        "failed: 3 x b",
+        "failed: 2 x c",
+        "failed: for 1 other reason",
+    ]
+
+
+def test_columns_stand_under_their_header() -> None:
+    """Every number ends where its heading ends."""
+    header, *lines = (ESCAPES.sub("", line) for line in terminal(ROUNDS)[2:6])
+    ends = [match.end() for match in re.finditer(r"\S+", header)]
+    assert header.split() == [
+        *("round", "accuracy", "loss", "train"),
+        *("reported", "late", "failed", "virtual", "real"),
+    ]
+    for line in lines:
+        cells = [match.end() for match in re.finditer(r"\S+(?: m?s| \d\ds)?(?=  |$)", line)]
+        assert cells == ends
+    cells_of_last = "3/20 0.9123 0.3000 0.2810 10 2 1 3m 06s 41 ms"
+    assert " ".join(lines[2].split()) == cells_of_last
+    assert lines[1].split()[1:3] == ["-", "-"]
+
+
+def test_a_skipped_round_and_retries_are_visible() -> None:
+    """They explain a flat piece of curve."""
+    odd = replace(finished(0, {}), outcome=Outcome.SKIPPED, attempt=2)
+    line = ESCAPES.sub("", terminal((odd,))[3])
+    assert line.endswith("  skipped, 2 retries")
+    assert "retries=2 outcome=skipped" in plain((odd,))[2]
+    assert "skipped: 1 round" in plain((odd,))
+
+
+def test_a_new_best_stands_out_and_a_worse_round_does_not() -> None:
+    """Green is news."""
+    worse = finished(3, {"accuracy": 0.6})
+    lines = terminal((ROUNDS[0], ROUNDS[2], worse))[3:6]
+    assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
+
+
+def test_a_terminal_without_colours_gets_none() -> None:
+    """NO_COLOR and dumb terminals are respected."""
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, color_system=None, width=100)
+    told(TerminalProgress(console), ROUNDS)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_reason_cannot_steer_the_terminal() -> None:
+    """A client's reason with escape sequences and line breaks is shown, not obeyed."""
+    hostile = finished(0, {}, reason="\x1b]0;owned\x07\x1b[2J\nround 1/1 [bold]accuracy=1")
+    for lines in (plain((hostile,)), terminal((hostile,), width=200)):
+        told_reason = [ESCAPES.sub("", line) for line in lines if "owned" in line]
+        assert len(told_reason) == 1
+        assert "1 x \ufffd]0;owned\ufffd\ufffd[2J\ufffdround 1/1 [bold]accuracy=1" in told_reason[0]
+        assert not any(line.startswith("round 1/1") for line in lines)
+
+
+def test_a_command_is_not_broken_over_lines() -> None:
+    """It is there to be copied."""
+    long = replace(RUN, name="a" * 90)
+    assert any(
+        ESCAPES.sub("", line).endswith(f"fedlearn show {'a' * 90}")
+        for line in terminal(ROUNDS, long, width=60)
+    )
+
+
+def test_the_stream_decides_unless_json_is_asked_for() -> None:
+    """A pipe gets plain lines, a (pseudo-)terminal coloured ones."""
+    controller, device = os.openpty()
+    with os.fdopen(controller), os.fdopen(device, "w") as terminal_stream:
+        assert isinstance(progress_to(terminal_stream, as_json=False), TerminalProgress)
+        assert isinstance(progress_to(terminal_stream, as_json=True), JsonProgress)
+    assert isinstance(progress_to(StringIO(), as_json=False), PlainProgress)
+    assert isinstance(progress_to(StringIO(), as_json=True), JsonProgress)
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        JsonProgress(StringIO()),
+        PlainProgress(StringIO()),
+        TerminalProgress(Console(file=StringIO(), force_terminal=True, color_system="256")),
+    ],
+    ids=lambda progress: type(progress).__name__,
+)
+def test_a_round_costs_a_small_part_of_the_engines(progress: Progress) -> None:
+    """At 300 rounds/s a round has 3.3 ms; 50 us are the limit, the fastest of many tries."""
+    progress.start(RUN, PATH, [])
+    clock, fastest_s = SystemClock(), math.inf
+    for _ in range(20):
+        started_s = clock.now_s()
+        for _ in range(50):
+            progress.round(ROUNDS[2])
+        fastest_s = min(fastest_s, (clock.now_s() - started_s) / 50)
+    assert fastest_s < 50e-6

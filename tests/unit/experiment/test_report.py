@@ -1,0 +1,350 @@
+"""The report: complete, self-contained, and safe to open whatever a client called itself."""
+
+import json
+import math
+import re
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from fedlearn.config import Config, config_hash
+from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import StoreError
+from fedlearn.experiment.report import page, report
+
+HOSTILE = "</title></pre><script>alert(1)</script><img src=x onerror='a()'>\"&\x1b\ud800\u202e"
+VOID = {"meta", "link", "br", "img"}
+SVG = {"rect", "path", "circle", "polyline", "polygon", "image"}
+
+
+class Outline(HTMLParser):
+    """The elements of a page: checks nesting, collects texts and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element."""
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an empty element."""
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        """Check that what closes is what was opened last."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note a text."""
+        self.texts.append(data)
+
+    def count(self, tag: str, style: str) -> int:
+        """Return how many elements have a CSS class."""
+        return sum(t == tag and style in a.get("class", "").split() for t, a in self.tags)
+
+    def after(self, text: str) -> str:
+        """Return the text that follows ``text``."""
+        return self.texts[self.texts.index(text) + 1]
+
+
+def run(name: str = "brisk-otter-17", *, seed: int = 0) -> RunRecord:
+    """A finished run of the default configuration."""
+    config = Config(seed=seed)
+    return RunRecord(
+        name=name,
+        status=RunStatus.DONE,
+        error="",
+        created_utc="2026-01-05T10:20:30Z",
+        num_rounds=20,
+        config=json.loads(config.canonical_json()),
+        config_hash=config_hash(config),
+        versions={"fedlearn": "0.1.0", "torch": "2.13.0"},
+    )
+
+
+def finished(
+    k: int,
+    statuses: Mapping[int, Status],
+    metrics: Mapping[str, float] | None = None,
+    *,
+    reason: str = "gone",
+    outcome: Outcome = Outcome.AGGREGATED,
+) -> RoundRecord:
+    """Round ``k`` in which clients ended as ``statuses`` says."""
+    return RoundRecord(
+        round_num=k,
+        attempt=0,
+        outcome=outcome,
+        participations=Participations.of(
+            Participation(ClientId(c), s, 1.0, 5, 0.5, reason if s is Status.FAILED else "")
+            for c, s in statuses.items()
+        ),
+        train_loss=1.0 / (k + 1),
+        duration_s=60.0,
+        virtual_s=60.0 * (k + 1),
+        seconds=0.5,
+        metrics=metrics or {},
+    )
+
+
+GOOD, LATE, BAD = Status.REPORTED, Status.LATE, Status.FAILED
+SPREAD = {"mean": 0.6, "p10": 0.31, "p50": 0.62, "p90": 0.93, "worst_decile": 0.2}
+ROUNDS: Sequence[RoundRecord] = (
+    finished(0, {1: GOOD, 2: GOOD, 3: LATE}, {"accuracy": 0.5, "loss": 1.5}),
+    finished(1, {1: GOOD, 4: BAD, 5: GOOD}, {"accuracy": 0.8125, "loss": 0.7}),
+    finished(
+        2,
+        {1: GOOD, 2: LATE, 4: BAD},
+        {"accuracy": 0.75, "loss": 0.9} | {f"clients/accuracy_{k}": v for k, v in SPREAD.items()},
+    ),
+)
+
+
+def test_the_tiles_are_the_runs_figures() -> None:
+    """Best and its round, last, rounds, times, clients: by hand."""
+    outline = Outline(page(run(), ROUNDS))
+    tiles = {
+        "best accuracy": "0.8125",
+        "final accuracy": "0.7500",
+        "final loss": "0.9000",
+        "rounds": "3 / 20",
+        "virtual time": "3m 00s",
+        "real time": "1.5 s",
+        "clients seen": "5",
+        "reports": "5",
+    }
+    assert {name: outline.after(name) for name in tiles} == tiles
+    assert outline.after("0.8125") == "after round 2"
+    assert outline.after("5") == "asked 9 times"
+
+
+def test_the_quantiles_over_clients_stand_in_their_table() -> None:
+    """In the order of the headings."""
+    texts = Outline(page(run(), ROUNDS)).texts
+    start = texts.index("worst tenth, mean") + 1
+    expected = ["accuracy", "0.6000", "0.3100", "0.6200", "0.9300", "0.2000"]
+    assert texts[start : start + 6] == expected
+
+
+def test_the_map_has_a_cell_for_each_client_asked() -> None:
+    """Coloured by what became of it, and told when pointed at."""
+    text = page(run(), ROUNDS)
+    cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", text)
+    assert sorted((int(c), int(r), s) for c, r, s in cells) == [
+        *((1, 1, "reported"), (1, 2, "reported"), (1, 3, "reported")),
+        *((2, 1, "reported"), (2, 3, "late"), (3, 1, "late")),
+        *((4, 2, "failed"), (4, 3, "failed"), (5, 2, "reported")),
+    ]
+    rows = {int(c): int(y) for y, c in re.findall(r'y="(\d+)"[^>]*><title>client (\d+),', text)}
+    assert sorted(rows, key=rows.__getitem__) == [1, 2, 4, 3, 5]  # most often asked first
+
+
+def test_a_report_to_a_skipped_round_was_only_selected() -> None:
+    """Its work is in no model, so it does not look as if it were."""
+    skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
+    text = page(run(), [skipped])
+    assert "<title>client 1, round 1: selected</title>" in text
+    assert "<title>client 2, round 1: late</title>" in text
+    assert "its round was skipped" in text
+    assert "selected" not in page(run(), ROUNDS).split("Clients by rounds")[1]
+
+
+def test_the_curves_tell_their_values_when_pointed_at() -> None:
+    """One hover column a position, with all lines."""
+    text = page(run(), ROUNDS)
+    assert "<title>round 2: accuracy 0.8125</title>" in text
+    assert "<title>round 2: evaluation 0.7000, training 0.5000</title>" in text
+    assert "<title>minutes 2: accuracy 0.8125</title>" in text
+    assert "<title>round 2: 2 reported, 0 late, 1 failed</title>" in text
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    """The polyline's corners, back in values: lowest at 0.5, highest at 0.8125."""
+    text = page(run(), ROUNDS)
+    corners = re.search(r'<polyline class="line c1" points="([^"]+)"', text)
+    assert corners is not None
+    points = [tuple(map(float, each.split(","))) for each in corners[1].split()]
+    assert [x for x, _ in points] == [52.0, pytest.approx(298.0), 544.0]
+    heights = [y for _, y in points]
+    share = (heights[0] - heights[2]) / (heights[0] - heights[1])
+    assert share == pytest.approx((0.75 - 0.5) / (0.8125 - 0.5), abs=0.01)
+
+
+def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
+    """20 reasons are a table, 30 are noise."""
+    rounds = [finished(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
+    outline = Outline(page(run(), rounds))
+    first = outline.texts.index("reason 00")
+    assert outline.texts[first - 2 : first] == ["2", "3.3 %"]
+    assert "reason 19" in outline.texts
+    assert "reason 20" not in outline.texts
+    assert "10 rarer reasons are not shown." in outline.texts
+
+
+def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
+    """The configuration is TOML for ``fedlearn simulate``; versions and hash stand beside."""
+    record = run(seed=7)
+    outline = Outline(page(record, ROUNDS))
+    assert "fedlearn simulate experiment.toml" in outline.texts
+    assert "seed = 7" in "".join(outline.texts)
+    assert outline.after("torch") == "2.13.0"
+    assert outline.after("configuration SHA-256") == record.config_hash
+
+
+def test_a_configuration_of_another_program_is_shown_as_json() -> None:
+    """A run started from Python cannot be reproduced by a command, and none is given."""
+    assert "fedlearn simulate" in page(run(), ROUNDS)  # the control
+    foreign = replace(run(), config={"python": {"model": HOSTILE}})
+    text = page(foreign, ROUNDS)
+    assert "fedlearn simulate" not in text
+    assert "&quot;python&quot;" in text
+
+
+def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
+    """Name, error, reasons, versions, configuration and metric names are text."""
+    metrics = {"accuracy": 0.5, f"clients/{HOSTILE}_mean": 0.5}
+    record = replace(
+        run(HOSTILE),
+        error=HOSTILE,
+        created_utc=HOSTILE,
+        config_hash=HOSTILE,
+        versions={HOSTILE: HOSTILE},
+        config={HOSTILE: {"a": HOSTILE}, "early_stopping": {"metric": HOSTILE}},
+    )
+    rounds = [finished(0, {1: BAD, 2: GOOD}, metrics, reason=HOSTILE)]
+    outline = Outline(report(record, rounds, tmp_path / "report.html").read_text())
+    tags = {tag for tag, _ in outline.tags}
+    assert not tags & {"script", "img", "iframe", "object", "link", "a", "form"}
+    assert not any(name.startswith("on") for _, attributes in outline.tags for name in attributes)
+    assert any("<script>alert(1)</script>" in text for text in outline.texts)  # seen, as text
+    assert not any("\x1b" in text or "\u202e" in text for text in outline.texts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_name_and_reason_keep_the_page_well_formed(name: str, reason: str) -> None:
+    """The elements are those of a tame page, whatever the texts."""
+    tame = Outline(page(run(), [finished(0, {1: BAD})])).tags
+    wild = Outline(page(run(name), [finished(0, {1: BAD}, reason=reason)])).tags
+    assert [tag for tag, _ in wild] == [tag for tag, _ in tame]
+
+
+def test_the_page_asks_the_network_for_nothing() -> None:
+    """No address, no script; and its policy would refuse both."""
+    text = page(run(), ROUNDS)
+    outline = Outline(text)
+    policy = [a["content"] for tag, a in outline.tags if "http-equiv" in a]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
+    links = [a[k] for _, a in outline.tags for k in ("src", "href", "xlink:href") if k in a]
+    assert all(link.startswith("data:") for link in links)
+    assert not re.search(r"https?:|@import|url\(", text)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [],
+        [finished(0, {})],
+        [finished(0, {1: GOOD})],
+        [finished(0, {1: GOOD}, {"accuracy": math.nan, "loss": math.inf})],
+        [finished(k, {1: GOOD}, {"loss": 0.5}) for k in range(2)],
+        [finished(k, {1: GOOD}, {"accuracy": 1.0 + 1e-16 * k}) for k in range(3)],
+        [replace(finished(0, {1: LATE}), train_loss=math.nan)],
+        [finished(5, {1: GOOD}, {"clients/accuracy_p10": 0.1})],
+    ],
+    ids=["none", "nobody", "unevaluated", "nan", "flat", "almost-flat", "no-loss", "only-p10"],
+)
+def test_gaps_are_no_error(rounds: list[RoundRecord], tmp_path: Path) -> None:
+    """A page is written of whatever is there, without a NaN in the drawing."""
+    text = report(run(), rounds, tmp_path / "report.html").read_text()
+    numbers = " ".join(v for t, a in Outline(text).tags if t in SVG for v in a.values())
+    assert not re.search(r"\b(nan|inf)\b", numbers)
+
+
+def test_a_failed_run_shows_its_error() -> None:
+    """At the top, with the status."""
+    failed = replace(run(), status=RunStatus.FAILED, error="round 3: 2 usable reports")
+    outline = Outline(page(failed, []))
+    assert outline.after("Failed:").strip() == "round 3: 2 usable reports"
+    assert outline.count("span", "failed") == 1
+    assert outline.count("p", "error") == 1
+    assert Outline(page(run(), [])).count("p", "error") == 0
+
+
+def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
+    """The most active clients, binned rounds, as an image; and the page says so."""
+    rng = np.random.default_rng(3)
+    kinds = [GOOD, GOOD, GOOD, LATE, BAD]
+    rounds = [
+        finished(k, {int(c): kinds[int(c + k) % 5] for c in rng.choice(1000, 50, replace=False)})
+        for k in range(1000)
+    ]
+    text = page(run(), rounds)
+    assert len(text) < 400_000
+    assert "Shown are the 200 of 1,000 clients" in text
+    assert "A column is 2 rounds" in text
+    image = re.search(r'href="data:image/png;base64,([^"]+)"', text)
+    assert image is not None
+    pixels = imread(BytesIO(b64decode(image[1])))
+    assert pixels.shape == (200, 500, 4)
+    asked = {client: np.zeros(1000, dtype=bool) for client in range(1000)}
+    for one in rounds:
+        for each in one.participations:
+            asked[each.client_id][one.round_num] = True
+    most = sorted(asked, key=lambda client: (-asked[client].sum(), client))[:200]
+    expected = np.stack([asked[client].reshape(500, 2).any(axis=1) for client in most])
+    np.testing.assert_array_equal(pixels[:, :, 3] > 0, expected)
+
+
+def test_a_column_of_several_rounds_shows_the_worst() -> None:
+    """Failed over late over reported, in the image's own colours."""
+    kinds = {0: (GOOD, BAD), 1: (LATE, GOOD), 2: (GOOD, GOOD)}
+    rounds = [
+        finished(k, {c: statuses[k % 2] for c, statuses in kinds.items()}) for k in range(1200)
+    ]
+    text = page(run(), rounds)
+    titled = re.findall(r"<title>client (\d+), round 1 to 3: (\w+)</title>", text)
+    assert dict(titled) == {"0": "failed", "1": "late", "2": "reported"}
+
+
+def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """No temporary file stays, and a place that cannot be written is our error."""
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    assert report(run(), ROUNDS, path) == path
+    assert path.read_text().startswith("<!doctype html>")
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(StoreError, match=r"missing.report\.html"):
+        report(run(), ROUNDS, tmp_path / "missing" / "report.html")
+
+
+def test_the_page_has_a_light_and_a_dark_look() -> None:
+    """Both set every colour that the other sets."""
+    text = page(run(), ROUNDS)
+    light, dark = (
+        re.search(pattern, text, re.DOTALL)
+        for pattern in (r":root \{(.*?)\}\n@media", r"scheme: dark\) \{ :root \{(.*?)\}")
+    )
+    assert light is not None
+    assert dark is not None
+    assert re.findall(r"--\w+", light[1]) == re.findall(r"--\w+", dark[1])

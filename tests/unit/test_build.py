@@ -1,0 +1,679 @@
+"""From a configuration to objects: every kind of everything, and what is refused why."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedlearn import config as cf
+from fedlearn.algorithms import recipes
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    CustomLoss,
+    MeanSquaredError,
+)
+from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
+from fedlearn.build import Simulation, around, simulation, user_call
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError, DataError
+from fedlearn.simulation import behaviour as devices
+from fedlearn.simulation.models import Cnn, Logistic, Mlp
+from fedlearn.simulation.parquet import ParquetPopulation
+from fedlearn.simulation.population import ArrayPopulation, BootstrapPopulation, PooledPopulation
+
+_DATA = Path(__file__).parents[3] / "shared" / "data"
+_NEEDS_DATA = pytest.mark.skipif(not _DATA.is_dir(), reason=f"there is no {_DATA} with real data")
+_NUM_ROWS = 60
+
+#: What a user might bring, as a file.
+_USER_FILE = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedlearn.simulation.federated_data import FederatedData, from_arrays
+from fedlearn.simulation.partition import Iid
+from fedlearn.simulation.sources import Examples, TrainTest
+
+not_a_function = 3
+
+
+@dataclass
+class Widths:  # a dataclass looks its module up among the imported ones
+    inner: "int" = 4
+
+
+def network(outputs, inner=Widths().inner):
+    return nn.Sequential(nn.Linear(2, inner), nn.Linear(inner, outputs))
+
+
+def broken_network(outputs):
+    return "outputs" + outputs  # a TypeError of the user's own
+
+
+def no_network():
+    return 3
+
+
+def loss(power):
+    return lambda outputs, labels: F.cross_entropy(outputs, labels, reduction="none") ** power
+
+
+def no_loss():
+    return 3
+
+
+def examples(num_rows, with_groups):
+    rows = torch.arange(num_rows)
+    groups = (rows % 20).numpy() if with_groups else None
+    part = Examples(
+        features=rows.float()[:, None].repeat(1, 2), labels=rows % 3, groups=groups, num_classes=3
+    )
+    return TrainTest(train=part, test=part)
+
+
+def divided():
+    rows = torch.arange(60)
+    return from_arrays(
+        rows[:, None] * 1.0, rows % 3, partition=Iid(20), test_fraction=0.2, seed=0
+    )
+
+
+def no_data():
+    return 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    """A file with the user's functions."""
+    file = tmp_path / "mine.py"
+    file.write_text(_USER_FILE)
+    return file
+
+
+def _npz(folder: Path, **changes: Any) -> Path:  # Any: whatever numpy takes
+    rows = np.arange(_NUM_ROWS)
+    arrays = {
+        "x": np.repeat(rows[:, None], 2, axis=1) / _NUM_ROWS,
+        "y": rows % 3,
+        "who": rows % 20,
+        "tx": np.zeros((4, 2)),
+        "ty": np.arange(4),
+    }
+    np.savez(folder / "data.npz", allow_pickle=False, **(arrays | changes))
+    return folder / "data.npz"
+
+
+def _parquet(folder: Path) -> Path:
+    rows = np.arange(_NUM_ROWS)
+    table = pa.table({"user": rows // 3, "a": rows / _NUM_ROWS, "b": rows * 0.1, "label": rows % 3})
+    pq.write_table(table, folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def _mnist(folder: Path) -> Path:
+    rows = np.arange(40)
+    arrays: dict[str, NDArray[Any]] = {}
+    for part in ("train", "test"):
+        arrays[f"x_{part}"] = np.zeros((40, 28, 28), np.uint8)
+        arrays[f"y_{part}"] = (rows % 10).astype(np.uint8)
+        arrays[f"writer_{part}"] = (rows // 2).astype(np.int16)
+    np.savez(folder / "mnist.npz", allow_pickle=False, **arrays)
+    return folder / "mnist.npz"
+
+
+def _traces(path: Path) -> Path:
+    np.savez(
+        path,
+        allow_pickle=False,
+        time_s=np.array([0.0, 1.0]),
+        mbit_per_s=np.array([1.0, 1.0]),
+        offset=np.array([0, 2]),
+    )
+    return path
+
+
+def _built(settings: Mapping[str, object], *, data_dir: Path = Path("nowhere")) -> Simulation:
+    config = cf.from_mapping(settings, source="a test")
+    return simulation(config, data_dir=data_dir)
+
+
+def _npz_data(path: Path, **changes: object) -> dict[str, object]:
+    return {"source": "npz", "path": str(path), "groups": "who", "test_fraction": 0.25} | changes
+
+
+def _kinds(union: object) -> list[type[cf.Section]]:
+    """Return the tables of a union, which is annotated with the key that tells its kinds."""
+    return list(get_args(get_args(union)[0]))
+
+
+# ---- Data ---------------------------------------------------------------------------------
+
+
+def test_digits_become_clients_by_every_partition_they_have() -> None:
+    """Also the virtual clients that draw with replacement."""
+    partitions: dict[str, dict[str, object]] = {
+        "iid": {"num_clients": 20},
+        "dirichlet": {"num_clients": 20, "alpha": 1.0, "min_examples": 3},
+        "shards": {"num_clients": 20, "shards_per_client": 3},
+        "bootstrap": {"num_clients": 2000, "examples_per_client": 7},
+    }
+    for kind, numbers in partitions.items():
+        built = _built({"data": {"partition": {"kind": kind} | numbers}})
+        assert built.data.population.num_clients == numbers["num_clients"]
+        assert built.data.feature_shape == (64,)
+    built = _built({"data": {"partition": {"kind": "bootstrap"} | partitions["bootstrap"]}})
+    assert isinstance(built.data.population, BootstrapPopulation)
+    assert built.data.population.num_examples(np.array([5])).tolist() == [7]
+    kinds = {each.model_fields["kind"].default for each in _kinds(cf.Partition)}
+    assert kinds == {*partitions, "natural"}
+
+
+def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
+    """Each by its own road; natural clients where the data know them."""
+    parquet = str(_parquet(tmp_path))
+    rows = {"num_rows": _NUM_ROWS, "with_groups": True}
+    sources: dict[str, tuple[dict[str, object], int, tuple[int, ...]]] = {
+        "digits": ({}, 50, (64,)),
+        "mnist-by-writer": ({"path": str(_mnist(tmp_path))}, 20, (1, 28, 28)),
+        "npz": (_npz_data(_npz(tmp_path)), 20, (2,)),
+        "parquet": (
+            {"path": parquet, "test_path": parquet, "client_column": "user"},
+            20,
+            (2,),
+        ),
+        "python": ({"factory": f"{user_file}:examples", "args": rows}, 20, (2,)),
+    }
+    for source, (settings, num_clients, shape) in sources.items():
+        data = _built({"data": {"source": source} | settings}).data
+        assert data.population.num_clients == num_clients, source
+        assert data.feature_shape == shape
+    assert {each.model_fields["source"].default for each in _kinds(cf.Data)} == {*sources}
+
+
+def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path: Path) -> None:
+    """The name of the file counts as well as its folder."""
+    path = _mnist(tmp_path)
+    found = _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
+    elsewhere = path.rename(tmp_path / "written.npz")
+    named = _built({"data": {"source": "mnist-by-writer", "path": str(elsewhere)}})
+    assert named.data.population.num_clients == found.data.population.num_clients == 20
+    with pytest.raises(DataError, match=r"no mnist\.npz in .*; give the folder"):
+        _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
+
+
+def test_an_npz_may_bring_its_own_test_set(tmp_path: Path) -> None:
+    """All of its rows are then for training, and its classes count."""
+    data = _npz_data(_npz(tmp_path), test_features="tx", test_labels="ty")
+    del data["test_fraction"]
+    built = _built({"data": data})
+    assert len(built.data.test.labels) == 4
+    assert built.data.test.num_classes == 4
+    everyone = np.arange(20)
+    assert built.data.population.num_examples(everyone).sum() == _NUM_ROWS
+
+
+def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
+    """Two by default, one if one is named."""
+    path = str(_parquet(tmp_path))
+    data: dict[str, object] = {
+        "source": "parquet",
+        "path": path,
+        "test_path": path,
+        "client_column": "user",
+    }
+    built = _built({"data": data | {"feature_columns": ["b"]}})
+    assert isinstance(built.data.population, ParquetPopulation)
+    assert built.data.feature_shape == (1,)
+    with pytest.raises(ConfigError, match=r'kind is "iid", but streaming Parquet is divided by'):
+        _built({"data": data | {"partition": {"kind": "iid", "num_clients": 20}}})
+
+
+def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) -> None:
+    """Clients cannot be divided again, and a number is neither."""
+    divided: dict[str, object] = {"source": "python", "factory": f"{user_file}:divided"}
+    iid = {"kind": "iid", "num_clients": 15}
+    assert _built({"data": divided}).data.population.num_clients == 20
+    with pytest.raises(ConfigError, match=r'kind is "iid", but .*divided already'):
+        _built({"data": divided | {"partition": iid}})
+    rows = {"num_rows": _NUM_ROWS, "with_groups": False}
+    examples = divided | {"factory": f"{user_file}:examples", "args": rows}
+    assert _built({"data": examples | {"partition": iid}}).data.population.num_clients == 15
+    with pytest.raises(DataError, match="do not say whose they are"):
+        _built({"data": examples})
+    with pytest.raises(ConfigError, match="returned int; it must return FederatedData or"):
+        _built({"data": divided | {"factory": f"{user_file}:no_data"}})
+
+
+def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
+    """More clients than examples, or more asked than there are clients."""
+    path = _npz(tmp_path)
+    iid = {"kind": "iid", "num_clients": 50}
+    with pytest.raises(DataError, match="45 examples are too few for 50 clients"):
+        _built({"data": _npz_data(path, partition=iid)})
+    with pytest.raises(ConfigError, match=r"cohort.num_wanted: 26 clients are asked .* have 20"):
+        _built({"data": _npz_data(path), "cohort": {"num_wanted": 20}})
+
+
+# ---- Model and loss -----------------------------------------------------------------------
+
+
+def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
+    """The output of each has a logit a class."""
+    mnist = {"source": "mnist-by-writer", "path": str(_mnist(tmp_path))}
+    shape = (1, 28, 28)
+    expected: dict[str, tuple[dict[str, object], object]] = {
+        "mlp": (
+            {"hidden": [5, 6]},
+            Mlp(feature_shape=shape, hidden=(5, 6), num_outputs=10),
+        ),
+        "logistic": ({}, Logistic(feature_shape=shape, num_outputs=10)),
+        "cnn": ({}, Cnn(feature_shape=shape, num_outputs=10)),
+    }
+    for kind, (settings, piece) in expected.items():
+        built = _built({"data": mnist, "model": {"kind": kind} | settings})
+        assert built.make_model == piece
+        assert built.make_model()(torch.zeros(2, *shape)).shape == (2, 10)
+    model = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 7}}
+    built = _built({"data": mnist, "model": model})
+    assert built.make_model()(torch.zeros(3, 2)).shape == (3, 7)
+    kinds = {each.model_fields["kind"].default for each in _kinds(cf.Model)}
+    assert kinds == {*expected, "python"}
+
+
+def test_a_cnn_on_vectors_is_refused_when_it_is_built() -> None:
+    """Digits are vectors of 64; the run has not begun."""
+    with pytest.raises(ConfigError, match=r'"cnn" needs images .* shape \[64\]; use "mlp"'):
+        _built({"model": {"kind": "cnn"}})
+
+
+def test_integer_features_need_a_model_that_takes_them(tmp_path: Path, user_file: Path) -> None:
+    """Ours multiply them with floats."""
+    rows = np.arange(_NUM_ROWS)
+    path = str(tmp_path / "tokens.parquet")
+    pq.write_table(pa.table({"user": rows // 3, "token": rows, "label": rows % 3}), path)
+    data = {"source": "parquet", "path": path, "test_path": path, "client_column": "user"}
+    with pytest.raises(ConfigError, match=r'"mlp" computes with floats, .* torch.int64'):
+        _built({"data": data})
+    own = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 3}}
+    assert _built({"data": data, "model": own}).data.test.features.dtype == torch.int64
+
+
+def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
+    """And the network as many outputs as the loss reads, which it then can compute."""
+    binary = _npz_data(_npz(tmp_path, y=np.arange(_NUM_ROWS) % 2))
+    losses: dict[str, tuple[dict[str, object], object, int]] = {
+        "cross_entropy": ({}, CrossEntropy(), 2),
+        "bce_with_logits": ({}, BinaryCrossEntropy(), 1),
+        "mse": ({}, MeanSquaredError(), 1),
+        "python": ({"factory": f"{user_file}:loss", "args": {"power": 2.0}}, None, 2),
+    }
+    for kind, (settings, expected, num_outputs) in losses.items():
+        built = _built({"data": binary, "loss": {"kind": kind} | settings})
+        if expected is None:
+            assert isinstance(built.objective, CustomLoss)
+        else:
+            assert built.objective == expected
+        outputs = built.make_model()(built.data.test.features)
+        assert outputs.shape[1] == num_outputs
+        assert built.objective.losses(outputs, built.data.test.labels).shape == outputs.shape[:1]
+    standard = get_args(cf.StandardLoss.model_fields["kind"].annotation)
+    assert {*standard, "python"} == {*losses}
+
+
+def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
+    """The network has an output for each."""
+    data = _npz_data(_npz(tmp_path, y=np.zeros((_NUM_ROWS, 3))))
+    built = _built({"data": data, "loss": {"kind": "mse"}})
+    outputs = built.make_model()(built.data.test.features)
+    assert outputs.shape[1] == 3
+    assert built.objective.losses(outputs, built.data.test.labels).shape == outputs.shape[:1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "message"),
+    [
+        (np.linspace(0.0, 1.0, _NUM_ROWS), "cross_entropy", '"cross_entropy" needs classes'),
+        (np.zeros((_NUM_ROWS, 2), int), "cross_entropy", r"labels have shape \[2\]"),
+        (np.arange(_NUM_ROWS) % 3, "bce_with_logits", r"lie in 0\.\.2"),
+        (np.linspace(0.0, 1.5, _NUM_ROWS), "bce_with_logits", r"lie in 0.*\.\.1\.5"),
+        (np.linspace(-1.0, 1.0, _NUM_ROWS), "bce_with_logits", r"lie in -1\.\."),
+        (np.zeros((_NUM_ROWS, 2), int), "bce_with_logits", r"shape \[2\]"),
+    ],
+)
+def test_a_loss_that_means_nothing_for_the_labels_is_refused(
+    tmp_path: Path, labels: NDArray[Any], kind: str, message: str
+) -> None:
+    """Before a round fails in the middle of training."""
+    data = _npz_data(_npz(tmp_path, y=labels), test_fraction=0.9, partition={"kind": "natural"})
+    cohort = {"num_wanted": 1}
+    with pytest.raises(ConfigError, match=message):
+        _built({"data": data, "loss": {"kind": kind}, "cohort": cohort})
+
+
+def test_what_a_function_must_return_is_checked(user_file: Path) -> None:
+    """A model is a torch module, a loss a function."""
+    no_loss = {"kind": "python", "factory": f"{user_file}:no_loss"}
+    with pytest.raises(ConfigError, match=r"loss.factory: .*returned int; it must return a func"):
+        _built({"loss": no_loss})
+    built = _built({"model": {"kind": "python", "factory": f"{user_file}:no_network"}})
+    with pytest.raises(ConfigError, match=r"model.factory: .*returned int, not a torch module"):
+        built.make_model()
+
+
+# ---- Algorithm ----------------------------------------------------------------------------
+
+_CLIENT = {
+    "epochs": 3,
+    "batch_size": 7,
+    "learning_rate": 0.5,
+    "momentum": 0.25,
+    "weight_decay": 0.125,
+    "shuffle": False,
+    "keep_momentum": True,
+}
+_LOCAL = LocalSgd(
+    epochs=3,
+    batch_size=7,
+    learning_rate=0.5,
+    momentum=0.25,
+    weight_decay=0.125,
+    shuffle=False,
+    keep_momentum=True,
+)
+_SERVER = {"server_learning_rate": 0.5, "tau": 0.25, "beta_1": 0.5, "weight_by_examples": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": "fedavg"}, recipes.FedAvg(_LOCAL, weight_by_examples=True)),
+        (
+            {"name": "fedprox", "proximal": 0.75, "weight_by_examples": False},
+            recipes.FedProx(_LOCAL, proximal=0.75, weight_by_examples=False),
+        ),
+        (
+            {"name": "fedavgm", "server_learning_rate": 0.5, "server_momentum": 0.75},
+            recipes.FedAvgM(
+                _LOCAL, server_learning_rate=0.5, server_momentum=0.75, weight_by_examples=True
+            ),
+        ),
+        (
+            {"name": "fedadagrad"} | _SERVER,
+            recipes.FedAdagrad(
+                _LOCAL, server_learning_rate=0.5, tau=0.25, beta_1=0.5, weight_by_examples=False
+            ),
+        ),
+        (
+            {"name": "fedadam", "beta_2": 0.75} | _SERVER,
+            recipes.FedAdam(
+                _LOCAL,
+                server_learning_rate=0.5,
+                tau=0.25,
+                beta_1=0.5,
+                beta_2=0.75,
+                weight_by_examples=False,
+            ),
+        ),
+        (
+            {"name": "fedyogi", "beta_2": 0.75} | _SERVER,
+            recipes.FedYogi(
+                _LOCAL,
+                server_learning_rate=0.5,
+                tau=0.25,
+                beta_1=0.5,
+                beta_2=0.75,
+                weight_by_examples=False,
+            ),
+        ),
+    ],
+)
+def test_every_algorithm_has_all_its_numbers(
+    settings: dict[str, object], expected: recipes.Algorithm
+) -> None:
+    """And the local training that the configuration describes."""
+    assert _built({"algorithm": settings, "client": _CLIENT}).algorithm == expected
+
+
+def test_the_algorithms_tested_are_all_there_are() -> None:
+    """The control of the table above."""
+    names = {each.model_fields["name"].default for each in _kinds(cf.Algorithm)}
+    adaptive = {"fedadagrad", "fedadam", "fedyogi"}
+    assert names == {"fedavg", "fedsgd", "fedprox", "fedavgm", *adaptive}
+
+
+def test_fedsgd_is_one_plain_gradient_step() -> None:
+    """What it cannot honour is refused, and the message says how to have it."""
+    settings: dict[str, object] = {
+        "algorithm": {"name": "fedsgd", "weight_by_examples": False},
+        "client": {"learning_rate": 0.5},
+    }
+    assert _built(settings).algorithm == recipes.FedSGD(learning_rate=0.5, weight_by_examples=False)
+    for name in ("momentum", "weight_decay"):
+        with pytest.raises(ConfigError, match=rf'client.{name} is 0.5, but FedSGD .*"fedavg" with'):
+            _built(settings | {"client": {name: 0.5}})
+
+
+def test_all_examples_at_once_is_a_batch_size() -> None:
+    """It stands for no number."""
+    assert _built({"client": {"batch_size": "all"}}).algorithm.local.batch_size is None
+
+
+# ---- Cohort, stragglers, devices ----------------------------------------------------------
+
+
+def test_every_kind_of_sampling_has_its_sampler() -> None:
+    """With its cap."""
+    assert _built({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
+    poisson = {"sampling": "poisson", "cap": 1.5}
+    assert _built({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
+    kinds = {each.model_fields["sampling"].default for each in _kinds(cf.Cohort)}
+    assert kinds == {"uniform", "poisson"}
+
+
+def test_the_straggler_policy_is_that_of_the_configuration() -> None:
+    """Thirteen are asked for ten, and nobody is waited for longer than a deadline."""
+    built = _built({"stragglers": {"deadline_s": "none", "min_reports": 3}})
+    assert built.policy == built.config.straggler_policy()
+    assert (built.policy.num_asked, built.policy.deadline_s) == (13, math.inf)
+
+
+def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
+    """Speeds, jitter, drop-outs and both kinds of bandwidth, with all their numbers."""
+    assert _built({"devices": {"kind": "ideal"}}).behaviour == devices.Instant()
+    lognormal: dict[str, object] = {
+        "kind": "lognormal",
+        "median_ms_per_example": 5.0,
+        "speed_sigma": 0.5,
+        "round_jitter_sigma": 0.25,
+        "dropout_rate": 0.125,
+    }
+    bandwidth = {"kind": "lognormal", "median_mbit_per_s": 3.0, "sigma": 0.75}
+    built = _built({"devices": lognormal | {"bandwidth": bandwidth}}).behaviour
+    assert built == devices.Behaviour(
+        speed=devices.LognormalSpeed(median_ms_per_example=5.0, sigma=0.5),
+        bandwidth=devices.LognormalBandwidth(median_mbit_per_s=3.0, sigma=0.75),
+        dropout=devices.Dropout(rate=0.125),
+        round_jitter_sigma=0.25,
+    )
+    path = _traces(tmp_path / "mine.npz")
+    traces = {"devices": lognormal | {"bandwidth": {"kind": "traces", "path": str(path)}}}
+    replayed = _built(traces).behaviour
+    assert isinstance(replayed, devices.Behaviour)
+    assert isinstance(replayed.bandwidth, devices.TraceBandwidth)
+    kinds = {
+        each.model_fields["kind"].default
+        for union in (cf.Devices, cf.Bandwidth)
+        for each in _kinds(union)
+    }
+    assert kinds == {"ideal", "lognormal", "traces"}
+
+
+def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
+    """Unless they have a path of their own."""
+    settings = {"devices": {"bandwidth": {"kind": "traces"}}}
+    with pytest.raises(DataError, match=r"no bandwidth_traces\.npz in"):
+        _built(settings, data_dir=tmp_path)
+    _traces(tmp_path / "bandwidth_traces.npz")
+    built = _built(settings, data_dir=tmp_path).behaviour
+    assert isinstance(built, devices.Behaviour)
+    assert isinstance(built.bandwidth, devices.TraceBandwidth)
+
+
+# ---- The whole ----------------------------------------------------------------------------
+
+
+def test_the_default_configuration_builds_the_main_job() -> None:
+    """Fifty clients with the digits, and the seed of the configuration."""
+    built = _built({"seed": 7})
+    assert built.seed == Seed(7)
+    assert built.data.population.num_clients == 50
+    assert isinstance(built.data.population, ArrayPopulation)
+    assert built.make_model == Mlp(feature_shape=(64,), hidden=(64,), num_outputs=10)
+
+
+def test_centralised_training_is_one_client_that_always_reports() -> None:
+    """All examples, ideal devices, a cohort of one."""
+    built = _built({"centralized": True})
+    assert isinstance(built.data.population, PooledPopulation)
+    assert built.data.population.num_examples(np.array([0])).tolist() == [1438]
+    assert (built.policy.num_asked, built.policy.min_reports) == (1, 1)
+    assert built.behaviour == devices.Instant()
+
+
+def test_an_accuracy_that_is_not_measured_cannot_end_a_run(tmp_path: Path) -> None:
+    """Regression has none; without a limit, or watching the loss, it is accepted."""
+    settings: dict[str, object] = {
+        "data": _npz_data(_npz(tmp_path)),
+        "loss": {"kind": "mse"},
+    }
+    assert _built(settings).objective == MeanSquaredError()
+    by_loss = _built(settings | {"early_stopping": {"patience_rounds": 3, "metric": "loss"}})
+    assert by_loss.config.early_stopping.patience_rounds == 3
+    for limit in ({"patience_rounds": 3}, {"target": 0.5}):
+        with pytest.raises(ConfigError, match='metric is "accuracy", but MeanSquaredError'):
+            _built(settings | {"early_stopping": limit})
+
+
+def test_pieces_made_in_python_are_taken_as_they_are() -> None:
+    """The configuration says the rest, and is checked against them."""
+    given, config = _built({}), cf.from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
+
+    def network() -> nn.Module:
+        return nn.Linear(64, 10)
+
+    def built(config: cf.Config) -> Simulation:
+        return around(
+            config,
+            make_model=network,
+            objective=CrossEntropy(),
+            data=given.data,
+            algorithm=given.algorithm,
+            data_dir=Path("nowhere"),
+        )
+
+    assert built(config).make_model is network
+    assert built(config).policy.num_wanted == 5
+    crowd = cf.from_mapping(
+        {"cohort": {"num_wanted": 40}, "data": {"partition": {"num_clients": 60}}}, source="a test"
+    )
+    with pytest.raises(ConfigError, match=r"52 clients are asked .* have 50"):
+        built(crowd)
+
+
+# ---- Functions of the user's own ----------------------------------------------------------
+
+
+def _user_function(factory: str, **args: object) -> Callable[[], Any]:  # Any: the user's
+    return user_call("model.factory", factory, args)
+
+
+def test_functions_are_found_in_modules_and_files(user_file: Path) -> None:
+    """Classes are functions too, and so is what is written in C and hides its arguments."""
+    assert isinstance(_user_function("torch.nn:Identity")(), nn.Identity)
+    assert _user_function(f"{user_file}:network", outputs=3)()[1].out_features == 3
+    assert _user_function("builtins:dict", a=1)() == {"a": 1}
+
+
+def test_a_file_is_imported_once(user_file: Path) -> None:
+    """As any module: what it defines is the same thing every time."""
+    first, again = (_user_function(f"{user_file}:Widths") for _ in range(2))
+    assert type(first()) is type(again())
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "f", "cannot be imported: .*No such file"),
+        ("def f(: pass", "f", "cannot be imported: invalid syntax"),
+        ("import no_such_module_at_all", "f", "No module named 'no_such_module_at_all'"),
+        ("f = 3", "f", "there is no function f in"),
+        ("f = len", "g", "there is no function g in"),
+    ],
+)
+def test_a_function_that_cannot_be_found_is_refused(
+    tmp_path: Path, content: str | None, name: str, message: str
+) -> None:
+    """With the key, the file and what is wrong with it."""
+    file = tmp_path / "theirs.py"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^model\.factory: .*{message}"):
+        _user_function(f"{file}:{name}")
+
+
+def test_a_module_that_is_not_installed_is_refused() -> None:
+    """A file can be named instead."""
+    with pytest.raises(ConfigError, match="install the module, or name its file"):
+        _user_function("no_such_module_at_all:f")
+
+
+def test_a_file_that_fails_to_import_is_imported_again(tmp_path: Path) -> None:
+    """After its author has mended it, in the same process; the failure is the author's own."""
+    file = tmp_path / "theirs.py"
+    file.write_text("raise KeyError('mine')")
+    with pytest.raises(KeyError, match="mine"):
+        _user_function(f"{file}:f")
+    file.write_text("def f():\n    return 'mended by its author'")
+    assert _user_function(f"{file}:f")() == "mended by its author"
+
+
+def test_wrong_arguments_are_told_from_errors_inside_the_function(user_file: Path) -> None:
+    """Both are TypeErrors; only the first is a mistake in the configuration."""
+    for args in ({}, {"outputs": 3, "depth": 2}):
+        with pytest.raises(ConfigError, match=r"network does not take the arguments \["):
+            _user_function(f"{user_file}:network", **args)
+    model = {"kind": "python", "factory": f"{user_file}:broken_network", "args": {"outputs": 3}}
+    built = _built({"model": model})
+    with pytest.raises(TypeError, match="concatenate"):
+        built.make_model()
+
+
+# ---- Real data ----------------------------------------------------------------------------
+
+
+@_NEEDS_DATA
+def test_the_real_writers_and_bandwidths_build() -> None:
+    """MNIST by writer on an MLP, over recorded bandwidths."""
+    settings = {
+        "data": {"source": "mnist-by-writer"},
+        "devices": {"bandwidth": {"kind": "traces"}},
+    }
+    built = _built(settings, data_dir=_DATA)
+    assert built.data.population.num_clients == 539
+    first = built.data.population.load(np.array([0]))
+    rows = torch.from_numpy(first.rows)
+    assert built.make_model()(first.features[rows]).shape == (len(rows), 10)

@@ -1,0 +1,320 @@
+"""What the command line says and exits with, without a run."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+import typer
+
+from fedlearn import errors
+from fedlearn.cli.app import main
+from fedlearn.cli.commands import FollowedProgress
+from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, resume_command
+from fedlearn.cli.logs import configure_logs
+from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.errors import (
+    BudgetExhausted,
+    ConfigError,
+    CorruptCheckpoint,
+    DataError,
+    EngineError,
+    FedlearnError,
+    NewerStore,
+    ProtocolError,
+    RoundError,
+    StoreError,
+    TooFewReports,
+)
+from fedlearn.experiment.comparison import Summary
+
+RECORD = RunRecord(
+    name="calm-otter-17",
+    status=RunStatus.RUNNING,
+    error="",
+    created_utc="2026-01-02T03:04:05Z",
+    num_rounds=20,
+    config={},
+    config_hash="",
+    versions={},
+)
+
+
+class Silence:
+    """Progress for nobody."""
+
+    def start(self, record: RunRecord, path: Path, notes: object) -> None:
+        """Say nothing."""
+
+    def round(self, record: RoundRecord) -> None:
+        """Say nothing."""
+
+    def end(self, summary: Summary) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory, no settings from outside, and structlog as it was."""
+    monkeypatch.chdir(tmp_path)
+    variables = ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR")
+    for name in variables:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    structlog.reset_defaults()
+
+
+def ended(cause: BaseException) -> RunEnded:
+    error = RunEnded("calm-otter-17", resume="fedlearn resume calm-otter-17")
+    error.__cause__ = cause
+    return error
+
+
+# ---- Exit codes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(), 2),
+        (DataError(), 2),
+        (StoreError("there is no run called 'x'"), 2),
+        (NewerStore(), 2),
+        (typer.BadParameter("--rounds"), 2),
+        (RoundError(), 3),
+        (TooFewReports(round_num=1, received=0, minimum=5), 3),
+        (EngineError(), 3),
+        (ProtocolError(), 3),
+        (ValueError(), 3),
+        (MemoryError(), 3),
+        (BudgetExhausted(), 4),
+        (KeyboardInterrupt(), 130),
+        (typer.Abort(), 130),
+        (ended(StoreError("the disk is full")), 3),
+        (ended(CorruptCheckpoint()), 3),
+        (ended(RoundError()), 3),
+        (ended(ZeroDivisionError()), 3),
+        (ended(DataError()), 2),
+        (ended(BudgetExhausted()), 4),
+        (ended(KeyboardInterrupt()), 130),
+    ],
+)
+def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
+    """The same error of the store is bad input before a run and its failure within."""
+    assert exit_code(error) == code
+
+
+def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
+    """Whatever is added to the errors gets a code."""
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    assert FedlearnError in kinds
+    raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
+    assert {exit_code(error) for error in raised} == {2, 3, 4}
+
+
+# ---- Messages -----------------------------------------------------------------------------
+
+
+def test_an_error_of_a_run_is_told_with_the_command_that_goes_on() -> None:
+    """One reads what happened first, then what to type."""
+    lines = message(ended(StoreError("the disk is full"))).splitlines()
+    assert lines[0] == "the disk is full"
+    assert lines[1].endswith("fedlearn resume calm-otter-17")
+
+
+def test_the_command_that_goes_on_finds_the_run() -> None:
+    """With the directory that the user gave, quoted for a shell."""
+    assert resume_command("calm-otter-17", runs_dir=None) == "fedlearn resume calm-otter-17"
+    command = resume_command("calm-otter-17", runs_dir="my runs")
+    assert command == "fedlearn resume calm-otter-17 --runs-dir 'my runs'"
+
+
+def test_an_unexpected_error_is_named() -> None:
+    """Its type is part of what happened, and there is a way to see more."""
+    text = message(ZeroDivisionError("division by zero"))
+    assert "ZeroDivisionError: division by zero" in text
+    assert "--debug" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "run"),
+    [
+        (ConfigError("no"), "ConfigError", None),
+        (ended(RoundError("no")), "RoundError", "calm-otter-17"),
+    ],
+)
+def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | None) -> None:
+    """A program gets what happened, to which run, without what a person would type."""
+    expected = {"event": "error", "kind": kind, "message": "no", "run": run}
+    assert json.loads(json_line(error)) == expected
+
+
+# ---- Which run an error ended -------------------------------------------------------------
+
+
+def follow_run_ending_in(error: BaseException) -> None:
+    with FollowedProgress(Silence(), runs_dir=None) as progress:
+        progress.start(RECORD, Path(), ())
+        raise error
+
+
+@pytest.mark.parametrize("error", [StoreError("full"), ValueError("?"), KeyboardInterrupt()])
+def test_an_error_after_the_start_says_which_run_it_ended(error: BaseException) -> None:
+    """The cause is kept."""
+    with pytest.raises(RunEnded) as caught:
+        follow_run_ending_in(error)
+    assert caught.value.run == "calm-otter-17"
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_before_the_start_ended_no_run() -> None:
+    """A bad configuration has no run to resume."""
+    with pytest.raises(ConfigError), FollowedProgress(Silence(), runs_dir=None):
+        raise ConfigError
+
+
+@pytest.mark.parametrize("ending", [BrokenPipeError(), SystemExit(0)])
+def test_what_is_no_failure_of_the_run_passes(ending: BaseException) -> None:
+    """The reader of a pipe went away; a worker of torchrun is done."""
+    with pytest.raises(type(ending)):
+        follow_run_ending_in(ending)
+
+
+# ---- The whole ----------------------------------------------------------------------------
+
+
+def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names every command of the contract."""
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    commands = "simulate runs show compare resume plot report export check"
+    assert all(f"\n  {command}  " in output for command in commands.split())
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the name, as usual."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fedlearn 0.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulat"],
+        ["simulate", "--round", "3"],
+        ["simulate", "--rounds", "0"],
+        ["simulate", "--rounds", "few"],
+        ["compare", "a"],
+        ["plot"],
+    ],
+)
+def test_wrong_usage_is_one_message(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It exits with 2, and standard output stays empty."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("fedlearn: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_wrong_usage_is_told_to_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its arguments could not be parsed, but --json is among them."""
+    assert main(["simulate", "--json", "--rounds", "few"]) == 2
+    assert json.loads(capsys.readouterr().out)["event"] == "error"
+
+
+def test_a_missing_file_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, with the file and what to do."""
+    assert main(["simulate", "nowhere.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error == "fedlearn: nowhere.toml: there is no such file; check the path\n"
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_debug_shows_the_traceback(
+    way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere among the arguments, or by the environment."""
+    monkeypatch.setenv("FEDLEARN_DEBUG", "1" if way == "environment" else "0")
+    extra = ["--debug"] if way == "option" else []
+    assert main(["simulate", "nowhere.toml", *extra]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_another_worker_of_torchrun_says_nothing(
+    option: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 tells of it; the exit code is the same."""
+    monkeypatch.setenv("RANK", "1")
+    assert main(["simulate", "nowhere.toml", *option]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "calm-otter-17"],
+        ["resume", "calm-otter-17"],
+        ["compare", "a", "b"],
+        ["plot", "a"],
+        ["report", "a"],
+        ["export", "a"],
+    ],
+)
+def test_where_there_are_no_runs_none_is_found_and_nothing_made(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looking for a run makes neither a directory nor a database."""
+    assert main(arguments) == 2
+    assert "--runs-dir" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_runs_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newcomer is told how to make one; a program gets no lines."""
+    assert main(["runs"]) == 0
+    assert "fedlearn simulate" in capsys.readouterr().out
+    assert main(["runs", "--json"]) == 0
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_does_not_replace_a_file_unless_forced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the run is looked for."""
+    file = tmp_path / "model.safetensors"
+    file.write_text("precious")
+    assert main(["export", "calm-otter-17", "--output", str(file)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert file.read_text() == "precious"
+    assert main(["export", "calm-otter-17", "--output", str(file), "--force"]) == 2
+    assert "--runs-dir" in capsys.readouterr().err
+
+
+# ---- Logs ---------------------------------------------------------------------------------
+
+
+def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Off a terminal; standard output is for results alone."""
+    configure_logs(debug=False, quiet=False)
+    log = structlog.get_logger("fedlearn")
+    log.debug("too_much")
+    log.warning("request_failed", client_id=3)
+    printed = capsys.readouterr()
+    event = json.loads(printed.err)
+    assert printed.out == ""
+    assert (event["event"], event["client_id"], event["level"]) == ("request_failed", 3, "warning")
+
+
+def test_a_quiet_worker_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even what is critical: rank 0 says it."""
+    configure_logs(debug=True, quiet=True)
+    structlog.get_logger("fedlearn").critical("all_is_lost")
+    assert capsys.readouterr() == ("", "")
