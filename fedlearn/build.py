@@ -335,10 +335,14 @@ def _require_binary(test: sources.Examples) -> None:
         )
 
 
+def measures_accuracy(objective: Objective) -> bool:
+    """Return whether an objective's metrics include the accuracy."""
+    return isinstance(objective, CrossEntropy | BinaryCrossEntropy)
+
+
 def _require_watched(stopping: cf.EarlyStoppingSection, objective: Objective) -> None:
     stops = stopping.patience_rounds is not None or stopping.target is not None
-    without_accuracy = isinstance(objective, MeanSquaredError | CustomLoss)
-    if stops and stopping.metric == "accuracy" and without_accuracy:
+    if stops and stopping.metric == "accuracy" and not measures_accuracy(objective):
         raise ConfigError(
             f'early_stopping.metric is "accuracy", but {type(objective).__name__} measures none; '
             'set it to "loss"'

@@ -130,16 +130,18 @@ def simulate(
     """Run a federated simulation and record it."""
     from fedlearn.cli import commands
 
+    settings = _settings(name=name, workers=workers, rounds=rounds, centralized=centralized)
     commands.do_simulate(
         experiment,
-        overrides=[*(overrides or ()), *_settings(name=name, workers=workers, rounds=rounds)],
+        overrides=[*(overrides or ()), *settings],
         places=commands.Places(runs_dir=runs_dir, data_dir=data_dir),
         as_json=as_json,
-        centralized=centralized,
     )
 
 
-def _settings(*, name: str | None, workers: int | None, rounds: int | None) -> Iterator[str]:
+def _settings(
+    *, name: str | None, workers: int | None, rounds: int | None, centralized: bool
+) -> Iterator[str]:
     """Yield the override that each option stands for."""
     if name is not None:
         yield f"name={json.dumps(name)}"  # quoted, since a name may look like a number
@@ -147,6 +149,8 @@ def _settings(*, name: str | None, workers: int | None, rounds: int | None) -> I
         yield f"engine.num_workers={workers}"
     if rounds is not None:
         yield f"num_rounds={rounds}"
+    if centralized:
+        yield "centralized=true"
 
 
 @app.command(

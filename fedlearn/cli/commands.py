@@ -22,7 +22,7 @@ from fedlearn.experiment.comparison import Summary, compare
 from fedlearn.experiment.plot import plot
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import open_run
-from fedlearn.experiment.simulate import Site, resolve_config, resume, run_centralized, run_config
+from fedlearn.experiment.simulate import Site, resolve_config, resume, run_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,11 @@ def do_simulate(
     overrides: Sequence[str],
     places: Places,
     as_json: bool,
-    centralized: bool,
 ) -> None:
     """Run an experiment; the progress prints it."""
     config = load(experiment, overrides=overrides)
     with _followed(places, as_json=as_json) as progress:
-        run = run_centralized if centralized else run_config
-        run(config, places.site(config, progress))
+        run_config(config, places.site(config, progress))
 
 
 def do_resume(name: str, *, places: Places, as_json: bool, from_previous: bool) -> None:

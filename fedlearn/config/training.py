@@ -12,7 +12,7 @@ class MlpModel(Section):
     """Linear layers with ReLU between them."""
 
     kind: Literal["mlp"] = Field("mlp", description="Which model is trained.")
-    hidden: Width = Field((64,), description="Units of each hidden layer, >= 1.")
+    hidden: Width = Field((128,), description="Units of each hidden layer, >= 1.")
 
 
 class LogisticModel(Section):

@@ -54,8 +54,10 @@ class EvaluationSection(Section):
 class EarlyStoppingSection(Section):
     """When a run ends before its last round."""
 
-    metric: Literal["accuracy", "loss"] = Field(
-        "accuracy", description="The central test metric that is watched."
+    metric: Literal["auto", "accuracy", "loss"] = Field(
+        "auto",
+        description="The central test metric that is watched, and that makes a model the best; "
+        '"auto" is accuracy where the loss measures it, else loss.',
     )
     patience_rounds: Count | None = Field(
         None, description="Rounds without improvement that end the run, >= 1; without it: never."

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fedlearn.algorithms.aggregators import WeightedSum
-from fedlearn.build import Simulation
+from fedlearn.build import Simulation, measures_accuracy
 from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.coordinator.evaluation import Evaluator, Evaluators
@@ -210,7 +210,7 @@ def assemble(
         evaluator=_evaluator(simulation, model, cluster, device),
         evaluate_every=config.evaluation.every_rounds,
         early_stopping=EarlyStopping(
-            metric=stopping.metric,
+            metric=_watched(simulation),
             patience_rounds=stopping.patience_rounds,
             min_improvement=stopping.min_improvement,
             target=stopping.target,
@@ -220,6 +220,14 @@ def assemble(
         clock=clock,
     )
     return plan, params
+
+
+def _watched(simulation: Simulation) -> str:
+    """Return the metric that decides which model is the best."""
+    metric = simulation.config.early_stopping.metric
+    if metric != "auto":
+        return metric
+    return "accuracy" if measures_accuracy(simulation.objective) else "loss"
 
 
 def _collector(

@@ -7,7 +7,6 @@ Takes the same arguments and prints the same JSON line as the peers, so that
 import argparse
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +69,7 @@ class Stopwatch:
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Note the start."""
         self._lines.start(record, path, notes)
-        print("\n".join(notes), file=sys.stderr)
+        self.notes = notes
         self.ends_s = [self.clock.now_s()]
 
     def round(self, record: RoundRecord) -> None:
@@ -157,7 +156,7 @@ def main() -> None:
         "fedlearn",
         seconds[arguments.warmup :],
         procs=arguments.procs,
-        executor=run.record.config["engine"]["executor"],
+        executor=progress.notes[-1],
         first_round_s=round(float(seconds[0]), 3),
     )
     if arguments.save:

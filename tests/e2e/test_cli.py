@@ -129,7 +129,8 @@ def test_the_same_model_is_trained_on_the_pooled_data(shell: Shell) -> None:
     typed = shell.type("simulate", "--centralized", "--rounds", "2", "--json")
     end = typed.events[-1]
     assert list(end) == END_KEYS
-    assert json.loads(shell.type("show", str(end["run"]), "--json").out)["status"] == "done"
+    shown = json.loads(shell.type("show", str(end["run"]), "--json").out)
+    assert (shown["status"], shown["participation"]["clients"]) == ("done", 1)
 
 
 def test_a_file_and_overrides_configure_a_run(shell: Shell) -> None:

@@ -542,7 +542,7 @@ def test_the_default_configuration_builds_the_main_job() -> None:
     assert built.seed == Seed(7)
     assert built.data.population.num_clients == 50
     assert isinstance(built.data.population, ArrayPopulation)
-    assert built.make_model == Mlp(feature_shape=(64,), hidden=(64,), num_outputs=10)
+    assert built.make_model == Mlp(feature_shape=(64,), hidden=(128,), num_outputs=10)
 
 
 def test_centralised_training_is_one_client_that_always_reports() -> None:
@@ -565,7 +565,7 @@ def test_an_accuracy_that_is_not_measured_cannot_end_a_run(tmp_path: Path) -> No
     assert by_loss.config.early_stopping.patience_rounds == 3
     for limit in ({"patience_rounds": 3}, {"target": 0.5}):
         with pytest.raises(ConfigError, match='metric is "accuracy", but MeanSquaredError'):
-            _built(settings | {"early_stopping": limit})
+            _built(settings | {"early_stopping": limit | {"metric": "accuracy"}})
 
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:

@@ -68,7 +68,7 @@ def test_the_default_tree_is_the_main_job() -> None:
     assert config == Config()
     assert (config.data.source, config.seed, config.num_rounds) == ("digits", 0, 20)
     assert partition_of(config) == DirichletPartition(num_clients=50, alpha=0.3, min_examples=5)
-    assert (config.client.epochs, config.model) == (2, MlpModel(hidden=(64,)))
+    assert (config.client.epochs, config.model) == (2, MlpModel(hidden=(128,)))
     policy = config.straggler_policy()
     assert (policy.num_wanted, policy.num_asked, policy.min_reports) == (10, 13, 5)
     assert 0.0 < policy.deadline_s < math.inf
@@ -591,7 +591,10 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             ],
             'data.feature_columns: has ["c"], which are labels or client ids',
         ),
-        (["early_stopping.target=2"], "is 2.0, but an accuracy is at most 1"),
+        (
+            ["early_stopping.metric=accuracy", "early_stopping.target=2"],
+            "is 2.0, but an accuracy is at most 1",
+        ),
         (["early_stopping.min_improvement=0.1"], "is 0.1 without effect"),
         (
             ["early_stopping.patience_rounds=3", "evaluation.every_rounds=0"],

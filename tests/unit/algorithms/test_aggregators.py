@@ -22,9 +22,7 @@ def test_an_empty_mean_is_an_error() -> None:
     assert mean.finalize(state).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("by_examples", "expected"), [(True, [2.0, 3.0]), (False, [3.0, 4.0])]
-)
+@pytest.mark.parametrize(("by_examples", "expected"), [(True, [2.0, 3.0]), (False, [3.0, 4.0])])
 def test_weights_are_examples_or_ones(*, by_examples: bool, expected: list[float]) -> None:
     """FedAvg weights by examples; without, each client counts the same."""
     mean = WeightedMean(by_examples=by_examples)

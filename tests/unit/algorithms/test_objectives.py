@@ -32,9 +32,7 @@ def test_a_sequence_counts_as_one_example() -> None:
     """Its loss and accuracy are means over its positions."""
     outputs, labels = logits(3, 5, 4), torch.randint(0, 4, (3, 5))
     losses = CrossEntropy().losses(outputs, labels)
-    expected = torch.stack(
-        [F.cross_entropy(x, y) for x, y in zip(outputs, labels, strict=True)]
-    )
+    expected = torch.stack([F.cross_entropy(x, y) for x, y in zip(outputs, labels, strict=True)])
     torch.testing.assert_close(losses, expected)
     accuracy = CrossEntropy().metrics(outputs, labels)["accuracy"]
     torch.testing.assert_close(accuracy, (outputs.argmax(-1) == labels).float().mean(1))

@@ -61,8 +61,7 @@ def test_two_adaptive_steps_are_those_of_the_paper(second_moment: SecondMoment) 
     for delta in DELTAS:
         params, state = optimizer.step(params, torch.tensor(delta, dtype=torch.float64), state)
     expected = [
-        by_hand(second_moment, start, deltas)
-        for start, *deltas in zip(START, *DELTAS, strict=True)
+        by_hand(second_moment, start, deltas) for start, *deltas in zip(START, *DELTAS, strict=True)
     ]
     torch.testing.assert_close(
         params.vector, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-15

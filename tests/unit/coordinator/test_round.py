@@ -79,9 +79,9 @@ class Asked:
         return handle
 
 
-def plan_of(asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY) -> RoundPlan[
-    WeightedSum
-]:
+def plan_of(
+    asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY
+) -> RoundPlan[WeightedSum]:
     handlers = {ClientId(i): asked.handler(i) for i in range(num_clients)}
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
     return plan_with(PlainCollector(channel=channel, aggregator=MEAN, policy=policy), policy)
@@ -187,9 +187,7 @@ class LossGuidedCollector:
     def available(self) -> Sequence[ClientId]:
         return self.channel.available()
 
-    def collect(
-        self, cohort: Sequence[ClientId], request: RoundRequest
-    ) -> Collected[WeightedSum]:
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[WeightedSum]:
         tensors = request.params.named()
         question = EvaluateRequest(round_num=request.round_num, tensors=tensors)
         losses = {

@@ -1,0 +1,238 @@
+"""The engine as a collector: who is trained, in which blocks, and what is aggregated."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.cluster import Alone, ProcessGroup
+from fedlearn.simulation.engine import Engine, deal
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.population import BootstrapPopulation
+
+PARAMS = Params.of(nn.Linear(2, 1, bias=False))
+MEAN = WeightedMean(by_examples=True)
+LOCAL = LocalSgd(epochs=2, batch_size=2, learning_rate=0.1)
+NUM_CLIENTS = 20
+
+
+@dataclass(frozen=True)
+class Table:
+    """Devices whose durations and failures stand in a table."""
+
+    duration_s: Mapping[int, float] = field(default_factory=dict)
+    failing: frozenset[int] = frozenset()
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def durations_s(
+        self,
+        client_ids: NDArray[np.int64],
+        *,
+        round_num: int,
+        attempt: int,
+        num_examples_processed: NDArray[np.int64],
+        download_bytes: int,
+        upload_bytes: int,
+        seed: Seed,
+    ) -> NDArray[np.float64]:
+        self.calls.append((download_bytes, upload_bytes, int(num_examples_processed.max(initial=0))))
+        return np.array([self.duration_s.get(c, float(c)) for c in client_ids.tolist()])
+
+    def failures(
+        self, client_ids: NDArray[np.int64], *, round_num: int, attempt: int, seed: Seed
+    ) -> NDArray[np.bool_]:
+        return np.isin(client_ids, list(self.failing))
+
+
+@dataclass
+class Recording:
+    """An executor whose delta is the client's id; some clients diverge."""
+
+    diverging: frozenset[int] = frozenset()
+    value: float = math.nan
+    blocks: list[list[int]] = field(default_factory=list)
+
+    def train(self, work: Work) -> Trained:
+        ids = work.client_ids.tolist()
+        self.blocks.append(ids)
+        values = [self.value if c in self.diverging else float(c) for c in ids]
+        deltas_KP = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
+        return Trained(
+            deltas_KP=deltas_KP, losses_K=np.asarray(ids) / 10.0, velocity_KQ=None
+        )
+
+
+def population() -> BootstrapPopulation:
+    return BootstrapPopulation(
+        features=torch.zeros(5, 2),
+        labels=torch.zeros(5, dtype=torch.int64),
+        num_classes=1,
+        num_clients=NUM_CLIENTS,
+        examples_per_client=3,
+        seed=Seed(0),
+    )
+
+
+def collect(
+    executor: Recording,
+    cohort: list[int],
+    *,
+    behaviour: Table | None = None,
+    block_size: int = 4,
+    num_wanted: int = 6,
+    deadline_s: float = 100.0,
+) -> Collected[WeightedSum]:
+    policy = StragglerPolicy(
+        num_wanted=num_wanted,
+        over_selection=1.0,
+        deadline_s=deadline_s,
+        min_reports=1,
+        below_minimum=BelowMinimum.SKIP,
+        max_retries=0,
+    )
+    engine = Engine(
+        population=population(),
+        behaviour=behaviour or Table(),
+        executor=executor,
+        aggregator=MEAN,
+        policy=policy,
+        cluster=Alone(),
+        block_size=block_size,
+    )
+    request = RoundRequest(
+        round_num=0, attempt=0, params=PARAMS, settings=LOCAL.settings(), seed=0
+    )
+    return engine.collect([ClientId(c) for c in cohort], request)
+
+
+def with_status(collected: Collected[WeightedSum], status: Status) -> list[int]:
+    return [p.client_id for p in collected.participations if p.status is status]
+
+
+def test_only_the_clients_that_the_round_needs_are_trained() -> None:
+    """Six of nine, in blocks of four at the most."""
+    executor = Recording()
+    collected = collect(executor, [8, 7, 6, 5, 4, 3, 2, 1, 0])
+    assert executor.blocks == [[0, 1, 2, 3], [4, 5]]
+    assert with_status(collected, Status.REPORTED) == [0, 1, 2, 3, 4, 5]
+    assert with_status(collected, Status.LATE) == [6, 7, 8]
+    assert MEAN.finalize(collected.aggregate).tolist() == [2.5, 2.5]
+    assert collected.duration_s == 5.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("block_size", [1, 4, 100])
+def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size: int) -> None:
+    """Each is named; the next to arrive take their places in further waves."""
+    executor = Recording(diverging=frozenset({1, 4, 6}), value=value)
+    collected = collect(executor, list(range(12)), block_size=block_size)
+    assert with_status(collected, Status.REPORTED) == [0, 2, 3, 5, 7, 8]
+    assert with_status(collected, Status.FAILED) == [1, 4, 6]
+    assert with_status(collected, Status.LATE) == [9, 10, 11]
+    reasons = {p.reason for p in collected.participations if p.status is Status.FAILED}
+    assert reasons == {"the delta is not finite"}
+    assert MEAN.finalize(collected.aggregate).tolist() == [25 / 6, 25 / 6]
+    assert [c for block in executor.blocks for c in block] == list(range(9))
+
+
+def test_large_finite_updates_are_not_taken_for_infinite() -> None:
+    """1e30 is large, its square is not a float32; it counts all the same."""
+    executor = Recording(diverging=frozenset({1}), value=1e30)
+    collected = collect(executor, [0, 1])
+    assert collected.count(Status.REPORTED) == 2
+    assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([5e29, 5e29])
+
+
+def test_when_all_diverge_nothing_is_aggregated() -> None:
+    """The round is empty, and the clients are named."""
+    collected = collect(Recording(diverging=frozenset(range(4))), [0, 1, 2, 3])
+    assert collected.count(Status.FAILED) == 4
+    with pytest.raises(ValueError, match="no client"):
+        MEAN.finalize(collected.aggregate)
+
+
+def test_who_fails_or_is_late_is_not_trained() -> None:
+    """Their examples are not even loaded."""
+    executor = Recording()
+    behaviour = Table(failing=frozenset({0, 2}), duration_s={5: math.inf})
+    collected = collect(executor, list(range(8)), behaviour=behaviour, deadline_s=4.0)
+    assert [c for block in executor.blocks for c in block] == [1, 3, 4]
+    assert with_status(collected, Status.FAILED) == [0, 2]
+    assert with_status(collected, Status.LATE) == [6, 7, 5]
+    assert collected.duration_s == 4.0
+
+
+def test_an_empty_cohort_trains_nobody() -> None:
+    """Poisson sampling may ask nobody."""
+    executor = Recording()
+    collected = collect(executor, [])
+    assert executor.blocks == []
+    assert len(collected.participations) == 0
+    assert collected.duration_s == 0.0
+
+
+def test_devices_are_told_what_they_transfer_and_compute() -> None:
+    """The model's size both ways, and examples times epochs."""
+    behaviour = Table()
+    collect(Recording(), [0, 1], behaviour=behaviour)
+    assert behaviour.calls == [(PARAMS.num_bytes, PARAMS.num_bytes, 3 * LOCAL.epochs)]
+
+
+def test_reports_have_their_losses_and_examples() -> None:
+    """Also those of later blocks."""
+    collected = collect(Recording(), list(range(6)), block_size=2)
+    assert [p.loss for p in collected.participations] == [c / 10 for c in range(6)]
+    assert {p.num_examples for p in collected.participations} == {3}
+
+
+def test_the_population_is_available_without_a_table() -> None:
+    """A million ids are a range."""
+    engine = Engine(
+        population=population(),
+        behaviour=Table(),
+        executor=Recording(),
+        aggregator=MEAN,
+        policy=StragglerPolicy(
+            num_wanted=1,
+            over_selection=1.0,
+            deadline_s=1.0,
+            min_reports=1,
+            below_minimum=BelowMinimum.SKIP,
+            max_retries=0,
+        ),
+        cluster=Alone(),
+        block_size=1,
+    )
+    everyone = engine.available()
+    assert len(everyone) == NUM_CLIENTS
+    assert (everyone[0], everyone[-1]) == (0, NUM_CLIENTS - 1)
+    assert engine.state_tensors() == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_clients_are_dealt_to_workers_by_size(world_size: int) -> None:
+    """Each client to one worker, largest first, no worker far behind another."""
+    steps = np.random.default_rng(0).lognormal(2.0, 1.0, 40).astype(np.int64) + 1
+    shares = [deal(steps, ProcessGroup(rank, world_size)) for rank in range(world_size)]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(40))
+    loads = [int(steps[share].sum()) for share in shares]
+    assert max(loads) - min(loads) <= int(steps.max())
+    for share in shares:
+        assert (np.diff(steps[share]) <= 0).all()
+
+
+def test_clients_of_one_size_keep_their_order() -> None:
+    """At block size 1 that is the order of arrival, as over a channel."""
+    assert deal(np.ones(5, np.int64), Alone()).tolist() == [0, 1, 2, 3, 4]

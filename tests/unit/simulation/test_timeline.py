@@ -1,0 +1,149 @@
+"""A round in virtual time is the round over a channel, decided before anyone is trained."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.coordinator.collection import PlainCollector
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import encode
+from fedlearn.core.collecting import Participation, RoundRequest, Status
+from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
+from fedlearn.core.params import Params
+from fedlearn.simulation.timeline import DROPPED_OUT, NOT_FINITE, Timeline
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+PARAMS = Params.of(nn.Linear(1, 1, bias=False))
+SOUND, DROPS, UNSOUND = "sound", "drops", "unsound"
+
+
+def policy_of(num_wanted: int, deadline_s: float) -> StragglerPolicy:
+    return StragglerPolicy(
+        num_wanted=num_wanted,
+        over_selection=1.0,
+        deadline_s=deadline_s,
+        min_reports=1,
+        below_minimum=BelowMinimum.SKIP,
+        max_retries=0,
+    )
+
+
+def played(
+    durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
+) -> tuple[list[Participation], float, list[int]]:
+    """Play a round as the engine does; return also who was trained, in order."""
+    times = np.asarray(durations_s, float)
+    arrival = np.argsort(times, kind="stable")
+    kind = np.asarray(kinds)[arrival]
+    timeline = Timeline.start(
+        arrival,
+        num_examples=np.ones(len(times), np.int64),
+        durations_s=times[arrival],
+        drops=kind == DROPS,
+        policy=policy,
+    )
+    trained: list[int] = []
+    while (wave := timeline.next_wave(policy.num_wanted)).size:
+        trained += timeline.client_ids[wave].tolist()
+        losses = np.full(len(wave), 0.5)
+        timeline = timeline.after(wave, losses=losses, is_finite=kind[wave] == SOUND)
+    return list(timeline.participations(policy)), timeline.closed_s(policy), trained
+
+
+def collected(
+    durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
+) -> tuple[list[Participation], float]:
+    """Run the same round over a channel."""
+
+    def client(kind: str) -> Handler:
+        value = math.nan if kind == UNSOUND else 1.0
+        delta = {"weight": torch.full((1, 1), value)}
+        trained = TrainReply(round_num=0, delta=delta, num_examples=1, metrics={"loss": 0.5})
+        data = encode(Failure(DROPPED_OUT) if kind == DROPS else trained)
+        return lambda _, state: (data, state)
+
+    def latency(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
+        return np.array([durations_s[c] for c in clients])
+
+    cohort = [ClientId(i) for i in range(len(kinds))]
+    channel = MemoryChannel({c: client(kinds[c]) for c in cohort}, latency, VirtualClock())
+    mean = WeightedMean(by_examples=True)
+    collector = PlainCollector(channel=channel, aggregator=mean, policy=policy)
+    request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings={}, seed=0)
+    outcome = collector.collect(cohort, request)
+    return list(outcome.participations), outcome.duration_s
+
+
+# Few distinct times, so that many clients arrive together and at the deadline.
+times = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf])
+kinds = st.sampled_from([SOUND, SOUND, DROPS, UNSOUND])
+clients = st.lists(st.tuples(times, kinds), max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    clients=clients, num_wanted=st.integers(1, 8), deadline_s=st.sampled_from([1.0, 2.5, math.inf])
+)
+def test_a_played_round_is_the_round_over_a_channel(
+    clients: list[tuple[float, str]], num_wanted: int, deadline_s: float
+) -> None:
+    """Same reports and failures in the same order, same late clients, same duration."""
+    policy = policy_of(num_wanted, deadline_s)
+    durations_s, kinds = [t for t, _ in clients], [k for _, k in clients]
+    expected, closed_s = collected(durations_s, kinds, policy)
+    found, played_s, _ = played(durations_s, kinds, policy)
+    assert settled(found) == settled(expected)
+    assert late(found) == late(expected)
+    assert played_s == closed_s
+
+
+def settled(rows: list[Participation]) -> list[str]:
+    return [repr(row) for row in rows if row.status is not Status.LATE]
+
+
+def late(rows: list[Participation]) -> set[int]:
+    return {row.client_id for row in rows if row.status is Status.LATE}
+
+
+def test_only_those_are_trained_whom_the_round_needs() -> None:
+    """Ten of thirteen; nobody for nothing."""
+    rows, closed_s, trained = played(range(13), [SOUND] * 13, policy_of(10, 100.0))
+    assert trained == list(range(10))
+    assert closed_s == 9.0
+    assert late(rows) == {10, 11, 12}
+
+
+def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
+    """In a second wave, and the round closes later for it."""
+    kinds = [SOUND, UNSOUND, SOUND, UNSOUND, SOUND]
+    rows, closed_s, trained = played(range(5), kinds, policy_of(2, 100.0))
+    assert trained == [0, 1, 2]
+    assert closed_s == 2.0
+    assert [row.status for row in rows] == ["reported", "failed", "reported", "late", "late"]
+    assert rows[1].reason == NOT_FINITE
+
+
+def test_a_client_that_drops_is_never_trained() -> None:
+    """It fails when it would have reported, if the round is still open."""
+    rows, _, trained = played([0.0, 1.0, 2.0], [DROPS, SOUND, DROPS], policy_of(1, 9.0))
+    assert trained == [1]
+    assert [row.status for row in rows] == ["failed", "reported", "late"]
+    assert rows[0].reason == DROPPED_OUT
+
+
+@pytest.mark.parametrize(("deadline_s", "num_reported"), [(2.0, 3), (1.9999, 2)])
+def test_the_deadline_itself_is_in_time(deadline_s: float, num_reported: int) -> None:
+    """Arriving at it counts; late clients keep the time they would have taken."""
+    rows, closed_s, _ = played(range(4), [SOUND] * 4, policy_of(4, deadline_s))
+    assert sum(row.status is Status.REPORTED for row in rows) == num_reported
+    assert closed_s == deadline_s
+    assert [row.duration_s for row in rows] == [0.0, 1.0, 2.0, 3.0]
