@@ -51,10 +51,10 @@ class CohortTooSmall(RoundError):
 class TooFewReports(RoundError):
     """Fewer usable reports than the minimum when the round closed."""
 
-    def __init__(self, *, round_num: int, received: int, minimum: int) -> None:
+    def __init__(self, *, round_num: int, received: int, minimum: int, failures: str) -> None:
         super().__init__(
             f"round {round_num}: {received} usable reports when the round closed, "
-            f"the minimum is {minimum}; lower `stragglers.min_reports`, raise "
+            f"the minimum is {minimum} ({failures}); lower `stragglers.min_reports`, raise "
             "`stragglers.deadline_s`, or ask more clients (`stragglers.over_selection`)"
         )
         self.round_num = round_num

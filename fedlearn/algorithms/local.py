@@ -144,7 +144,7 @@ class LocalSgd:
 
 def _sums(left: Sequence[Tensor], right: Sequence[Tensor], *, factor: float) -> list[Tensor]:
     """Return ``left + factor * right``, pair by pair, in new tensors."""
-    return list(torch._foreach_add(list(left), list(right), alpha=factor))
+    return list(torch._foreach_add(list(left), list(right), alpha=factor))  # noqa: SLF001 - as torch.optim does
 
 
 ScalarT = TypeVar("ScalarT", int, float, bool)

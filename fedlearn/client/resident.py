@@ -83,8 +83,10 @@ class ResidentModel:
         Raises:
             ValueError: It has another layout than the module.
         """
-        if params.layout != self.layout:
-            raise ValueError("the weights are of another model than the one that is resident")
+        if params.layout is not self.layout:
+            if params.layout != self.layout:
+                raise ValueError("the weights are of another model than the one that is resident")
+            self.layout = params.layout  # the next comparison is by identity
         self.vector_P.copy_(params.vector)
         for name, value in self._constants.items():
             value.copy_(params.constants.get(name, value))

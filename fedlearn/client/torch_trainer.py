@@ -66,12 +66,12 @@ class TorchTrainer:
             velocity=velocity,
             seed=context.seed.derive("masks", context.round_num, context.client_id),
         )
-        kept = dict(zip(self._model.trainable_names, velocity, strict=True))
+        names = self._model.trainable_names if local.keep_momentum else []
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
             num_examples=len(self._labels),
             metrics={"loss": loss},
-            state=kept if local.keep_momentum else {},
+            state=dict(zip(names, velocity, strict=bool(names))),
         )
 
     def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:

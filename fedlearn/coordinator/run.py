@@ -7,6 +7,7 @@ the seed, ends in the same model.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -204,7 +205,15 @@ def _attempts(
         round_num=server.round_num,
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
+        failures=_told(collected),
     )
+
+
+def _told(collected: Collected[StateT]) -> str:
+    """Return how many were late, and why the others failed."""
+    reasons = Counter(collected.participations.reasons.values()).most_common(3)
+    failed = "".join(f"; {count} failed: {reason}" for reason, count in reasons)
+    return f"{collected.count(Status.LATE)} late{failed}"
 
 
 def _with_best(

@@ -1,5 +1,6 @@
 """From the pieces of a simulation to a plan that runs: device, workers, executor, evaluators."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.build import Simulation, measures_accuracy
 from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.evaluation import Evaluator, Evaluators
+from fedlearn.coordinator.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.coordinator.round import RoundPlan
 from fedlearn.coordinator.run import EarlyStopping, RunPlan
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import (
@@ -29,9 +31,14 @@ from fedlearn.simulation.choice import (
 )
 from fedlearn.simulation.cluster import Cluster, local_rank, under_torchrun
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.evaluation import CentralEvaluator, ClientEvaluator
+from fedlearn.simulation.evaluation import (
+    CentralEvaluator,
+    ClientEvaluator,
+    evaluated_clients,
+)
 from fedlearn.simulation.executors.fused import preferred_block
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.transport.memory import MemoryChannel
 
 #: A job of fewer floating-point operations is done before a second worker has started.
 _SMALL_JOB_FLOP = 2e12
@@ -65,7 +72,7 @@ def resolve(
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
-    device = _device(engine.device)
+    device = _device(engine.device, environ)
     num_workers, why_workers = _num_workers(simulation, device, environ)
     choice = _executor(simulation, device, num_workers, clock, ProbeCache(cache_dir))
     settings = engine.model_copy(
@@ -77,20 +84,22 @@ def resolve(
         }
     )
     config = simulation.config.model_copy(update={"engine": settings})
+    workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
     notes = (
-        f"device {device.type}, {num_workers} worker{'s' if num_workers > 1 else ''}: {why_workers}",
+        f"device {device.type}, {workers}: {why_workers}",
         f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
     )
     return Resolved(simulation=replace(simulation, config=config), notes=notes)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, environ: Mapping[str, str]) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'
         )
-    has_gpu = name != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if has_gpu else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank(environ))
 
 
 def _num_workers(
@@ -105,6 +114,11 @@ def _num_workers(
                 "leave it out"
             )
         return started, "started by torchrun"
+    if asked not in ("auto", 1) and device.type == "cuda":
+        raise EngineError(
+            f"engine.num_workers is {asked}, but forked workers cannot share a GPU; start the run "
+            f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
+        )
     if asked != "auto":
         return asked, "as configured"
     if config.engine.transport == "memory":
@@ -195,11 +209,12 @@ def assemble(
     config, params = simulation.config, initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
+    channel = _channel(simulation, model)
     stopping = config.early_stopping
     round_plan = RoundPlan(
         sampler=simulation.sampler,
         policy=simulation.policy,
-        collector=_collector(simulation, job, model, cluster),
+        collector=_collector(simulation, job, cluster, channel),
         local=simulation.algorithm.local,
         aggregator=simulation.algorithm.aggregator,
         server_optimizer=simulation.algorithm.server_optimizer,
@@ -207,7 +222,7 @@ def assemble(
     )
     plan = RunPlan(
         round=round_plan,
-        evaluator=_evaluator(simulation, model, cluster, device),
+        evaluator=_evaluator(simulation, model, cluster, channel),
         evaluate_every=config.evaluation.every_rounds,
         early_stopping=EarlyStopping(
             metric=_watched(simulation),
@@ -230,13 +245,19 @@ def _watched(simulation: Simulation) -> str:
     return "accuracy" if measures_accuracy(simulation.objective) else "loss"
 
 
+def _channel(simulation: Simulation, model: ResidentModel) -> MemoryChannel | None:
+    """Return the channel to real client sessions, where the configuration asks for them."""
+    if simulation.config.engine.transport != "memory":
+        return None
+    return session_channel(simulation.data.population, simulation.behaviour, model)
+
+
 def _collector(
-    simulation: Simulation, job: Job, model: ResidentModel, cluster: Cluster
+    simulation: Simulation, job: Job, cluster: Cluster, channel: MemoryChannel | None
 ) -> Collector[WeightedSum]:
     config, aggregator = simulation.config, simulation.algorithm.aggregator
     policy, population = simulation.policy, simulation.data.population
-    if config.engine.transport == "memory":
-        channel = session_channel(population, simulation.behaviour, model)
+    if channel is not None:
         return PlainCollector(channel=channel, aggregator=aggregator, policy=policy)
     block_size = config.engine.block_size
     assert isinstance(block_size, int)  # resolved
@@ -252,28 +273,32 @@ def _collector(
 
 
 def _evaluator(
-    simulation: Simulation, model: ResidentModel, cluster: Cluster, device: torch.device
+    simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: MemoryChannel | None
 ) -> Evaluator:
-    data, settings = simulation.data, simulation.config.evaluation
+    config, data, device = simulation.config, simulation.data, model.vector_P.device
     parts: list[Evaluator] = [
         CentralEvaluator(
             model=model,
             features=data.test.features.to(device),
             labels=data.test.labels.to(device),
-            batch_size=settings.batch_size,
+            batch_size=config.evaluation.batch_size,
             cluster=cluster,
         )
     ]
-    num_clients = min(settings.clients, data.population.num_clients)
-    if num_clients and not simulation.config.centralized:
-        parts.append(
-            ClientEvaluator(
-                model=model,
-                population=data.population,
-                num_clients=num_clients,
-                batch_size=settings.batch_size,
-                cluster=cluster,
-                seed=simulation.seed,
+    num_clients = min(config.evaluation.clients, data.population.num_clients)
+    if num_clients and not config.centralized:
+        sample = evaluated_clients(data.population.num_clients, num_clients, simulation.seed)
+        if channel is not None:
+            cohort = [ClientId(client_id) for client_id in sample.tolist()]
+            parts.append(ChannelEvaluator(channel=channel, cohort=cohort, deadline_s=math.inf))
+        else:
+            parts.append(
+                ClientEvaluator(
+                    model=model,
+                    population=data.population,
+                    client_ids=sample,
+                    batch_size=config.evaluation.batch_size,
+                    cluster=cluster,
+                )
             )
-        )
     return Evaluators(parts)

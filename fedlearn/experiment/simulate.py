@@ -270,13 +270,27 @@ def _execute(
 
     def body(cluster: Cluster) -> Run | None:
         if cluster.rank:
-            _train(pieces, site, cluster, _Follower(), cluster.broadcast(None), lambda _: None)
+            _train(
+                pieces,
+                site,
+                cluster,
+                store=_Follower(),
+                checkpoint=cluster.broadcast(None),
+                progress=lambda _: None,
+            )
             return None
         stored = opened(site.database())
         with _outcome_told(stored, site.progress):
             site.progress.start(stored.record, stored.path, resolved.notes)
             checkpoint = cluster.broadcast((checkpoint_of(stored),))
-            _train(pieces, site, cluster, stored, checkpoint, site.progress.round)
+            _train(
+                pieces,
+                site,
+                cluster,
+                store=stored,
+                checkpoint=checkpoint,
+                progress=site.progress.round,
+            )
         return Run(stored, pieces.make_model)
 
     run = launch(body, num_workers=num_workers, environment=site.environ)
@@ -289,6 +303,7 @@ def _train(
     pieces: Simulation,
     site: Site,
     cluster: Cluster,
+    *,
     store: RunStore,
     checkpoint: tuple[Checkpoint | None],
     progress: Callable[[RoundRecord], None],

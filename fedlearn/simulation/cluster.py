@@ -9,8 +9,10 @@ machine or many.
 
 import os
 import signal
+import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,7 +188,18 @@ def _fork(
             body(ProcessGroup(rank, num_workers))
         status = 0
     finally:
+        _explain(sys.exc_info()[1])
         os._exit(status)
+
+
+def _explain(error: BaseException | None) -> None:
+    """Say on standard error why a worker ends: nobody else will know.
+
+    An :class:`EngineError` is the loss of another process, which speaks for itself.
+    """
+    if error is not None and not isinstance(error, EngineError):
+        traceback.print_exception(error)
+        sys.stderr.flush()
 
 
 def _exit_with_parent(lifeline_end: int) -> None:

@@ -57,23 +57,20 @@ class ClientEvaluator:
     Attributes:
         model: What computes.
         population: The clients.
-        num_clients: How many are measured, the same every time.
+        client_ids: Who is measured, the same every time: shape [n].
         batch_size: Examples at a time.
         cluster: The workers.
-        seed: Chooses the sample.
     """
 
     model: ResidentModel
     population: Population
-    num_clients: int
+    client_ids: NDArray[np.int64]
     batch_size: int
     cluster: Cluster
-    seed: Seed
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
         """Return how the loss and each metric are spread over the clients."""
-        rng = self.seed.derive("evaluated clients").numpy()
-        sample = np.sort(rng.choice(self.population.num_clients, self.num_clients, replace=False))
+        sample = self.client_ids
         cut = np.linspace(0, len(sample), self.cluster.world_size + 1).astype(int)
         begin, end = cut[self.cluster.rank], cut[self.cluster.rank + 1]
         per_client: dict[str, NDArray[np.float64]] = {}
@@ -99,3 +96,9 @@ class ClientEvaluator:
             / np.diff(rows.offsets)
             for name, each in values.items()
         }
+
+
+def evaluated_clients(population: int, num_clients: int, seed: Seed) -> NDArray[np.int64]:
+    """Return the clients that are measured, the same in every round: shape [num_clients]."""
+    rng = seed.derive("evaluated clients").numpy()
+    return np.sort(rng.choice(population, num_clients, replace=False))

@@ -26,7 +26,6 @@ from fedlearn.errors import (
     ProtocolError,
     RoundError,
     StoreError,
-    TooFewReports,
 )
 from fedlearn.experiment.comparison import Summary
 
@@ -84,7 +83,7 @@ def ended(cause: BaseException) -> RunEnded:
         (NewerStore(), 2),
         (typer.BadParameter("--rounds"), 2),
         (RoundError(), 3),
-        (TooFewReports(round_num=1, received=0, minimum=5), 3),
+        (TooFewReports(round_num=1, received=0, minimum=5, failures=""), 3),
         (EngineError(), 3),
         (ProtocolError(), 3),
         (ValueError(), 3),

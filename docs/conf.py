@@ -1,0 +1,43 @@
+"""Sphinx configuration: MyST pages, docstrings by autodoc, and references from the code."""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+project = "fedlearn"
+author = "The fedlearn authors"
+copyright = author  # noqa: A001 (Sphinx's name)
+version = release = version_of("fedlearn")
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "myst_parser",
+    "from_code",
+]
+exclude_patterns = ["_build", "extensions"]
+html_theme = "furo"
+html_title = f"fedlearn {release}"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Guarantees", "notes_style")]
+python_use_unqualified_type_names = True
+
+nitpicky = True
+# Other projects' names: their inventories are on the network, and a build needs none.
+_ELSEWHERE = "torch|numpy|np|nn|pydantic|collections|pathlib|typing|sqlalchemy|rich|alembic|dist"
+nitpick_ignore_regex = [
+    (r"py:.*", rf"({_ELSEWHERE})(\..*)?"),
+    (r"py:.*", r"(Tensor|NDArray|ArrayLike|Path|Callable|Mapping|Sequence|Iterator|Iterable)"),
+    (r"py:.*", r"(.*\.)?[A-Za-z]*T(_co)?"),  # type variables
+]

@@ -1,0 +1,232 @@
+"""Reference pages written from the code, so that they cannot say something else than it does.
+
+``{configuration-keys}`` lists every key from the pydantic models, ``{command-help}`` shows
+what ``--help`` prints, and ``{public-names}`` lists what ``import fedlearn`` offers.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import typer
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+import fedlearn
+from fedlearn.cli.app import app as command_line
+from fedlearn.config import Config, Section
+from fedlearn.config.keys import kinds_of, members_of
+from fedlearn.config.section import tag_of
+
+
+class Key(NamedTuple):
+    """A key of a table.
+
+    Attributes:
+        name: As written in TOML.
+        type: What may stand there, in words.
+        default: As written in TOML; ``required`` or ``not set`` where there is none.
+        description: The field's own.
+    """
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+class Table(NamedTuple):
+    """A table of the configuration, of one kind where there are several.
+
+    Attributes:
+        path: Dotted; empty for the top.
+        kind: ``key = "value"`` of the key that tells the kind; empty without kinds.
+        is_default: Whether a tree without the table has one of this kind.
+        summary: First line of the model's docstring.
+        keys: Its keys that are no tables.
+    """
+
+    path: str
+    kind: str
+    is_default: bool
+    summary: str
+    keys: tuple[Key, ...]
+
+
+def configuration_tables(
+    model: type[Section] = Config,
+    path: tuple[str, ...] = (),
+    tag: str | None = None,
+    *,
+    default: object = None,
+) -> Iterator[Table]:
+    """Yield the table that ``model`` describes and all tables below it.
+
+    Args:
+        model: A table of the configuration.
+        path: Where it is.
+        tag: The key that tells its kind, if it has kinds.
+        default: What stands there by default.
+    """
+    fields, schema = model.model_fields, model.model_json_schema()
+    kinds = " or ".join(f"{tag} = {_toml(kind)}" for kind in kinds_of(model, tag))
+    yield Table(
+        path=".".join(path),
+        kind=kinds,
+        is_default=isinstance(default, model),
+        summary=(model.__doc__ or "").partition("\n")[0],
+        keys=tuple(
+            Key(name, _type(schema["properties"][name], schema), _default(info), _text(info))
+            for name, info in fields.items()
+            if not members_of(info) and name != tag
+        ),
+    )
+    for name, info in fields.items():
+        for member in members_of(info):
+            yield from configuration_tables(
+                member, (*path, name), tag_of(info), default=info.default
+            )
+
+
+def _text(info: FieldInfo) -> str:
+    assert info.description, "every field of the configuration is described"
+    return info.description
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "required"
+    return "not set" if info.default is None else _toml(info.default)
+
+
+def _toml(value: object) -> str:
+    # Scalars and lists of them look alike in JSON and TOML; TOML has no null.
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _type(schema: dict[str, Any], document: dict[str, Any]) -> str:
+    """Return in words what a JSON schema admits; ranges are in the descriptions."""
+    if "$ref" in schema:
+        return _type(document["$defs"][schema["$ref"].rpartition("/")[2]], document)
+    if "anyOf" in schema:
+        options = [each for each in schema["anyOf"] if each.get("type") != "null"]
+        return " or ".join(_type(each, document) for each in options)
+    if "allowed" in schema:
+        return str(schema["allowed"])
+    if "enum" in schema:
+        return " or ".join(_toml(each) for each in schema["enum"])
+    if "const" in schema:
+        return _toml(schema["const"])
+    if schema["type"] == "array":
+        return f"array of {_type(schema['items'], document)}"
+    return str(schema["type"])
+
+
+class ConfigurationKeys(Directive):
+    """Every table and key of the configuration."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return one section a table, one row a key."""
+        return [_section(table) for table in configuration_tables()]
+
+
+def _section(table: Table) -> nodes.section:
+    title = f"[{table.path}]" if table.path else "Top of the file"
+    anchor = "-".join(["config", *table.path.split("."), *table.kind.split('"')[1:2]])
+    section = nodes.section(ids=[nodes.make_id(anchor)], names=[nodes.fully_normalize_name(anchor)])
+    heading = nodes.title("", "")
+    heading += nodes.literal("", title) if table.path else nodes.Text(title)
+    if table.kind:
+        heading += [nodes.Text(" with "), nodes.literal("", table.kind)]
+    section += [heading, nodes.paragraph("", table.summary + (" The default." * table.is_default))]
+    if table.keys:
+        section += _rows(
+            ("Key", "Type", "Default", "Meaning"),
+            (
+                (
+                    [nodes.literal("", key.name)],
+                    [nodes.Text(key.type)],
+                    [nodes.literal("", key.default)],
+                    [nodes.Text(key.description)],
+                )
+                for key in table.keys
+            ),
+        )
+    return section
+
+
+Cell = list[nodes.Node]
+
+
+def _rows(header: tuple[str, ...], body: Iterable[tuple[Cell, ...]]) -> nodes.table:
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in header), cols=len(header))
+    group += nodes.thead("", _row([[nodes.Text(text)] for text in header]))
+    group += nodes.tbody("", *(_row(cells) for cells in body))
+    return nodes.table("", group)
+
+
+def _row(cells: Iterable[Cell]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", *cell)) for cell in cells))
+
+
+def command_helps() -> dict[str, str]:
+    """Return what ``fedlearn COMMAND --help`` prints by ``fedlearn COMMAND``, itself first."""
+    group = typer.main.get_command(command_line)
+    assert isinstance(group, typer.core.TyperGroup)
+    with group.make_context("fedlearn", ["runs"]) as root:
+        helps = {"fedlearn": root.get_help()}
+        for name, command in group.commands.items():
+            context = type(root)(command, info_name=name, parent=root)
+            helps[f"fedlearn {name}"] = command.get_help(context)
+    return helps
+
+
+class CommandHelp(Directive):
+    """What ``--help`` prints, for every command."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return one section a command."""
+        sections: list[nodes.Node] = []
+        for command, text in command_helps().items():
+            anchor = nodes.make_id(command)
+            section = nodes.section(ids=[anchor], names=[anchor])
+            section += nodes.title("", "", nodes.literal("", command))
+            section += nodes.literal_block(text, text, language="text")
+            sections.append(section)
+        return sections
+
+
+class PublicNames(Directive):
+    """What ``import fedlearn`` offers, each linked to where it is documented."""
+
+    _roles: ClassVar[dict[bool, str]] = {True: "class", False: "func"}
+
+    def run(self) -> list[nodes.Node]:
+        """Return one row a name."""
+        body = []
+        for name in fedlearn.__all__:
+            value = getattr(fedlearn, name)
+            link = pending_xref(
+                "",
+                nodes.literal("", f"fedlearn.{name}"),
+                refdomain="py",
+                reftype=self._roles[isinstance(value, type)],
+                reftarget=f"{value.__module__}.{value.__qualname__}",
+                refexplicit=True,
+                refwarn=True,
+            )
+            summary = (value.__doc__ or "").partition("\n")[0]
+            body.append(([link], [nodes.Text(summary)]))
+        return [_rows(("Name", "What it is"), body)]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives."""
+    app.add_directive("configuration-keys", ConfigurationKeys)
+    app.add_directive("command-help", CommandHelp)
+    app.add_directive("public-names", PublicNames)
+    return {"parallel_read_safe": True}

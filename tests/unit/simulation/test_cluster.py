@@ -1,0 +1,219 @@
+"""Worker processes: sums over all, and none left behind whatever happens.
+
+Everything that forks runs in a process of its own with a limit on its time, so that a worker
+that hangs fails a test instead of hanging all of them.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import fedlearn
+from fedlearn.simulation.cluster import (
+    Alone,
+    launch,
+    local_rank,
+    one_thread,
+    under_torchrun,
+)
+
+PRELUDE = """
+    import json, os, signal, sys
+    import torch
+    from fedlearn.errors import EngineError
+    from fedlearn.simulation.cluster import launch
+
+    def say(**what):
+        print(json.dumps(what), flush=True)
+
+    def pids(cluster):
+        everyone = torch.zeros(cluster.world_size, dtype=torch.int64)
+        everyone[cluster.rank] = os.getpid()
+        cluster.all_reduce([everyone])
+        if cluster.rank == 0:
+            say(pids=everyone.tolist())
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that uses a cluster, for a minute at the most."""
+    return subprocess.run(
+        [sys.executable, "-c", dedent(PRELUDE) + dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """Return everything that the script said, as one table."""
+    table: dict[str, object] = {}
+    for line in done.stdout.splitlines():
+        table |= json.loads(line)
+    assert table, done.stderr
+    return table
+
+
+def assert_gone(pids: object) -> None:
+    """Wait for each process to end, without sleeping; ten seconds are the limit."""
+    assert isinstance(pids, list)
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            readable, _, _ = select.select([descriptor], [], [], 10.0)
+            assert readable, f"process {pid} is still running"
+        finally:
+            os.close(descriptor)
+
+
+def test_alone_a_sum_is_the_value() -> None:
+    """One process is a cluster of one, and no process is forked for it."""
+    pid = os.getpid()
+
+    def body(cluster: object) -> tuple[int, float, str]:
+        assert isinstance(cluster, Alone)
+        tensor = torch.ones(2)
+        cluster.all_reduce([tensor])
+        return os.getpid(), float(tensor.sum()), cluster.broadcast("value")
+
+    assert launch(body, num_workers=1, environment={}) == (pid, 2.0, "value")
+
+
+def test_torchrun_is_recognised_by_its_variables() -> None:
+    """Its processes exist already."""
+    environment = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert under_torchrun(environment) == 8
+    assert local_rank(environment) == 1
+    assert under_torchrun({}) is None
+    assert local_rank({}) == 0
+
+
+def test_threads_are_given_back() -> None:
+    """Also when the block fails."""
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="inside"), one_thread():
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("inside")
+    assert torch.get_num_threads() == before
+
+
+def test_workers_add_up_and_hear_the_first() -> None:
+    """Tensors of several dtypes in one call; rank 0's value reaches all; nobody is left."""
+    done = run(
+        """
+        def body(cluster):
+            pids(cluster)
+            sums = [torch.full((3,), float(cluster.rank)), torch.tensor(2**40 + cluster.rank)]
+            cluster.all_reduce(sums)
+            heard = cluster.broadcast("hello" if cluster.rank == 0 else None)
+            votes = torch.tensor(int(heard == "hello"))
+            cluster.all_reduce([votes])
+            return [t.tolist() for t in sums], int(votes)
+
+        sums, votes = launch(body, num_workers=3, environment={})
+        say(sums=sums, votes=votes)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    table = said(done)
+    assert table["sums"] == [[3.0, 3.0, 3.0], 3 * 2**40 + 3]
+    assert table["votes"] == 3
+    assert_gone(table["pids"])
+
+
+@pytest.mark.parametrize(
+    ("end", "explanation"),
+    [
+        ("raise ValueError('row 7 is odd')", "ValueError: row 7 is odd"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+        ("sys.exit(0)", ""),
+    ],
+)
+def test_a_worker_that_dies_ends_the_run(end: str, explanation: str) -> None:
+    """The others wait in a sum: rank 0 gets an EngineError at once, and nobody is left.
+
+    What the worker had to say stands on standard error.
+    """
+    done = run(
+        f"""
+        def body(cluster):
+            pids(cluster)
+            if cluster.rank == 1:
+                {end}
+            cluster.all_reduce([torch.ones(3)])
+
+        try:
+            launch(body, num_workers=3, environment={{}})
+        except EngineError as error:
+            say(error=str(error))
+        """
+    )
+    table = said(done)
+    assert "lost another worker" in str(table.get("error")), done.stderr
+    assert "fedlearn resume" in str(table["error"])
+    assert explanation in done.stderr
+    pids = table["pids"]
+    assert isinstance(pids, list)
+    assert len(pids) == 3
+    assert_gone(pids)
+
+
+def test_an_error_of_the_first_process_ends_the_others() -> None:
+    """It is raised as it is; a worker that computes for ever is stopped."""
+    done = run(
+        """
+        def body(cluster):
+            pids(cluster)
+            if cluster.rank == 0:
+                raise KeyError("mine")
+            signal.pause()
+
+        try:
+            launch(body, num_workers=3, environment={})
+        except KeyError as error:
+            say(error=repr(error))
+        """
+    )
+    table = said(done)
+    assert table["error"] == "KeyError('mine')"
+    assert_gone(table["pids"])
+
+
+@pytest.mark.parametrize("waiting", ["signal.pause()", "cluster.all_reduce([torch.ones(3)])"])
+def test_killing_the_first_process_leaves_no_orphan(waiting: str) -> None:
+    """Kill -9: nobody is there to clean up, the workers notice by themselves."""
+    done = run(
+        f"""
+        def body(cluster):
+            pids(cluster)
+            if cluster.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            {waiting}
+
+        launch(body, num_workers=3, environment={{}})
+        """
+    )
+    assert done.returncode == -9
+    assert_gone(said(done)["pids"])
+
+
+def test_a_process_that_is_still_running_would_be_noticed() -> None:
+    """The control of the checks above."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        descriptor = os.pidfd_open(process.pid)
+        assert select.select([descriptor], [], [], 0.0) == ([], [], [])
+        os.close(descriptor)
+        process.kill()
+    assert_gone([process.pid])
