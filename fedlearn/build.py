@@ -342,6 +342,12 @@ def measures_accuracy(objective: Objective) -> bool:
 
 def _require_watched(stopping: cf.EarlyStoppingSection, objective: Objective) -> None:
     stops = stopping.patience_rounds is not None or stopping.target is not None
+    by_accuracy = measures_accuracy(objective) and stopping.metric != "loss"
+    if by_accuracy and stopping.target is not None and stopping.target > 1.0:
+        raise ConfigError(
+            f"early_stopping.target is {stopping.target}, but an accuracy is at most 1; give a "
+            "fraction such as 0.95"
+        )
     if stops and stopping.metric == "accuracy" and not measures_accuracy(objective):
         raise ConfigError(
             f'early_stopping.metric is "accuracy", but {type(objective).__name__} measures none; '

@@ -5,6 +5,7 @@ what ``--help`` prints, and ``{public-names}`` lists what ``import fedlearn`` of
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -224,9 +225,17 @@ class PublicNames(Directive):
         return [_rows(("Name", "What it is"), body)]
 
 
+def escape_shapes(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Let the star of a shape such as ``[N, *F]`` be a star, not the start of emphasis."""
+    lines[:] = [re.sub(r"(?<!`)(\[[A-Z], )\*(?=[A-Z]\])", r"\1\\*", line) for line in lines]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives."""
     app.add_directive("configuration-keys", ConfigurationKeys)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("public-names", PublicNames)
+    app.connect("autodoc-process-docstring", escape_shapes)
     return {"parallel_read_safe": True}

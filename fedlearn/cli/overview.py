@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from fedlearn.coordinator.checkpoints import CheckpointFile
 from fedlearn.coordinator.records import RunStatus
@@ -16,6 +17,7 @@ from fedlearn.experiment.comparison import (
     series,
     summarize,
 )
+from fedlearn.experiment.progress import next_command
 from fedlearn.experiment.run import Run
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
@@ -94,7 +96,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)
     yield "path", printable(str(run.path))
-    yield from _next_commands(record.name, record.status)
+    yield from _next_commands(record.name, record.status, run.path)
 
 
 def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -139,11 +141,10 @@ def _checkpoint(file: CheckpointFile) -> str:
     return f"after round {file.round_num}: {file.path.name}, {file.num_bytes / 1e6:.1f} MB"
 
 
-def _next_commands(name: str, status: RunStatus) -> Iterator[tuple[str, str]]:
-    if status is not RunStatus.DONE:
-        yield "next", f"fedlearn resume {name}"
-    yield "next", f"fedlearn report {name}"
-    yield "next", f"fedlearn export {name} --output {name}.safetensors"
+def _next_commands(name: str, status: RunStatus, path: Path) -> Iterator[tuple[str, str]]:
+    verbs = ("report", "export") if status is RunStatus.DONE else ("resume", "report", "export")
+    for verb in verbs:
+        yield "next", next_command(verb, name, path=path)
 
 
 def run_object(run: Run) -> str:

@@ -146,7 +146,7 @@ class ClientSection(Section):
 
     epochs: int = Field(2, ge=1, description="E, passes over the local examples a round, >= 1.")
     batch_size: Count | Literal["all"] = Field(
-        5, description='Examples a step, >= 1; "all" takes all of a client at once.'
+        3, description='Examples a step, >= 1; "all" takes all of a client at once.'
     )
     learning_rate: float = Field(0.3, gt=0, description="Local step size, > 0.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Local momentum, [0, 1).")

@@ -292,7 +292,21 @@ def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     yield "path", printable(str(path))
     verbs = ("show", "plot") if summary.status is RunStatus.DONE else ("resume", "show", "plot")
     for verb in verbs:
-        yield "next", f"fedlearn {verb} {quote(printable(summary.name))}"
+        yield "next", next_command(verb, summary.name, path=path)
+
+
+def next_command(verb: str, name: str, *, path: Path) -> str:
+    """Return the command that does ``verb`` with the run that lies at ``path``.
+
+    Example:
+        >>> next_command("show", "amber-fox-3", path=Path("runs/amber-fox-3"))
+        'fedlearn show amber-fox-3'
+        >>> next_command("show", "amber-fox-3", path=Path("/srv/fl/amber-fox-3"))
+        'fedlearn show amber-fox-3 --runs-dir /srv/fl'
+    """
+    is_default = path.parent == Path("runs")
+    place = "" if is_default else f" --runs-dir {quote(printable(str(path.parent)))}"
+    return f"fedlearn {verb} {quote(printable(name))}{place}"
 
 
 def _measured(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -64,7 +64,6 @@ class Site:
         """Open the store."""
         runs_dir = self.addresses.runs_dir
         url = self.addresses.store_url or sqlite_url(runs_dir / "fedlearn.db")
-        runs_dir.mkdir(parents=True, exist_ok=True)
         return Database.open(url, runs_dir=runs_dir)
 
 

@@ -184,22 +184,26 @@ def _fork(
         os.close(lifeline)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, the lifeline tells
         threading.Thread(target=_exit_with_parent, args=(lifeline_end,), daemon=True).start()
-        with _group(rank, num_workers, meeting):
+        with _group(rank, num_workers, meeting), _explained():
             body(ProcessGroup(rank, num_workers))
         status = 0
     finally:
-        _explain(sys.exc_info()[1])
         os._exit(status)
 
 
-def _explain(error: BaseException | None) -> None:
-    """Say on standard error why a worker ends: nobody else will know.
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say on standard error why a worker ends, while the others still wait for it.
 
     An :class:`EngineError` is the loss of another process, which speaks for itself.
     """
-    if error is not None and not isinstance(error, EngineError):
-        traceback.print_exception(error)
-        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, EngineError):
+            traceback.print_exception(error)
+            sys.stderr.flush()
 
 
 def _exit_with_parent(lifeline_end: int) -> None:

@@ -11,7 +11,12 @@ import pytest
 def lines(*command: str, folder: Path) -> list[dict[str, object]]:
     """Run a command and return the JSON lines on its standard output."""
     completed = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert completed.returncode == 0, completed.stderr
     return [json.loads(line) for line in completed.stdout.splitlines()]

@@ -26,6 +26,7 @@ from fedlearn.errors import (
     ProtocolError,
     RoundError,
     StoreError,
+    TooFewReports,
 )
 from fedlearn.experiment.comparison import Summary
 

@@ -42,59 +42,6 @@ from fedlearn.simulation.schedule import schedule
 
 #: Compiled shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
-#: What torch raises where a model cannot be vectorised, traced or compiled.
-_REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    AttributeError,
-    KeyError,
-    IndexError,
-)
-
-Named = dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class _Stack:
-    """What K clients change while they train, by name, each tensor of shape [K, ...]."""
-
-    trainable: Named
-    statistics: Named
-    velocity: Named
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_Stack":
-        """Return the stack with ``function`` applied to every tensor."""
-        parts = (self.trainable, self.statistics, self.velocity)
-        return _Stack(*({name: function(t) for name, t in part.items()} for part in parts))
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, always in the same order."""
-        return [
-            *self.trainable.values(),
-            *self.statistics.values(),
-            *self.velocity.values(),
-        ]
-
-
-class _Batch(NamedTuple):
-    """One step's examples of h clients: [h, b, ...], [h, b, ...], [h, b] and [h]."""
-
-    features: Tensor
-    labels: Tensor
-    weights: Tensor
-    keys: Tensor
-
-
-class _Outcome(NamedTuple):
-    """What one vectorised computation returns, of h clients; the constants are shared."""
-
-    grads: Named
-    losses: Tensor
-    statistics: Named
-    constants: Named
-
 
 @dataclass(eq=False)
 class _Run:
@@ -110,11 +57,11 @@ class _Run:
     anchor: Sequence[Tensor]
     learning_rate: Tensor
 
-    def batch(self, step: int, clients: slice | Tensor, *, size: int) -> _Batch:
+    def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
         """Return the first ``size`` places of the batches of these clients."""
         rows, work = self.rows_TKB[step, clients, :size], self.work
         flat = rows.reshape(-1)
-        return _Batch(
+        return Batch(
             work.features.index_select(0, flat).view(*rows.shape, *work.features.shape[1:]),
             work.labels.index_select(0, flat).view(*rows.shape, *work.labels.shape[1:]),
             self.weights_TKB[step, clients, :size],
@@ -145,10 +92,10 @@ class StackedExecutor:
         precision: Precision,
         is_compiled: bool,
     ) -> None:
-        self._gradient = _BlockGradient(make_model, objective, device=device, precision=precision)
+        self._gradient = BlockGradient(make_model, objective, device=device, precision=precision)
         self._compiled = _CompiledSteps(self._gradient) if is_compiled else None
         self._layout, self._device = self._gradient.layout, device
-        self._stack, self._prefixes = _Stack({}, {}, {}), dict[int, _Stack]()
+        self._stack, self._prefixes = Stack({}, {}, {}), dict[int, Stack]()
         self._deltas_KP = torch.empty(0, self._layout.size)
         self._mixes: bool | None = None
 
@@ -246,7 +193,7 @@ class StackedExecutor:
         """Have room for ``height`` clients."""
         names = self._gradient
         if height > self._height:
-            self._stack = _Stack(
+            self._stack = Stack(
                 self._new(names.trainable, height), self._new(names.statistics, height), {}
             )
             # Frozen parameters have no stack: their deltas stay the zeros they are here.
@@ -264,12 +211,12 @@ class StackedExecutor:
         like = torch.empty(0, dtype=self._layout.dtype, device=self._device)
         return {name: like.new_empty(height, *specs[name].shape) for name in names}
 
-    def _prefix(self, height: int) -> _Stack:
+    def _prefix(self, height: int) -> Stack:
         if height not in self._prefixes:
             self._prefixes[height] = self._stack.map(lambda stacked: stacked[:height])
         return self._prefixes[height]
 
-    def _load(self, work: Work, stack: _Stack) -> None:
+    def _load(self, work: Work, stack: Stack) -> None:
         """Give every client the global model, and the velocity it kept."""
         views = self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
@@ -325,7 +272,7 @@ class StackedExecutor:
         run.constants = constants
 
     @staticmethod
-    def _finish(run: _Run, stack: _Stack, outcome: _Outcome, *, has_stepped: bool) -> None:
+    def _finish(run: _Run, stack: Stack, outcome: _Outcome, *, has_stepped: bool) -> None:
         """Write a step's outcome to ``stack``, whose clients may be the first of more."""
         active = len(next(iter(stack.trainable.values())))
         if not has_stepped:
@@ -337,217 +284,6 @@ class StackedExecutor:
             )
         for name, value in stack.statistics.items():
             value.copy_(outcome.statistics[name][:active])
-
-
-class _BlockGradient:
-    """The gradients of K clients' losses at K models: one function, vectorised.
-
-    Attributes:
-        module: Whose forward pass is called; its own values are only the probe's.
-        layout: Its layout.
-        trainable: Names of the parameters that training changes.
-        frozen: Names of the other parameters.
-        statistics: Names of the floating-point buffers.
-    """
-
-    def __init__(
-        self,
-        make_model: Callable[[], nn.Module],
-        objective: Objective,
-        *,
-        device: torch.device,
-        precision: Precision,
-    ) -> None:
-        with untouched(torch.default_generator):
-            self.module = make_model()
-        self.layout = Layout.of(self.module)
-        self.module.to(device=device, dtype=self.layout.dtype).train()
-        self._dropouts = KeyedDropouts.install(self.module)
-        self._objective, self._device, self._precision = objective, device, precision
-        parameters = dict(self.module.named_parameters())
-        self.trainable = [name for name, p in parameters.items() if p.requires_grad]
-        self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
-        self.statistics = [name for name in self.layout.by_name if name not in parameters]
-        out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
-        self.vectorised = vmap(
-            grad_and_value(self._loss, has_aux=True),
-            in_dims=(0, 0, None, None, 0, 0, 0, 0),
-            out_dims=out_dims,
-            randomness="error",
-        )
-
-    @property
-    def num_dropouts(self) -> int:
-        """How many dropout layers take keys."""
-        return len(self._dropouts)
-
-    def constants(self, params: Params) -> Named:
-        """Return the buffers that are not averaged, as every client starts with them."""
-        return {
-            name: params.constants.get(name, value).to(self._device)
-            for name, value in self.module.named_buffers()
-            if name not in self.layout.by_name
-        }
-
-    def __call__(self, stack: _Stack, run: _Run, batch: _Batch) -> _Outcome:
-        """Return the gradients and losses of one step, and the buffers after it."""
-        grads, (losses, (statistics, constants)) = self.vectorised(
-            stack.trainable, stack.statistics, run.frozen, run.constants, *batch
-        )
-        return _Outcome(grads, losses, statistics, constants)
-
-    def _loss(
-        self,
-        trainable: Named,
-        statistics: Named,
-        frozen: Named,
-        constants: Named,
-        *batch: Tensor,
-    ) -> tuple[Tensor, tuple[Named, Named]]:
-        """Return one client's loss on one batch, and its buffers after it."""
-        features, labels, weights, key = batch
-        self._dropouts.set_keys(key)
-        statistics = {name: value.clone() for name, value in statistics.items()}
-        constants = {name: value.clone() for name, value in constants.items()}
-        with autocast(self._precision, self._device):
-            _, losses = self._forward(
-                {**trainable, **frozen, **statistics, **constants}, features, labels
-            )
-        return (losses * weights).sum(), (statistics, constants)
-
-    def _forward(self, tensors: Named, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: Tensor = functional_call(self.module, tensors, (features,))
-        return outputs, self._objective.losses(outputs, labels)
-
-    # --- what the model does with a batch -----------------------------------------------
-
-    def draws_random_numbers(self, features: Tensor, labels: Tensor) -> bool:
-        """Whether a training forward pass moves the global generator."""
-        generator = global_generator(self._device)
-        with untouched(generator):
-            before = generator.get_state()
-            self._probe(_spread(len(labels), 2, like=labels), features, labels)
-            return not torch.equal(before, generator.get_state())
-
-    def mixes_examples(self, features: Tensor, labels: Tensor) -> bool:
-        """Whether an example's output or a statistic depends on what else is in the batch.
-
-        As in BatchNorm: a padded batch would then train another model.
-        """
-        rows = _spread(len(labels), 8, like=labels)
-        generator, results = global_generator(self._device), []
-        with untouched(generator):
-            for part in (rows[:2], rows):
-                generator.manual_seed(0)
-                results.append(self._probe(part, features, labels))
-        return not all(_close(few, many) for few, many in zip(*results, strict=True))
-
-    @torch.no_grad()
-    def _probe(self, rows: Tensor, features: Tensor, labels: Tensor) -> list[Tensor]:
-        """Return the first two examples' losses and outputs, and the statistics after them."""
-        self._dropouts.set_keys(torch.zeros((), dtype=torch.int64, device=self._device))
-        tensors = {name: value.clone() for name, value in self.module.named_buffers()}
-        noise = Seed(0).torch(self._device)
-        for name, value in self.module.named_parameters():
-            # Layers that start at zero would hide what comes before them.
-            shift = torch.randn(
-                value.shape, generator=noise, dtype=value.dtype, device=self._device
-            )
-            tensors[name] = value + 0.01 * shift
-        outputs, losses = self._forward(
-            tensors, features.index_select(0, rows), labels.index_select(0, rows)
-        )
-        per_example = [values for values in (losses, outputs) if len(values) == len(rows)]
-        return [v[:2] for v in per_example] + [tensors[name] for name in self.statistics]
-
-
-def _spread(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
-    """Return row numbers from all over the examples."""
-    return torch.arange(num_wanted, device=like.device) * num_rows // num_wanted
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree but for rounding."""
-    return bool(((one - other).abs() <= 1e-4 * one.abs().max() + 1e-12).all())
-
-
-class _CompiledSteps:
-    """The vectorised step, traced and compiled once per shape.
-
-    Plain SGD is compiled with the gradient: there a client of weight 0 does not move. Other
-    rules would move it, so they step outside, on the clients that still train.
-
-    What is compiled is the trace, in which nothing of the module and of ``vmap`` is left, so
-    each shape stands for itself and no limit on recompilations applies.
-    """
-
-    def __init__(self, gradient: _BlockGradient) -> None:
-        self._gradient = gradient
-        self._steps: dict[object, Callable[..., _Outcome]] = {}
-
-    @property
-    def num_shapes(self) -> int:
-        """How many shapes have been compiled."""
-        return len(self._steps)
-
-    def step(self, run: _Run, stack: _Stack, batch: _Batch) -> _Outcome:
-        """Return the outcome of a step; plain SGD has then been taken, in place.
-
-        Raises:
-            EngineError: It cannot be compiled.
-        """
-        is_whole = _is_plain(run.work.local)
-        key = (is_whole, *((part.shape, part.dtype) for part in batch))
-        rest = (stack.statistics, run.frozen, run.constants, run.learning_rate, *batch)
-        if key in self._steps:
-            return _Outcome(*self._steps[key](stack.trainable, *rest))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
-                copies = {name: value.clone() for name, value in stack.trainable.items()}
-                trace = make_fx(self._whole if is_whole else self._part)(copies, *rest)
-                self._steps[key] = torch.compile(trace, dynamic=False, fullgraph=True)
-                return _Outcome(*self._steps[key](stack.trainable, *rest))
-        except _REFUSALS as error:
-            raise EngineError(
-                f"compiling the stacked step failed: {_first_line(error)}; choose the executor "
-                "that stacks without compiling"
-            ) from error
-
-    def _part(
-        self,
-        trainable: Named,
-        statistics: Named,
-        frozen: Named,
-        constants: Named,
-        _learning_rate: Tensor,
-        *batch: Tensor,
-    ) -> _Outcome:
-        """Return the gradients."""
-        grads, (losses, (statistics, constants)) = self._gradient.vectorised(
-            trainable, statistics, frozen, constants, *batch
-        )
-        return _Outcome(grads, losses, statistics, constants)
-
-    def _whole(
-        self,
-        trainable: Named,
-        statistics: Named,
-        frozen: Named,
-        constants: Named,
-        learning_rate: Tensor,
-        *batch: Tensor,
-    ) -> _Outcome:
-        """Take a step of plain SGD in place."""
-        outcome = self._part(trainable, statistics, frozen, constants, learning_rate, *batch)
-        for name, value in trainable.items():
-            value.sub_(outcome.grads[name] * learning_rate)
-        return outcome._replace(grads={})
-
-
-def _is_plain(local: LocalSgd) -> bool:
-    """Whether a step with zero gradients changes nothing."""
-    return local.is_plain and not local.weight_decay
 
 
 def _bucketed_height(height: int, capacity: int) -> int:
@@ -570,17 +306,6 @@ def _without_performance_hints() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
-
-
-def why_not_compiled() -> str | None:
-    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler ({compiler}); install one or set CXX"
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.exists():
-        return f"Python's headers are missing ({header}); install the development package"
-    return None
 
 
 def why_not_stacked(
@@ -611,7 +336,7 @@ def why_not_stacked(
     """
     work, device = _sample_work(params, features, labels, local), params.vector.device
     try:
-        gradient = _BlockGradient(make_model, objective, device=device, precision=precision)
+        gradient = BlockGradient(make_model, objective, device=device, precision=precision)
         if gradient.draws_random_numbers(features, labels):
             return "it draws random numbers in its forward pass"
         with untouched(torch.default_generator):
@@ -621,13 +346,13 @@ def why_not_stacked(
             make_model, objective, device=device, precision=precision, is_compiled=False
         )
         stacked = executor.train(work)
-    except _REFUSALS as error:
-        return f"{type(error).__name__}: {_first_line(error)}"
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {first_line(error)}"
     return _difference(stacked, reference, params=params, precision=precision)
 
 
 def _sample_work(params: Params, features: Tensor, labels: Tensor, local: LocalSgd) -> Work:
-    rows = _spread(len(labels), 5, like=labels).cpu().numpy()
+    rows = spread(len(labels), 5, like=labels).cpu().numpy()
     client_ids = np.arange(2)
     local = replace(local, epochs=2, batch_size=None, shuffle=False, keep_momentum=False)
     batches = schedule(
@@ -666,9 +391,3 @@ def _difference(
         if not error <= tolerance:
             return f"stacked clients train {name!r} differently, by {float(error):.1e}"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of a message, and the next if that one only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines[:1] and lines[0].endswith(":") else 1])

@@ -1,0 +1,167 @@
+"""The vectorised gradient as a graph: traced once per shape, then run or compiled.
+
+In the trace nothing of the module, of autograd and of ``vmap`` is left, so running it is
+cheaper, and each shape stands for itself: no limit on recompilations applies. Where the
+gradient of a weight is a matrix product, as in every linear layer, the trace returns the two
+factors instead, so that plain SGD multiplies and steps in one operation.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors.stacked_gradient import (
+    REFUSALS,
+    Batch,
+    BlockGradient,
+    Named,
+    Outcome,
+    Shared,
+    Stack,
+    first_line,
+)
+
+_ATEN = torch.ops.aten
+_UNSAFE_VIEW = _ATEN._unsafe_view.default  # noqa: SLF001 - the name of an operation
+#: Operations that change nothing where the shape stays.
+_RESHAPING = (
+    _UNSAFE_VIEW,
+    _ATEN.view.default,
+    _ATEN.expand.default,
+)
+
+#: The tensors of a stack, what is shared and a batch, to the fields of an outcome.
+_Step = Callable[..., tuple[Any, ...]]
+
+
+class TracedSteps:
+    """The gradient of a block, traced at the first use of a shape.
+
+    Args:
+        gradient: What is traced.
+        is_compiled: Compile the trace. Else it is run operation by operation, and where a
+            model cannot be traced ``gradient`` is called itself.
+    """
+
+    def __init__(self, gradient: BlockGradient, *, is_compiled: bool) -> None:
+        self._gradient, self._is_compiled = gradient, is_compiled
+        self._steps: dict[object, _Step | None] = {}
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes have been traced."""
+        return len(self._steps)
+
+    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> Outcome:
+        """Return the outcome of a step.
+
+        Raises:
+            EngineError: It cannot be compiled.
+        """
+        key = tuple((value.shape, value.dtype) for value in batch)
+        parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
+        tensors = [value for part in parts for value in part.values()] + list(batch)
+        if key not in self._steps:
+            self._steps[key] = self._new(parts, tensors)
+        step = self._steps[key]
+        return self._gradient(stack, shared, batch) if step is None else Outcome(*step(*tensors))
+
+    def _new(self, parts: Sequence[Named], tensors: Sequence[Tensor]) -> _Step | None:
+        """Return the step for tensors of these shapes, tried once."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
+                step: _Step = self._traced(parts, tensors)
+                if self._is_compiled:
+                    step = torch.compile(step, dynamic=False, fullgraph=True)
+                    step(*tensors)
+        except REFUSALS as error:
+            if not self._is_compiled:
+                return None
+            raise EngineError(
+                f"compiling the stacked step failed: {first_line(error)}; choose the executor "
+                "that stacks without compiling"
+            ) from error
+        return step
+
+    def _traced(self, parts: Sequence[Named], tensors: Sequence[Tensor]) -> GraphModule:
+        """Return the trace: flat tensors to the fields of an outcome."""
+
+        def flat(*values: Tensor) -> object:
+            rest = iter(values)
+            named = [{name: next(rest) for name in part} for part in parts]
+            return self._gradient.vectorised(*named, *rest)
+
+        trace = make_fx(flat)(*tensors)
+        _return_factors(trace.graph, num_trainable=len(parts[0]))
+        trace.graph.eliminate_dead_code()
+        trace.recompile()
+        return trace
+
+
+def _return_factors(graph: Graph, *, num_trainable: int) -> None:
+    """Let the graph return an outcome's fields, and the factors of gradients that are products."""
+    output = graph.output_node()
+    result: Any = output.args[0]  # nodes, nested as the traced function nests its results
+    grads, (losses, (statistics, constants)) = result
+    # What shares memory with a weight would change in the middle of the step.
+    changing = set(list(graph.find_nodes(op="placeholder"))[:num_trainable])
+    whole, factors = {}, {}
+    for name, grad in grads.items():
+        with graph.inserting_before(output):
+            pair = _factors(graph, grad)
+        if pair is None or any(_owner(factor) in changing for factor in pair):
+            whole[name] = grad
+        else:
+            factors[name] = pair
+    output.args = ((whole, factors, losses, statistics, constants),)
+
+
+def _factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
+    """Return two stacks of matrices whose product is ``grad``, if it is computed as one."""
+    node, is_transposed = grad, False
+    while node.target is not _ATEN.bmm.default:
+        source = next(iter(node.all_input_nodes), None)
+        if source is None or node.meta["val"].dim() != 3:  # noqa: PLR2004 - [h, m, n]
+            return None
+        if _transposes(node):
+            is_transposed = not is_transposed
+        elif node.target not in _RESHAPING or node.meta["val"].shape != source.meta["val"].shape:
+            return None
+        node = source
+    left, right = (part for part in node.args if isinstance(part, Node))
+    if not is_transposed:
+        return left, right
+    transposed = [graph.call_function(_ATEN.transpose.int, (part, 1, 2)) for part in (right, left)]
+    return transposed[0], transposed[1]
+
+
+def _transposes(node: Node) -> bool:
+    """Whether the node swaps the rows and columns of each matrix of a stack."""
+    if node.target is _ATEN.transpose.int:
+        return {dim % 3 for dim in node.args[1:]} == {1, 2}
+    return node.target is _ATEN.permute.default and list(node.args[1]) == [0, 2, 1]
+
+
+def _owner(node: Node) -> Node:
+    """Return the node that made the memory that a node's value lies in."""
+    while node.target is _UNSAFE_VIEW or getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def why_not_compiled() -> str | None:
+    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install one or set CXX"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Python's headers are missing ({header}); install the development package"
+    return None
