@@ -229,7 +229,7 @@ def escape_shapes(
     app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
 ) -> None:
     """Let the star of a shape such as ``[N, *F]`` be a star, not the start of emphasis."""
-    lines[:] = [re.sub(r"(?<!`)(\[[A-Z], )\*(?=[A-Z]\])", r"\1\\*", line) for line in lines]
+    lines[:] = [re.sub(r"(\[[A-Z.]+, )\*(?=\w+\])", r"\1\\*", line) for line in lines]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

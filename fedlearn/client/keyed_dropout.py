@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -109,16 +110,17 @@ class KeyedDropouts:
     def __len__(self) -> int:
         return self._num_layers
 
-    def set_key(self, seed: Seed, step: int) -> None:
+    def set_key(self, key: int) -> None:
         """Take the key of one client's step."""
         if self._num_layers:
-            self._key.value = torch.tensor(step_key(seed, step))
+            self._key.value = torch.tensor(key)
 
     def set_keys(self, keys: Tensor) -> None:
         """Take a key tensor as it is: batched, inside ``vmap``."""
         self._key.value = keys
 
 
-def step_key(seed: Seed, step: int) -> int:
-    """Return the 32-bit key of one step of the client and round that ``seed`` is of."""
-    return int(seed.hash(step)) & _MASK_32
+def step_keys(seed: Seed, num_steps: int) -> list[int]:
+    """Return the 32-bit key of each step of the client and round that ``seed`` is of."""
+    keys: list[int] = (seed.hash(np.arange(num_steps)) & np.uint64(_MASK_32)).tolist()
+    return keys

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.objectives import Objective, mean_loss
 from fedlearn.client.keyed_dropout import (
     KeyedDropouts,
     global_generator,
-    step_key,
+    step_keys,
     untouched,
 )
 from fedlearn.core.params import Layout, Params
@@ -128,21 +128,20 @@ class ResidentModel:
         self.load(params)
         views = params.layout.views(params.vector)
         anchor = [views[name] for name in self._trainable_names] if local.proximal else []
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        generator = global_generator(self._device)
+        generator, losses = global_generator(self._device), []
         with untouched(generator):
-            for step, rows in enumerate(batches):
-                self._dropouts.set_key(seed, step)
-                generator.manual_seed(step_key(seed, step))
+            for key, rows in zip(step_keys(seed, len(batches)), batches, strict=True):
+                self._dropouts.set_key(key)
+                generator.manual_seed(key)
                 loss = self._loss(features.index_select(0, rows), labels.index_select(0, rows))
                 grads = torch.autograd.grad(
                     loss, self._trainable, allow_unused=True, materialize_grads=True
                 )
                 with torch.no_grad():
                     local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
-                    total += loss * len(rows)
+                losses.append(loss.detach())
         self._rejoin_statistics()
-        return float(total) / max(1, sum(len(rows) for rows in batches))
+        return _weighted_mean(losses, [len(rows) for rows in batches])
 
     def _rejoin_statistics(self) -> None:
         """Take over statistics that a forward pass has assigned anew instead of in place."""
@@ -154,8 +153,10 @@ class ResidentModel:
                 setattr(self.module.get_submodule(owner), attribute, view)
 
     def _loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        if self._precision is Precision.FLOAT32:
+            return mean_loss(self._objective, self.module(features), labels)
         with autocast(self._precision, self._device):
-            return self._objective.losses(self.module(features), labels).mean()
+            return mean_loss(self._objective, self.module(features), labels)
 
     @torch.no_grad()
     def measure(
@@ -176,3 +177,9 @@ class ResidentModel:
                 parts.setdefault(name, []).append(values)
         self.module.train()
         return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> float:
+    """Return the mean of scalars, weighted, in one transfer from the device."""
+    stacked = torch.stack(list(values)).double().cpu()
+    return float(stacked @ torch.tensor(weights, dtype=torch.float64)) / sum(weights)

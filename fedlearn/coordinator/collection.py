@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from fedlearn.core.collecting import (
     Status,
 )
 from fedlearn.core.messages import ClientId, Failure, Reply, TrainReply, TrainRequest
-from fedlearn.core.params import Layout
+from fedlearn.core.params import Layout, Params
 from fedlearn.transport.base import Arrival, Channel
 
 StateT = TypeVar("StateT")
@@ -27,23 +27,96 @@ StateT = TypeVar("StateT")
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
 
+#: Elements that are checked at a time where a check needs memory of its own.
+_CHECKED_AT_ONCE = 1 << 18
+
 #: Characters of a failure's reason that are kept: a peer chooses them.
 MAX_REASON = 300
 
 
+@dataclass
+class _Slab:
+    """Memory that is written again in every round: fresh pages cost more than the copy."""
+
+    _rows_RP: Tensor | None = None
+
+    def rows(self, num_rows: int, *, like: Tensor) -> Tensor:
+        """Return [num_rows, P] of any content, with P, dtype and device of ``like``."""
+        kept, shape = self._rows_RP, (num_rows, *like.shape)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (
+            shape,
+            like.dtype,
+            like.device,
+        ):
+            # The old rows go first: two slabs at once would be beyond the bound.
+            kept = self._rows_RP = None
+            kept = self._rows_RP = like.new_empty(shape)
+        return kept
+
+
+@dataclass(kw_only=True)
+class _Fold(Generic[StateT]):
+    """Updates on their way into the aggregate.
+
+    Attributes:
+        aggregator: How they are combined.
+        rows_RP: Where they wait until all rows are taken.
+        state: Those that are combined already.
+        num_added: How many there were, waiting ones included.
+    """
+
+    aggregator: Aggregator[StateT]
+    rows_RP: Tensor
+    state: StateT
+    num_added: int = 0
+    _waiting: list[int] = field(default_factory=list)
+
+    def next_row(self) -> Tensor:
+        """Return the row that the next update belongs in; it may be written in vain."""
+        return self.rows_RP[len(self._waiting)]
+
+    def add(self, update: "Update") -> None:
+        """Take the update that was written to :meth:`next_row`."""
+        self._waiting.append(update.num_examples)
+        self.num_added += 1
+        if len(self._waiting) == len(self.rows_RP):
+            self._accumulate()
+
+    def close(self) -> StateT:
+        """Return the aggregate of all."""
+        if self._waiting:
+            self._accumulate()
+        return self.state
+
+    def _accumulate(self) -> None:
+        deltas_BP = self.rows_RP[: len(self._waiting)]
+        weights_B = self.aggregator.weigh(deltas_BP.new_tensor(self._waiting))
+        self.state = self.aggregator.accumulate(self.state, Block(deltas_BP, weights_B))
+        self._waiting.clear()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlainCollector(Generic[StateT]):
-    """Collects deltas in the clear, folding each in as it arrives. Memory: one model.
+    """Collects deltas in the clear, a slab of them at a time.
+
+    Each reply is checked and packed into the next row of a slab; a full slab, and what is in
+    it at the close of the round, is one block for the aggregator. With one row the replies
+    are folded in one by one, to the last bit as by an engine at block size 1.
+
+    Memory: the aggregate, one reply, and the slab, which is kept from round to round.
 
     Attributes:
         channel: How clients are reached.
         aggregator: How deltas are combined.
         policy: When the round closes.
+        slab_bytes: Bound of the slab's size; one model where that is larger.
     """
 
     channel: Channel
     aggregator: Aggregator[StateT]
     policy: StragglerPolicy
+    slab_bytes: int
+    _slab: _Slab = field(default_factory=_Slab, init=False, repr=False, compare=False)
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -61,21 +134,23 @@ class PlainCollector(Generic[StateT]):
         arrivals = self.channel.exchange(
             dict.fromkeys(cohort, message), deadline_s=self.policy.deadline_s
         )
-        layout, device = request.params.layout, request.params.vector.device
-        state = self.aggregator.init(layout, device=device)
+        fold = self._fold(request.params)
         settled: dict[ClientId, Participation] = {}
-        num_reported = 0
         for arrival in arrivals:
-            update = validated(arrival.reply, round_num=request.round_num, layout=layout)
+            update = validated(
+                arrival.reply,
+                round_num=request.round_num,
+                layout=request.params.layout,
+                out=fold.next_row(),
+            )
             if isinstance(update, Update):
-                state = self.aggregator.accumulate(state, self._block(update, device))
-                num_reported += 1
+                fold.add(update)
             settled[arrival.client_id] = _participation(arrival, update)
-            if num_reported == self.policy.num_wanted:
+            if fold.num_added == self.policy.num_wanted:
                 break
-        is_closed = num_reported == self.policy.num_wanted or len(settled) == len(cohort)
+        is_closed = fold.num_added == self.policy.num_wanted or len(settled) == len(cohort)
         return Collected(
-            aggregate=state,
+            aggregate=fold.close(),
             participations=Participations.of([*settled.values(), *_late(cohort, settled)]),
             duration_s=_last_s(settled) if is_closed else self._cut_off_s(settled),
         )
@@ -87,10 +162,13 @@ class PlainCollector(Generic[StateT]):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take nothing back."""
 
-    def _block(self, update: "Update", device: torch.device) -> Block:
-        deltas_BP = update.delta_P.to(device).unsqueeze(0)
-        num_examples_B = torch.tensor([update.num_examples], dtype=deltas_BP.dtype, device=device)
-        return Block(deltas_BP, self.aggregator.weigh(num_examples_B))
+    def _fold(self, params: Params) -> _Fold[StateT]:
+        layout, device = params.layout, params.vector.device
+        fitting = self.slab_bytes // (layout.size * layout.dtype.itemsize)
+        num_rows = max(1, min(fitting, self.policy.num_wanted))
+        rows_RP = self._slab.rows(num_rows, like=params.vector)
+        state = self.aggregator.init(layout, device=device)
+        return _Fold(aggregator=self.aggregator, rows_RP=rows_RP, state=state)
 
     def _cut_off_s(self, settled: Mapping[ClientId, Participation]) -> float:
         has_deadline = math.isfinite(self.policy.deadline_s)
@@ -112,11 +190,19 @@ class Update:
     loss: float
 
 
-def validated(reply: Reply, *, round_num: int, layout: Layout) -> Update | Failure:
+def validated(
+    reply: Reply, *, round_num: int, layout: Layout, out: Tensor | None = None
+) -> Update | Failure:
     """Return the update in ``reply``, or why it must not be aggregated.
 
     Clients are not trusted: round, names, shapes, dtype, finiteness and weight are checked
     before any arithmetic.
+
+    Args:
+        reply: What the client answered.
+        round_num: The round that it must be of.
+        layout: The model that it must fit.
+        out: Where the delta is written, shape [P]; also that of a reply that is not finite.
     """
     if isinstance(reply, Failure):
         return reply
@@ -128,10 +214,17 @@ def validated(reply: Reply, *, round_num: int, layout: Layout) -> Update | Failu
         return Failure(problem)
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
-    delta_P = layout.pack(reply.delta)
-    if not bool(torch.isfinite(delta_P).all()):
+    delta_P = layout.pack(reply.delta, out=out)
+    if not _is_finite(delta_P):
         return Failure("the delta is not finite")
     return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))
+
+
+def _is_finite(delta_P: Tensor) -> bool:
+    # A sum is finite only if all its terms are; that of finite terms may overflow.
+    return math.isfinite(float(delta_P.sum())) or all(
+        bool(torch.isfinite(part).all()) for part in delta_P.split(_CHECKED_AT_ONCE)
+    )
 
 
 def _misfit(delta: Mapping[str, Tensor], layout: Layout) -> str | None:

@@ -1,18 +1,22 @@
 """Messages to bytes and back; the only place that knows the wire format.
 
 Layout: ``b"FL"``, one version byte, a little-endian ``uint32`` length, a JSON header of
-that length, then the message's tensors as one safetensors file. Nothing is unpickled:
-decoding bytes from a peer never runs code.
+that length (ended by spaces, so that what follows is aligned), then the message's tensors
+as one safetensors file. Nothing is unpickled: decoding bytes from a peer never runs code.
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
+import numpy as np
 import safetensors.torch
-from safetensors import SafetensorError
+import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from fedlearn.core.messages import (
     EvaluateReply,
@@ -29,6 +33,30 @@ _PREFIX = struct.Struct("<2sBI")
 _MAGIC = b"FL"
 VERSION = 1
 
+_TABLE_SIZE = struct.Struct("<Q")
+#: Bytes to which tensors are aligned: the widest element.
+_ALIGNMENT = 8
+#: Dimensions that torch's operations can handle.
+_MAX_DIMENSIONS = 64
+_DTYPES: Mapping[object, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
 
 def encode(message: Request | Reply) -> bytes:
     """Return the wire form of ``message``.
@@ -40,12 +68,16 @@ def encode(message: Request | Reply) -> bytes:
     kind, fields, tensors = _take_apart(message)
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    body = safetensors.torch.save(contiguous)
-    return _PREFIX.pack(_MAGIC, VERSION, len(header)) + header + body
+    header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
+    return b"".join((prefix, header, safetensors.torch.save(contiguous)))
 
 
 def decode(data: bytes) -> Request | Reply:
     """Return the message in ``data``.
+
+    A request's tensors are the receiver's own, to train in place. Those of a reply are views
+    of ``data``, only to be read: what is folded into an aggregate need not be copied first.
 
     Guarantees:
         For any bytes whatever this returns a message or raises :class:`ProtocolError`. The
@@ -71,15 +103,105 @@ def decode(data: bytes) -> Request | Reply:
         header = json.loads(data[_PREFIX.size : start])
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    return _put_together(header, _tensors(data[start:]))
+    return _put_together(header, _tensors(data, start))
 
 
-def _tensors(body: bytes) -> Mapping[str, Tensor]:
+def _tensors(data: bytes, start: int) -> Mapping[str, Tensor]:
+    """Return views of the tensors in the safetensors file at ``data[start:]``.
+
+    They must tile the rest of ``data``: no gap, no overlap, nothing left over. So all the
+    lengths that a peer claims are held against those of ``data``.
+    """
+    begin = start + _TABLE_SIZE.size
+    if begin > len(data):
+        raise ProtocolError(f"malformed tensors: {len(data) - start} bytes are no table of them")
+    begin += int(_TABLE_SIZE.unpack_from(data, start)[0])
+    if begin > len(data):
+        raise ProtocolError(f"malformed tensors: a table up to byte {begin} of {len(data)}")
     try:
-        return safetensors.torch.load(body)
-    # safetensors checks sizes, but not that torch can hold the shape of an empty tensor.
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        table = json.loads(data[start + _TABLE_SIZE.size : begin], object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed tensors: {error}") from error
+    if not isinstance(table, dict):
+        raise ProtocolError("malformed tensors: the table is not a JSON object")
+    table.pop("__metadata__", None)
+    slots = sorted((_Slot.of(entry, name=name) for name, entry in table.items()), key=_Slot.span)
+    end = 0
+    for slot in slots:
+        if slot.begin != end:
+            raise ProtocolError(f"malformed tensors: {slot.name!r} is not at byte {end}")
+        end = slot.end
+    if end != len(data) - begin:
+        raise ProtocolError(f"malformed tensors: {end} bytes in a body of {len(data) - begin}")
+    body = _view(data, begin)
+    return {slot.name: slot.view(body) for slot in slots}
+
+
+def _view(data: bytes, begin: int) -> Tensor:
+    """Return ``data[begin:]`` as uint8, without a copy if it is aligned."""
+    # Through DLPack, because torch's own door to a buffer warns about one that is read-only.
+    body = from_dlpack(np.frombuffer(data, np.uint8, offset=begin))
+    return body if body.data_ptr() % _ALIGNMENT == 0 else body.clone()
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands twice")
+    return table
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor lies in a safetensors file, checked in itself.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape, one that torch can hold.
+        begin: Its first byte, counted from the end of the table.
+        end: The byte after its last.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    # Any: JSON from a peer.
+    def of(cls, entry: Any, *, name: str) -> "_Slot":
+        """Read an entry of the table."""
+        if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
+            raise ProtocolError(f"malformed tensors: {name!r} is not dtype, shape, data_offsets")
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        if dtype is None:
+            raise ProtocolError(f"malformed tensors: {name!r} has no dtype that is known")
+        if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):  # noqa: PLR2004 - begin, end
+            raise ProtocolError(f"malformed tensors: {name!r} has no shape or no offsets")
+        # An empty tensor may claim any size in its other dimensions.
+        if len(shape) > _MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 1 << 60:
+            raise ProtocolError(f"malformed tensors: {name!r} has a shape too large for torch")
+        begin, end = offsets
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ProtocolError(f"malformed tensors: {name!r} is not as long as its shape")
+        return cls(name, dtype, tuple(shape), begin, end)
+
+    def span(self) -> tuple[int, int]:
+        """Return its place; an empty tensor comes before what begins there."""
+        return self.begin, self.end
+
+    def view(self, body: Tensor) -> Tensor:
+        """Return the tensor as a view of ``body``, or as a copy if it is not aligned there."""
+        part = body[self.begin : self.end]
+        aligned = part if self.begin % self.dtype.itemsize == 0 else part.clone()
+        return aligned.view(self.dtype).reshape(self.shape)
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _take_apart(
@@ -122,12 +244,14 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
             message: Request | Reply = TrainRequest(
                 round_num=fields.integer("round_num"),
                 attempt=fields.integer("attempt"),
-                tensors=tensors,
+                tensors=_owned(tensors),
                 settings=fields.mapping("settings", _is_scalar),
                 seed=fields.integer("seed"),
             )
         case "evaluate_request":
-            message = EvaluateRequest(round_num=fields.integer("round_num"), tensors=tensors)
+            message = EvaluateRequest(
+                round_num=fields.integer("round_num"), tensors=_owned(tensors)
+            )
         case "train_reply":
             message = TrainReply(
                 round_num=fields.integer("round_num"),
@@ -147,6 +271,10 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
             raise ProtocolError(f"unknown message kind {kind!r}")
     fields.finish()
     return message
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 def _is_number(value: object) -> bool:

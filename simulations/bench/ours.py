@@ -149,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         addresses = Addresses(store_url=None, runs_dir=Path(folder), data_dir=peers_dir)
         run = run_pieces(pieces, Site(addresses, dict(os.environ), clock, progress))
-        weights = run.weights(best=False)
+        trained = run.load_model(best=False)
     seconds = np.diff(progress.ends_s)
     workload.report(
         arguments,
@@ -160,7 +160,7 @@ def main() -> None:
         first_round_s=round(float(seconds[0]), 3),
     )
     if arguments.save:
-        np.savez(arguments.save, *[value.numpy() for value in weights.values()])
+        np.savez(arguments.save, *[value.detach().numpy() for value in trained.parameters()])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors import stacked
+from fedlearn.simulation.executors import stacked, stacked_gradient
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import (
@@ -262,7 +262,7 @@ def test_batch_norm_with_ragged_batches_is_exact() -> None:
 def test_padding_would_falsify_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the probe for models that mix examples, the result is wrong."""
     work = work_of(params_of(batch_norm_net), sizes=RAGGED_WITHOUT_ONES)
-    monkeypatch.setattr(stacked, "_close", lambda *_: True)
+    monkeypatch.setattr(stacked_gradient, "_close", lambda *_: True)
     assert error_of(batch_norm_net, work) > 1e-3
 
 
@@ -538,7 +538,7 @@ def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them() -> 
             work = work_of(params, local=replace(PLAIN, learning_rate=rate), sizes=sizes)
             expected = reference(mlp, work, CrossEntropy())
             assert distance(expected, compiled.train(work)) < 1e-6
-    assert compiled.num_compiled <= stacked.NUM_HEIGHTS
+    assert compiled.num_traced <= stacked.NUM_HEIGHTS
 
 
 @pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))

@@ -98,7 +98,7 @@ def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> No
     refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     kind=st.sampled_from(
         ["train_request", "evaluate_request", "train_reply", "evaluate_reply", "failure"]
@@ -149,7 +149,7 @@ def wire() -> bytes:
 def test_a_message_cut_anywhere_is_refused() -> None:
     """At every length, and with a byte too many; whole it is accepted."""
     data = wire()
-    assert decode(data)
+    assert isinstance(decode(data), TrainReply)
     for length in range(len(data)):
         assert refused_or_decoded(data[:length]) is None, length
     assert refused_or_decoded(data + b"\x00") is None

@@ -82,9 +82,7 @@ def one_round(answer: bytes | Handler) -> tuple[Params, dict[ClientId, Participa
 
     clients = [ClientId(i) for i in range(NUM_CLIENTS)]
     handlers: dict[ClientId, Handler] = dict.fromkeys(clients, honest)
-    handlers[HOSTILE] = (
-        (lambda _, state: (answer, state)) if isinstance(answer, bytes) else answer
-    )
+    handlers[HOSTILE] = (lambda _, state: (answer, state)) if isinstance(answer, bytes) else answer
     policy = StragglerPolicy(
         num_wanted=NUM_CLIENTS,
         over_selection=1.0,
@@ -98,7 +96,9 @@ def one_round(answer: bytes | Handler) -> tuple[Params, dict[ClientId, Participa
     plan = RoundPlan(
         sampler=UniformSampler(),
         policy=policy,
-        collector=PlainCollector(channel=channel, aggregator=mean, policy=policy),
+        collector=PlainCollector(
+            channel=channel, aggregator=mean, policy=policy, slab_bytes=1 << 20
+        ),
         local=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
         aggregator=mean,
         server_optimizer=ServerSgd(learning_rate=1.0, momentum=0.0),
@@ -257,9 +257,8 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
     """The spread is that of the others."""
     honest = encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": 2.0}))
     clients = [ClientId(i) for i in range(NUM_CLIENTS)]
-    handlers: dict[ClientId, Handler] = {
-        c: (lambda _, state, c=c: (answer if c == HOSTILE else honest, state)) for c in clients
-    }
+    handlers: dict[ClientId, Handler] = dict.fromkeys(clients, lambda _, state: (honest, state))
+    handlers[HOSTILE] = lambda _, state: (answer, state)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
     evaluator = ChannelEvaluator(channel=channel, cohort=clients, deadline_s=1.0)
     metrics = evaluator.evaluate(Params.of(nn.Linear(2, 1)), round_num=1)

@@ -2,7 +2,7 @@
 
 The gradient of one client's batch is written once and vectorised over the block, so any
 module whose operations have a batching rule trains this way, step for step as the sequential
-reference does: eagerly, or with the vectorised step traced and compiled.
+reference does. What runs is a trace of that computation, compiled or not.
 
 Shape legend: K clients in the block, T steps, B examples a batch, P parameters and
 statistics, Q trainable parameters.
@@ -18,30 +18,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.client.keyed_dropout import KeyedDropouts, global_generator, step_key, untouched
-from fedlearn.client.resident import Precision, ResidentModel, autocast
-from fedlearn.core.params import Layout, Params
+from fedlearn.client.keyed_dropout import step_keys, untouched
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.executors.stacked_gradient import (
+    REFUSALS,
+    Batch,
+    BlockGradient,
+    Named,
+    Shared,
+    Stack,
+    first_line,
+    spread,
+)
+from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
 
-#: Compiled shapes per block size: a step runs at the next of so many evenly spaced heights.
+#: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
+
 
 @dataclass(eq=False)
 class _Run:
@@ -52,10 +60,7 @@ class _Run:
     weights_TKB: Tensor
     keys_TK: Tensor
     means_TK: Tensor
-    frozen: Named
-    constants: Named
-    anchor: Sequence[Tensor]
-    learning_rate: Tensor
+    shared: Shared
 
     def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
         """Return the first ``size`` places of the batches of these clients."""
@@ -80,7 +85,7 @@ class StackedExecutor:
         objective: The loss.
         device: Where to train; the work's tensors lie there.
         precision: Of the forward and backward pass.
-        is_compiled: Trace and compile the step, once per shape; see :func:`why_not_compiled`.
+        is_compiled: Compile the step, once per shape; see :func:`why_not_compiled`.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class StackedExecutor:
         is_compiled: bool,
     ) -> None:
         self._gradient = BlockGradient(make_model, objective, device=device, precision=precision)
-        self._compiled = _CompiledSteps(self._gradient) if is_compiled else None
+        self._traced = TracedSteps(self._gradient, is_compiled=is_compiled)
         self._layout, self._device = self._gradient.layout, device
         self._stack, self._prefixes = Stack({}, {}, {}), dict[int, Stack]()
         self._deltas_KP = torch.empty(0, self._layout.size)
@@ -118,9 +123,9 @@ class StackedExecutor:
             return self._trained(run)
 
     @property
-    def num_compiled(self) -> int:
-        """How many shapes have been compiled."""
-        return self._compiled.num_shapes if self._compiled else 0
+    def num_traced(self) -> int:
+        """How many shapes have been traced, and compiled if that was asked for."""
+        return self._traced.num_shapes
 
     # --- before and after the steps -----------------------------------------------------
 
@@ -137,20 +142,19 @@ class StackedExecutor:
             weights_TKB=weights_TKB,
             keys_TK=self._keys(work, num_steps, height),
             means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
-            frozen={name: views[name] for name in names.frozen},
-            constants=names.constants(work.params),
-            anchor=[views[name] for name in names.trainable] if work.local.proximal else [],
-            learning_rate=views[names.trainable[0]].new_tensor(work.local.learning_rate),
+            shared=Shared(
+                frozen={name: views[name] for name in names.frozen},
+                constants=names.constants(work.params),
+                anchor={name: views[name] for name in names.trainable},
+            ),
         )
 
     def _padded(self, work: Work) -> tuple[Tensor, Tensor]:
         """Return the rows and weights of the schedule, in the shapes that will run."""
         rows_TKB, weights_TKB = work.schedule.rows_TKB, work.schedule.weights_TKB
         _, height, size = rows_TKB.shape
-        more_places = more_clients = 0
-        if self._compiled:
-            more_places = _bucketed_size(work.local, size) - size
-            more_clients = _bucketed_height(height, max(height, self._height)) - height
+        more_places = _bucketed_size(work.local, size) - size
+        more_clients = _bucketed_height(height, max(height, self._height)) - height
         if more_places or more_clients:
             rows_TKB = F.pad(rows_TKB, (0, more_places, 0, more_clients))
             weights_TKB = F.pad(weights_TKB, (0, more_places, 0, more_clients))
@@ -165,7 +169,7 @@ class StackedExecutor:
         if self._gradient.num_dropouts:
             for client in range(len(work.client_ids)):
                 seed = work.client_seed(client)
-                keys_TK[:, client] = [step_key(seed, step) for step in range(num_steps)]
+                keys_TK[:, client] = step_keys(seed, num_steps)
         return torch.from_numpy(keys_TK).to(self._device)
 
     def _trained(self, run: _Run) -> Trained:
@@ -244,60 +248,50 @@ class StackedExecutor:
             self._step_by_size(run, step, sizes_k)
 
     def _step_together(self, run: _Run, step: int, *, active: int, size: int) -> None:
-        stack = self._prefix(active)
-        if self._compiled and size == run.rows_TKB.shape[2]:
+        if size == run.rows_TKB.shape[2]:
             height = _bucketed_height(active, self._height)
             batch = run.batch(step, slice(height), size=size)
-            outcome = self._compiled.step(run, self._prefix(height), batch)
-            has_stepped = _is_plain(run.work.local)
+            outcome = self._traced(self._prefix(height), run.shared, batch).first(active)
         else:
             batch = run.batch(step, slice(active), size=size)
-            outcome, has_stepped = self._gradient(stack, run, batch), False
-        self._finish(run, stack, outcome, has_stepped=has_stepped)
-        run.means_TK[step, :active] = outcome.losses[:active]
-        run.constants = outcome.constants
+            outcome = self._gradient(self._prefix(active), run.shared, batch)
+        outcome.finish(self._prefix(active), run.work.local, anchor=run.shared.anchor)
+        run.means_TK[step, :active] = outcome.losses
+        run.shared = replace(run.shared, constants=outcome.constants)
 
     def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
         """Step clients with equally large batches together: padding would change others."""
-        constants = run.constants
+        shared = run.shared
         for size in np.unique(sizes_k).tolist():
             index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
             part = self._stack.map(partial(torch.index_select, dim=0, index=index))
-            outcome = self._gradient(part, run, run.batch(step, index, size=size))
-            self._finish(run, part, outcome, has_stepped=False)
+            outcome = self._gradient(part, shared, run.batch(step, index, size=size))
+            outcome.finish(part, run.work.local, anchor=shared.anchor)
             for whole, rows in zip(self._stack.tensors(), part.tensors(), strict=True):
                 whole.index_copy_(0, index, rows)
             run.means_TK[step].index_copy_(0, index, outcome.losses)
-            constants = outcome.constants
-        run.constants = constants
-
-    @staticmethod
-    def _finish(run: _Run, stack: Stack, outcome: _Outcome, *, has_stepped: bool) -> None:
-        """Write a step's outcome to ``stack``, whose clients may be the first of more."""
-        active = len(next(iter(stack.trainable.values())))
-        if not has_stepped:
-            run.work.local.step(
-                list(stack.trainable.values()),
-                [outcome.grads[name][:active] for name in stack.trainable],
-                anchor=run.anchor,
-                velocity=list(stack.velocity.values()),
-            )
-        for name, value in stack.statistics.items():
-            value.copy_(outcome.statistics[name][:active])
+            run.shared = replace(shared, constants=outcome.constants)
 
 
 def _bucketed_height(height: int, capacity: int) -> int:
-    """Return the next of the heights that a compiled step runs at."""
+    """Return the next of the heights that a traced step runs at."""
     gap = -(-capacity // NUM_HEIGHTS)
     return min(capacity, -(-height // gap) * gap)
 
 
 def _bucketed_size(local: LocalSgd, size: int) -> int:
-    """Return the batch size that a compiled step runs at: four sizes from 2^n to 2^(n+1)."""
-    if local.batch_size is not None:
-        return local.batch_size
-    gap = 1 << max(0, (size - 1).bit_length() - 3)
-    return -(-size // gap) * gap
+    """Return the batch size that a traced step runs at.
+
+    The configured one unless all batches fit its half, quarter, ...; without one, the next of
+    four sizes from 2^n to 2^(n+1).
+    """
+    if local.batch_size is None:
+        gap = 1 << max(0, (size - 1).bit_length() - 3)
+        return -(-size // gap) * gap
+    bucket = local.batch_size
+    while bucket >= 2 * size:
+        bucket = -(-bucket // 2)
+    return bucket
 
 
 @contextmanager
@@ -306,6 +300,17 @@ def _without_performance_hints() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
+
+
+def why_not_compiled() -> str | None:
+    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install one or set CXX"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Python's headers are missing ({header}); install the development package"
+    return None
 
 
 def why_not_stacked(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedlearn.errors import EngineError
@@ -95,7 +95,7 @@ class TracedSteps:
 
         def flat(*values: Tensor) -> object:
             rest = iter(values)
-            named = [{name: next(rest) for name in part} for part in parts]
+            named: list[Any] = [{name: next(rest) for name in part} for part in parts]
             return self._gradient.vectorised(*named, *rest)
 
         trace = make_fx(flat)(*tensors)
@@ -144,9 +144,10 @@ def _factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
 
 def _transposes(node: Node) -> bool:
     """Whether the node swaps the rows and columns of each matrix of a stack."""
+    dims: Any = node.args[1:]
     if node.target is _ATEN.transpose.int:
-        return {dim % 3 for dim in node.args[1:]} == {1, 2}
-    return node.target is _ATEN.permute.default and list(node.args[1]) == [0, 2, 1]
+        return {dim % 3 for dim in dims} == {1, 2}
+    return node.target is _ATEN.permute.default and list(dims[0]) == [0, 2, 1]
 
 
 def _owner(node: Node) -> Node:
@@ -154,14 +155,3 @@ def _owner(node: Node) -> Node:
     while node.target is _UNSAFE_VIEW or getattr(node.target, "is_view", False):
         node = node.all_input_nodes[0]
     return node
-
-
-def why_not_compiled() -> str | None:
-    """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler ({compiler}); install one or set CXX"
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.exists():
-        return f"Python's headers are missing ({header}); install the development package"
-    return None

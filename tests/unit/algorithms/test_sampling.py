@@ -113,14 +113,14 @@ class CountedRange(Sequence[ClientId]):
     """A population without a table, which counts how often it is looked into."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.looked_up = count, 0
+        self.size, self.looked_up = count, 0
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:  # Any: one body for both overloads
         self.looked_up += 1
-        return ClientId(range(self.count)[index])
+        return ClientId(range(self.size)[index])
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

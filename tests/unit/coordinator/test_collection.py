@@ -71,7 +71,7 @@ def collect(
         return np.array([latencies_s[c] for c in clients])
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=policy)
+    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=1 << 20)
     return collector.collect(cohort, REQUEST)
 
 
@@ -150,7 +150,7 @@ def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
 def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
     """The clients keep their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
-    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=POLICY)
+    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=POLICY, slab_bytes=0)
     assert collector.state_tensors() == {}
     collector.restore({})
     assert collector.available() == ()

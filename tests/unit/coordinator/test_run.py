@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
@@ -75,7 +76,7 @@ class MemoryStore:
         self.commits.append((replace(checkpoint, tensors=tensors), tuple(self.records)))
 
     def finish(self, status: RunStatus, *, error: str) -> None:
-        assert error == ""
+        assert not error
         self.status = status
 
 
@@ -100,18 +101,18 @@ Fails = Callable[[int, int, int], bool]
 
 
 def scripted_round(
-    fails: Fails = lambda c, r, a: False,
+    fails: Fails | None = None,
     *,
     policy: StragglerPolicy = POLICY,
     num_clients: int = 3,
-) -> RoundPlan[object]:
+) -> RoundPlan[WeightedSum]:
     """Rounds whose deltas are one, of 2 virtual seconds, with failures as scripted."""
 
     def client(client_id: int) -> Handler:
         def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
             request = decode(data)
             assert isinstance(request, TrainRequest)
-            if fails(client_id, request.round_num, request.attempt):
+            if fails and fails(client_id, request.round_num, request.attempt):
                 return encode(Failure("battery low")), state
             tensors = {n: t for n, t in request.tensors.items() if t.is_floating_point()}
             delta = {name: torch.ones_like(t) for name, t in tensors.items()}
@@ -134,7 +135,9 @@ def scripted_round(
     return RoundPlan(
         sampler=UniformSampler(),
         policy=policy,
-        collector=PlainCollector(channel=channel, aggregator=algorithm.aggregator, policy=policy),
+        collector=PlainCollector(
+            channel=channel, aggregator=algorithm.aggregator, policy=policy, slab_bytes=0
+        ),
         local=algorithm.local,
         aggregator=algorithm.aggregator,
         server_optimizer=algorithm.server_optimizer,
@@ -142,14 +145,18 @@ def scripted_round(
     )
 
 
+def ignore(record: RoundRecord) -> None:
+    """Show no progress."""
+
+
 def run_plan(
-    round_plan: RoundPlan[object],
+    round_plan: RoundPlan[WeightedSum],
     *,
     values: Sequence[float] = (0.0,) * 20,
     num_rounds: int = 4,
     evaluate_every: int = 1,
     early_stopping: EarlyStopping = NEVER,
-) -> RunPlan[object]:
+) -> RunPlan[WeightedSum]:
     return RunPlan(
         round=round_plan,
         evaluator=Scripted(values, early_stopping.metric),
@@ -162,7 +169,7 @@ def run_plan(
 
 
 def run(
-    plan: RunPlan[object], params: Params | None = None, *, store: MemoryStore | None = None
+    plan: RunPlan[WeightedSum], params: Params | None = None, *, store: MemoryStore | None = None
 ) -> tuple[RunState, MemoryStore]:
     store = store or MemoryStore()
     state = train(
@@ -170,7 +177,7 @@ def run(
         params or linear(),
         checkpoint=None,
         store=store,
-        progress=lambda record: None,
+        progress=ignore,
     )
     return state, store
 
@@ -239,7 +246,7 @@ def test_a_run_fails_when_the_policy_says_so(
 
     store = MemoryStore()
     policy = replace(POLICY, below_minimum=below_minimum)
-    with pytest.raises(TooFewReports, match="round 1: 1 usable reports .* minimum is 2") as caught:
+    with pytest.raises(TooFewReports, match=r"round 1: 1 usable reports .* minimum is 2") as caught:
         run(run_plan(scripted_round(fails, policy=policy)), store=store)
     assert (caught.value.round_num, caught.value.received, caught.value.minimum) == (1, 1, 2)
     assert len(attempts) == num_attempts
@@ -251,7 +258,7 @@ def test_a_skipped_round_counts_and_leaves_the_model() -> None:
     """It is over, its record says so, and the next round is another one."""
     policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
     state, store = run(
-        run_plan(scripted_round(lambda c, r, a: r == 1 and c != 2, policy=policy), num_rounds=3)
+        run_plan(scripted_round(lambda c, r, _: r == 1 and c != 2, policy=policy), num_rounds=3)
     )
     assert [record.outcome for record in store.records] == [
         Outcome.AGGREGATED,
@@ -267,7 +274,7 @@ def test_a_skipped_round_counts_and_leaves_the_model() -> None:
 def test_a_round_without_reports_has_no_loss() -> None:
     """NaN, not zero."""
     policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
-    _, store = run(run_plan(scripted_round(lambda c, r, a: True, policy=policy), num_rounds=1))
+    _, store = run(run_plan(scripted_round(lambda *_: True, policy=policy), num_rounds=1))
     assert math.isnan(store.records[0].train_loss)
 
 
@@ -362,7 +369,7 @@ def test_commits_are_spaced_in_real_time() -> None:
         linear(),
         checkpoint=None,
         store=store,
-        progress=lambda record: clock.sleep(1.0),
+        progress=lambda _: clock.sleep(1.0),
     )
     assert [checkpoint.round_num for checkpoint, _ in store.commits] == [0, 2, 4, 6]
 
@@ -381,7 +388,7 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
 
 def simulated(
     algorithm: Algorithm, *, dtype: torch.dtype = torch.float32, num_rounds: int = 6
-) -> RunPlan[object]:
+) -> RunPlan[WeightedSum]:
     """A fresh plan, as a new process would build it: engine, behaviour, evaluator."""
     sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one
     num_examples = sum(sizes)
@@ -475,7 +482,7 @@ def test_a_run_killed_after_any_commit_ends_in_the_same_model(
             start(dtype),
             checkpoint=checkpoint,
             store=store,
-            progress=lambda record: None,
+            progress=ignore,
         )
         assert_same_state(resumed, expected)
         assert store.records == whole.records
@@ -495,7 +502,7 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
         start(),
         checkpoint=replace(checkpoint, tensors=kept),
         store=MemoryStore(list(records)),
-        progress=lambda record: None,
+        progress=ignore,
     )
     assert not torch.equal(resumed.server.params.vector, expected.server.params.vector)
 
@@ -510,7 +517,7 @@ def test_a_finished_run_has_nothing_to_resume() -> None:
         linear(),
         checkpoint=checkpoint,
         store=store,
-        progress=lambda record: None,
+        progress=ignore,
     )
     assert store.records == whole.records
     assert store.status is RunStatus.DONE

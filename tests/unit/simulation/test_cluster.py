@@ -103,9 +103,13 @@ def test_torchrun_is_recognised_by_its_variables() -> None:
 def test_threads_are_given_back() -> None:
     """Also when the block fails."""
     before = torch.get_num_threads()
-    with pytest.raises(RuntimeError, match="inside"), one_thread():
-        assert torch.get_num_threads() == 1
-        raise RuntimeError("inside")
+
+    def failing() -> None:
+        with one_thread():
+            raise RuntimeError(f"inside: {torch.get_num_threads()}")
+
+    with pytest.raises(RuntimeError, match="inside: 1"):
+        failing()
     assert torch.get_num_threads() == before
 
 

@@ -1,8 +1,13 @@
 """The engine as a collector: who is trained, in which blocks, and what is aggregated."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+import fedlearn
 from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -47,7 +53,9 @@ class Table:
         upload_bytes: int,
         seed: Seed,
     ) -> NDArray[np.float64]:
-        self.calls.append((download_bytes, upload_bytes, int(num_examples_processed.max(initial=0))))
+        self.calls.append(
+            (download_bytes, upload_bytes, int(num_examples_processed.max(initial=0)))
+        )
         return np.array([self.duration_s.get(c, float(c)) for c in client_ids.tolist()])
 
     def failures(
@@ -69,9 +77,7 @@ class Recording:
         self.blocks.append(ids)
         values = [self.value if c in self.diverging else float(c) for c in ids]
         deltas_KP = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
-        return Trained(
-            deltas_KP=deltas_KP, losses_K=np.asarray(ids) / 10.0, velocity_KQ=None
-        )
+        return Trained(deltas_KP=deltas_KP, losses_K=np.asarray(ids) / 10.0, velocity_KQ=None)
 
 
 def population() -> BootstrapPopulation:
@@ -111,9 +117,7 @@ def collect(
         cluster=Alone(),
         block_size=block_size,
     )
-    request = RoundRequest(
-        round_num=0, attempt=0, params=PARAMS, settings=LOCAL.settings(), seed=0
-    )
+    request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings=LOCAL.settings(), seed=0)
     return engine.collect([ClientId(c) for c in cohort], request)
 
 
@@ -236,3 +240,82 @@ def test_clients_are_dealt_to_workers_by_size(world_size: int) -> None:
 def test_clients_of_one_size_keep_their_order() -> None:
     """At block size 1 that is the order of arrival, as over a channel."""
     assert deal(np.ones(5, np.int64), Alone()).tolist() == [0, 1, 2, 3, 4]
+
+
+A_MILLION_CLIENTS = """
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from fedlearn.algorithms.local import LocalSgd
+    from fedlearn.algorithms.objectives import CrossEntropy
+    from fedlearn.algorithms.recipes import FedAvg
+    from fedlearn.algorithms.sampling import UniformSampler
+    from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+    from fedlearn.client.resident import Precision, ResidentModel
+    from fedlearn.coordinator.round import RoundPlan, run_round
+    from fedlearn.core.collecting import Status
+    from fedlearn.core.params import Params
+    from fedlearn.core.randomness import Seed
+    from fedlearn.simulation import behaviour
+    from fedlearn.simulation.cluster import launch
+    from fedlearn.simulation.engine import Engine
+    from fedlearn.simulation.executors.sequential import SequentialExecutor
+    from fedlearn.simulation.population import BootstrapPopulation
+
+    def make_model():
+        return nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 10))
+
+    def body(cluster):
+        algorithm = FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))
+        policy = StragglerPolicy(
+            num_wanted=1000, over_selection=1.3, deadline_s=1e9, min_reports=1000,
+            below_minimum=BelowMinimum.FAIL, max_retries=0,
+        )
+        population = BootstrapPopulation(
+            features=torch.randn(10_000, 64), labels=torch.randint(0, 10, (10_000,)),
+            num_classes=10, num_clients=1_000_000, examples_per_client=20, seed=Seed(0),
+        )
+        devices = behaviour.Behaviour(
+            speed=behaviour.LognormalSpeed(median_ms_per_example=1.0, sigma=1.0),
+            bandwidth=behaviour.LognormalBandwidth(median_mbit_per_s=5.0, sigma=1.0),
+            dropout=behaviour.Dropout(rate=0.05), round_jitter_sigma=0.1,
+        )
+        cpu = torch.device("cpu")
+        model = ResidentModel(
+            make_model, CrossEntropy(), device=cpu, precision=Precision.FLOAT32
+        )
+        engine = Engine(
+            population=population, behaviour=devices, executor=SequentialExecutor(model),
+            aggregator=algorithm.aggregator, policy=policy, cluster=cluster, block_size=50,
+        )
+        plan = RoundPlan(
+            sampler=UniformSampler(), policy=policy, collector=engine, local=algorithm.local,
+            aggregator=algorithm.aggregator, server_optimizer=algorithm.server_optimizer,
+            seed=Seed(0),
+        )
+        state, collected = run_round(plan.init(Params.of(make_model())), plan, attempt=0)
+        assert state.round_num == 1
+        return collected.count(Status.REPORTED)
+
+    reported = launch(body, num_workers=1, environment={})
+    status = Path("/proc/self/status").read_text()
+    peak_kb = next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
+    print(reported, peak_kb)
+"""
+
+
+def test_a_round_of_a_thousand_out_of_a_million_fits_in_two_gigabytes() -> None:
+    """Memory grows with the block, not with the cohort or the population."""
+    found = subprocess.run(
+        [sys.executable, "-c", dedent(A_MILLION_CLIENTS)],
+        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    reported, peak_kb = map(int, found.stdout.split())
+    assert reported == 1000
+    assert peak_kb < 2_000_000, "peak resident memory of the process"

@@ -71,7 +71,7 @@ class TwoWorkers:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            tensor += self.others
+            tensor.add_(self.others)
 
     def broadcast(self, value: ResultT | None) -> ResultT:
         raise NotImplementedError

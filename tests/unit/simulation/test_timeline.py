@@ -77,7 +77,7 @@ def collected(
     cohort = [ClientId(i) for i in range(len(kinds))]
     channel = MemoryChannel({c: client(kinds[c]) for c in cohort}, latency, VirtualClock())
     mean = WeightedMean(by_examples=True)
-    collector = PlainCollector(channel=channel, aggregator=mean, policy=policy)
+    collector = PlainCollector(channel=channel, aggregator=mean, policy=policy, slab_bytes=0)
     request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings={}, seed=0)
     outcome = collector.collect(cohort, request)
     return list(outcome.participations), outcome.duration_s

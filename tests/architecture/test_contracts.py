@@ -1,0 +1,128 @@
+"""The rules about imports hold, and each would be noticed if it did not."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+#: Per contract: a module, and what it must not import.
+VIOLATIONS = [
+    ("Floors", "core/params.py", "import fedlearn.client.session"),
+    ("Floors", "errors.py", "import fedlearn.core.clock"),
+    ("Floors", "algorithms/local.py", "import fedlearn.transport.base"),
+    ("Floors", "coordinator/round.py", "import fedlearn.simulation.engine"),
+    ("Floors", "simulation/engine.py", "import fedlearn.coordinator.round"),
+    ("Floors", "coordinator/run.py", "import fedlearn.config"),
+    ("Floors", "stray.py", ""),
+    ("No cycles anywhere", "core/messages.py", "import fedlearn.core.codec"),
+    ("Only the store knows SQLAlchemy", "coordinator/run.py", "import sqlalchemy"),
+    ("Only the store knows SQLAlchemy", "core/codec.py", "import alembic"),
+    ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
+    ("A simulation needs torch and little else", "core/params.py", "import flwr"),
+]
+
+#: A module, and what it must not import: each has one door.
+BANNED = [
+    ("simulation/behaviour.py", "import time"),
+    ("coordinator/run.py", "from time import perf_counter"),
+    ("algorithms/sampling.py", "import random"),
+    ("core/codec.py", "import secrets"),
+    ("simulation/engine.py", "import torch.distributed"),
+    ("core/params.py", "from . import clock"),
+]
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    return run(BIN / "lint-imports", "--no-cache", cwd=root)
+
+
+def ruff(root: Path) -> subprocess.CompletedProcess[str]:
+    return run(BIN / "ruff", "check", "--no-cache", "--select=TID", "fedlearn", cwd=root)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package and its rules, to violate."""
+    root = tmp_path_factory.mktemp("copy")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fedlearn", root / "fedlearn", ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    return root
+
+
+@contextmanager
+def violated(root: Path, module: str, line: str) -> Iterator[None]:
+    """Add ``line`` to a module, which may not be there yet, for a while."""
+    path = root / "fedlearn" / module
+    before = path.read_text() if path.exists() else None
+    path.write_text(f"{before or ''}\n{line}\n")
+    try:
+        yield
+    finally:
+        if before is None:
+            path.unlink()
+        else:
+            path.write_text(before)
+
+
+def test_the_contracts_hold() -> None:
+    """Every contract in pyproject.toml is kept."""
+    found = lint_imports(ROOT)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize(("contract", "module", "line"), VIOLATIONS)
+def test_a_forbidden_import_breaks_its_contract(
+    copy: Path, contract: str, module: str, line: str
+) -> None:
+    """The negative controls: the very contract that was made for it."""
+    with violated(copy, module, line):
+        found = lint_imports(copy)
+    assert found.returncode != 0
+    assert f"{contract} BROKEN" in found.stdout, found.stdout
+
+
+def test_every_contract_has_a_negative_control() -> None:
+    """A contract that nobody has seen broken may be one that cannot break."""
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    assert {contract["name"] for contract in rules["contracts"]} == {v[0] for v in VIOLATIONS}
+
+
+def test_time_randomness_and_processes_have_one_door_each() -> None:
+    """No module but theirs imports time, random, secrets or torch.distributed."""
+    found = ruff(ROOT)
+    assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize(("module", "line"), BANNED)
+def test_a_banned_import_is_noticed(copy: Path, module: str, line: str) -> None:
+    """The negative controls of the doors."""
+    with violated(copy, module, line):
+        found = ruff(copy)
+    assert found.returncode == 1
+    assert f"fedlearn/{module}" in found.stdout, found.stdout
+    assert "TID25" in found.stdout
+
+
+def test_no_rule_is_waived_without_being_listed() -> None:
+    """The doors are where the rules say, and nowhere else."""
+    waived = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "fedlearn").rglob("*.py")
+        if "noqa: TID" in path.read_text()
+    }
+    assert waived == set()

@@ -1,0 +1,85 @@
+"""The public face of the package: lazy, complete and documented."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedlearn
+
+SOURCE = Path(fedlearn.__file__)
+HEAVY = ("flwr", "grpc", "sqlalchemy", "alembic", "sklearn", "pyarrow", "matplotlib")
+
+
+def declared() -> dict[str, str]:
+    """Return the names that type checkers see, and their modules, from the source."""
+    names: dict[str, str] = {}
+    for node in ast.walk(ast.parse(SOURCE.read_text())):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for each in node.body:
+                assert isinstance(each, ast.ImportFrom)
+                assert each.module is not None
+                names |= {alias.name: each.module for alias in each.names}
+    return names
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Return the top-level modules in a fresh interpreter after ``statement``."""
+    script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(SOURCE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return set(found.stdout.split())
+
+
+def test_the_lists_of_names_agree() -> None:
+    """What is exported, what is loaded lazily, and what type checkers see."""
+    home = {
+        name: f"fedlearn.{module}"
+        for module, names in vars(fedlearn)["_HOME"].items()
+        for name in names
+    }
+    assert declared() == home
+    assert sorted(home) == sorted(fedlearn.__all__)
+    assert dir(fedlearn) == sorted(fedlearn.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(fedlearn.__all__))
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    """To the object of its module, with a docstring of its own."""
+    found = getattr(fedlearn, name)
+    assert found is getattr(importlib.import_module(declared()[name]), name)
+    assert found.__doc__
+    assert not found.__doc__.startswith(f"{name}("), "a dataclass' generated one is not enough"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """As of any module."""
+    with pytest.raises(AttributeError, match="no attribute 'FedMagic'"):
+        _ = fedlearn.FedMagic
+
+
+def test_the_package_alone_loads_nothing_heavy() -> None:
+    """``fedlearn --help`` does not wait for torch."""
+    assert not loaded_after("import fedlearn") & {"torch", "numpy", *HEAVY}
+
+
+def test_the_engine_needs_torch_and_little_else() -> None:
+    """A machine that has torch and numpy can run a simulation."""
+    assert not loaded_after("import fedlearn.simulation.engine") & set(HEAVY)
+    sessions = "import fedlearn.simulation.sessions, fedlearn.coordinator.run"
+    assert not loaded_after(sessions) & set(HEAVY)
+
+
+def test_a_heavy_import_would_be_noticed() -> None:
+    """The control: the store does load SQLAlchemy."""
+    assert "sqlalchemy" in loaded_after("import fedlearn.coordinator.store")

@@ -1,0 +1,210 @@
+"""1 = 2 = 4 workers, and one worker twice is the same to the last bit.
+
+The simulations run in a process of their own with a limit on its time, so that a worker that
+hangs fails these tests instead of hanging all of them.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fedlearn
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.recipes import FedAvgM
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.coordinator.round import RoundPlan, run_round
+from fedlearn.core.collecting import Status
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.behaviour import (
+    Behaviour,
+    Dropout,
+    LognormalBandwidth,
+    LognormalSpeed,
+)
+from fedlearn.simulation.cluster import Cluster, launch
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.evaluation import CentralEvaluator, ClientEvaluator
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+
+NUM_ROUNDS = 4
+SIZES = [8, 14, 3, 11, 12, 1, 15, 6, 9, 10, 5, 23]
+WORKERS = (1, 2, 4)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+
+
+def population() -> ArrayPopulation:
+    """Clients of many sizes, one of which diverges."""
+    generator, num_examples = torch.Generator().manual_seed(1), sum(SIZES)
+    features = torch.randn(num_examples, 5, generator=generator)
+    features[8:22] = 3e38
+    return ArrayPopulation(
+        features=features,
+        labels=torch.randint(0, 3, (num_examples,), generator=generator),
+        partition=Partition(np.arange(num_examples), np.cumsum([0, *SIZES])),
+        num_classes=3,
+    )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A run of a few rounds as every worker executes it."""
+
+    clients: ArrayPopulation
+
+    def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
+        algorithm = FedAvgM(
+            LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.9, keep_momentum=True),
+            server_learning_rate=0.8,
+            server_momentum=0.5,
+        )
+        policy = StragglerPolicy(
+            num_wanted=6,
+            over_selection=1.5,
+            deadline_s=2.5,
+            min_reports=1,
+            below_minimum=BelowMinimum.FAIL,
+            max_retries=0,
+        )
+        model = ResidentModel(
+            make_model,
+            CrossEntropy(),
+            device=torch.device("cpu"),
+            precision=Precision.FLOAT32,
+        )
+        plan = RoundPlan(
+            sampler=UniformSampler(),
+            policy=policy,
+            collector=Engine(
+                population=self.clients,
+                behaviour=Behaviour(
+                    speed=LognormalSpeed(median_ms_per_example=15.0, sigma=0.5),
+                    bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
+                    dropout=Dropout(rate=0.1),
+                    round_jitter_sigma=0.2,
+                ),
+                executor=SequentialExecutor(model),
+                aggregator=algorithm.aggregator,
+                policy=policy,
+                cluster=cluster,
+                block_size=2,
+            ),
+            local=algorithm.local,
+            aggregator=algorithm.aggregator,
+            server_optimizer=algorithm.server_optimizer,
+            seed=Seed(5),
+        )
+        torch.manual_seed(0)
+        state, rows, durations_s = plan.init(Params.of(make_model())), [], []
+        for _ in range(NUM_ROUNDS):
+            state, collected = run_round(state, plan, attempt=0)
+            durations_s.append(collected.duration_s)
+            rows += [
+                [p.client_id, list(Status).index(p.status), p.duration_s, p.num_examples, p.loss]
+                for p in collected.participations
+            ]
+        every = torch.arange(len(self.clients.labels))
+        sound = every[(every < 8) | (every >= 22)]
+        evaluators = (
+            CentralEvaluator(
+                model=model,
+                features=self.clients.features[sound],
+                labels=self.clients.labels[sound],
+                batch_size=16,
+                cluster=cluster,
+            ),
+            ClientEvaluator(
+                model=model,
+                population=self.clients,
+                client_ids=np.array([0, 2, 3, 6, 8, 10, 11]),
+                batch_size=16,
+                cluster=cluster,
+            ),
+        )
+        metrics = [e.evaluate(state.params, round_num=NUM_ROUNDS) for e in evaluators]
+        kept = plan.collector.state_tensors()
+        order = torch.argsort(kept["ids"])
+        return {
+            "params": state.params.vector,
+            "rows": torch.tensor(rows, dtype=torch.float64),
+            "durations_s": torch.tensor(durations_s),
+            "metrics": torch.tensor([v for m in metrics for _, v in sorted(m.items())]),
+            "kept": kept["velocity"][order],
+            "kept_ids": kept["ids"][order],
+        }
+
+
+def main(folder: Path) -> None:
+    """Run the simulation with each number of workers, and once more with one."""
+    simulation = Simulation(population())
+    for name, num_workers in [("again", 1), *[(str(n), n) for n in WORKERS]]:
+        found = launch(simulation, num_workers=num_workers, environment={})
+        save_file(found, folder / name)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Tensor]]:
+    """What each number of workers computed, by name."""
+    folder = tmp_path_factory.mktemp("workers")
+    subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
+        check=True,
+        timeout=120,
+    )
+    return {path.name: load_file(path) for path in folder.iterdir()}
+
+
+Results = Mapping[str, Mapping[str, Tensor]]
+
+
+def test_one_worker_twice_is_the_same_to_the_last_bit(results: Results) -> None:
+    """Model, records, metrics and what clients keep."""
+    for name, tensor in results["1"].items():
+        assert tensor.numpy().tobytes() == results["again"][name].numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("num_workers", ["2", "4"])
+def test_the_number_of_workers_changes_nothing_but_rounding(
+    results: Results, num_workers: str
+) -> None:
+    """To 1e-6 after a few rounds: the model, what clients keep, losses and metrics."""
+    one, many = results["1"], results[num_workers]
+    assert torch.equal(many["kept_ids"], one["kept_ids"])
+    assert torch.equal(many["durations_s"], one["durations_s"])
+    assert torch.equal(many["rows"][:, :4], one["rows"][:, :4]), "who, how, when, how many"
+    for name in ("params", "kept", "rows", "metrics"):
+        torch.testing.assert_close(
+            many[name], one[name], rtol=1e-6, atol=1e-6, equal_nan=True, msg=name
+        )
+
+
+def test_the_simulation_has_everything_that_workers_must_agree_on(results: Results) -> None:
+    """The control: it moves, and it has reports, late and failed clients."""
+    one = results["1"]
+    torch.manual_seed(0)
+    assert (one["params"] - Params.of(make_model()).vector).abs().max() > 1e-2
+    assert set(one["rows"][:, 1].tolist()) == {0.0, 1.0, 2.0}
+    assert bool(torch.isfinite(one["params"]).all())
+    assert one["kept_ids"].numel() > 6
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
