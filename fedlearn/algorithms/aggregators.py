@@ -25,6 +25,9 @@ class Summable(Protocol):
         """Return the state with these tensors instead."""
 
 
+#: Parameters aggregated at a time: the product of so many stays in the cache.
+_COLUMNS = 1 << 18
+
 StateT = TypeVar("StateT")
 
 
@@ -113,7 +116,11 @@ class WeightedMean:
         The product is rounded before it is added, so that folding a block in and merging its
         own sum are the same to the last bit.
         """
-        state.total_P.add_(torch.mv(block.deltas_BP.t(), block.weights_B))
+        columns = zip(
+            state.total_P.split(_COLUMNS), block.deltas_BP.split(_COLUMNS, dim=1), strict=True
+        )
+        for total, deltas in columns:
+            total.add_(torch.mv(deltas.t(), block.weights_B))
         return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
 
     def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:

@@ -96,6 +96,12 @@ class EngineSection(Section):
     block_size: Count | Literal["auto"] = Field(
         "auto", description='Clients trained in one tensor operation, >= 1, or "auto".'
     )
+    slab_bytes: int = Field(
+        0,
+        ge=0,
+        description='Memory for replies that are aggregated together, with transport "memory"; '
+        "0 folds each in as it arrives, which equals the engine bit for bit.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description='Where tensors live; "auto" takes a GPU where there is one.'
     )

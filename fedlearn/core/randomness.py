@@ -70,8 +70,9 @@ class Seed:
             <https://doi.org/10.1145/2714064.2660195>`_ (the mixing function).
         """
         prefix, rest = _mix_int(self.value), list(labels)
-        while rest and isinstance(rest[0], int):  # cheaper than arrays of one element
-            prefix = _mix_int(prefix ^ (rest.pop(0) & _MASK_64))
+        while rest and isinstance(label := rest[0], int):  # cheaper than arrays of one element
+            prefix = _mix_int(prefix ^ (label & _MASK_64))
+            rest.pop(0)
         state = np.full(1, prefix, np.uint64)
         for label in rest:
             state = _mix(state ^ np.asarray(label, np.int64).view(np.uint64))

@@ -258,7 +258,12 @@ def _collector(
     config, aggregator = simulation.config, simulation.algorithm.aggregator
     policy, population = simulation.policy, simulation.data.population
     if channel is not None:
-        return PlainCollector(channel=channel, aggregator=aggregator, policy=policy)
+        return PlainCollector(
+            channel=channel,
+            aggregator=aggregator,
+            policy=policy,
+            slab_bytes=config.engine.slab_bytes,
+        )
     block_size = config.engine.block_size
     assert isinstance(block_size, int)  # resolved
     return Engine(
