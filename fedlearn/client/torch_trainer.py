@@ -8,6 +8,7 @@ from torch import Tensor
 from fedlearn.algorithms.local import LocalSgd, batch_positions
 from fedlearn.client.resident import ResidentModel
 from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.core.collecting import is_sound
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
 
@@ -66,12 +67,17 @@ class TorchTrainer:
             velocity=velocity,
             seed=context.seed.derive("masks", context.round_num, context.client_id),
         )
-        names = self._model.trainable_names if local.keep_momentum else []
+        kept: Mapping[str, Tensor] = {}
+        if local.keep_momentum:
+            # A velocity that diverged would spoil every later round; what it was is kept.
+            is_lost = not all(is_sound(value) for value in velocity)
+            fresh = dict(zip(self._model.trainable_names, velocity, strict=True))
+            kept = context.state if is_lost else fresh
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
             num_examples=len(self._labels),
             metrics={"loss": loss},
-            state=dict(zip(names, velocity, strict=bool(names))),
+            state=kept,
         )
 
     def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:

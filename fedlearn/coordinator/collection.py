@@ -5,18 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregators import Aggregator
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import (
+    UNSOUND_DELTA,
     Block,
     Collected,
     Participation,
     Participations,
     RoundRequest,
     Status,
+    is_sound,
 )
 from fedlearn.core.messages import ClientId, Failure, Reply, TrainReply, TrainRequest
 from fedlearn.core.params import Layout, Params
@@ -215,16 +216,9 @@ def validated(
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
     delta_P = layout.pack(reply.delta, out=out)
-    if not _is_finite(delta_P):
-        return Failure("the delta is not finite")
+    if not is_sound(delta_P):
+        return Failure(UNSOUND_DELTA)
     return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))
-
-
-def _is_finite(delta_P: Tensor) -> bool:
-    # A sum is finite only if all its terms are; that of finite terms may overflow.
-    return math.isfinite(float(delta_P.sum())) or all(
-        bool(torch.isfinite(part).all()) for part in delta_P.split(_CHECKED_AT_ONCE)
-    )
 
 
 def _misfit(delta: Mapping[str, Tensor], layout: Layout) -> str | None:

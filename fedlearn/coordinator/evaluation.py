@@ -66,4 +66,6 @@ class ChannelEvaluator:
         for reply in replies:
             for name, value in reply.metrics.items():
                 by_name.setdefault(name, []).append(value)
-        return distribution({name: np.asarray(values) for name, values in by_name.items()})
+        # A metric that few clients name is a mistake or a nuisance, not a measurement.
+        usual = {name: values for name, values in by_name.items() if 2 * len(values) > len(replies)}
+        return distribution({name: np.asarray(values) for name, values in usual.items()})

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +34,18 @@ class Block:
 
     deltas_BP: Tensor
     weights_B: Tensor
+
+
+#: No honest delta has an element above this; sums of weighted deltas below it cannot overflow.
+MAX_DELTA = 1e20
+
+#: Why a client whose update must not reach the aggregate failed.
+UNSOUND_DELTA = f"the delta is not finite or exceeds {MAX_DELTA:g}"
+
+
+def is_sound(delta: Tensor) -> bool:
+    """Return whether every element is finite and at most :data:`MAX_DELTA` in size."""
+    return float(torch.linalg.vector_norm(delta, ord=math.inf)) <= MAX_DELTA  # NaN is not
 
 
 class Status(StrEnum):

@@ -27,7 +27,7 @@ from fedlearn.simulation.choice import (
     ProbeCache,
     choose,
     make_executor,
-    require,
+    named,
 )
 from fedlearn.simulation.cluster import Cluster, local_rank, under_torchrun
 from fedlearn.simulation.engine import Engine
@@ -36,7 +36,6 @@ from fedlearn.simulation.evaluation import (
     ClientEvaluator,
     evaluated_clients,
 )
-from fedlearn.simulation.executors.fused import preferred_block
 from fedlearn.simulation.sessions import session_channel
 from fedlearn.transport.memory import MemoryChannel
 
@@ -155,13 +154,13 @@ def _executor(
     if engine.executor == "auto":
         choice = choose(job, clock=clock, cache=cache)
     else:
-        kind = ExecutorKind(engine.executor)
-        block_size = preferred_block(job.params.layout)
-        choice = Choice(kind=kind, block_size=block_size, reason=require(job, kind))
+        choice = named(job, ExecutorKind(engine.executor))
     if engine.block_size != "auto":
         return replace(choice, block_size=engine.block_size)
+    # Blocks of one size: a worker's share in as few as fit the cache.
     share = -(-simulation.policy.num_wanted // num_workers)
-    return replace(choice, block_size=min(choice.block_size, share))
+    num_blocks = -(-share // choice.block_size)
+    return replace(choice, block_size=-(-share // num_blocks))
 
 
 def initial_params(simulation: Simulation, device: torch.device) -> Params:

@@ -24,9 +24,10 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
+from fedlearn.simulation.executors import fused, stacked
 from fedlearn.simulation.executors.base import Executor, Work
 from fedlearn.simulation.executors.chain import Chain, NotAChain, as_chain
-from fedlearn.simulation.executors.fused import FusedExecutor, misfit, preferred_block
+from fedlearn.simulation.executors.fused import FusedExecutor, misfit
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import (
     StackedExecutor,
@@ -143,8 +144,24 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     )
 
 
-def require(job: Job, kind: ExecutorKind) -> str:
-    """Return why an executor that the user named is used, or refuse it.
+def choose(job: Job, *, clock: Clock, cache: "ProbeCache") -> Choice:
+    """Return the fastest executor that can train this job."""
+    try:
+        _chain(job)
+    except EngineError as error:
+        not_fused = str(error)
+    else:
+        reason = "the model is a plain chain of layers"
+        return _choice(job, ExecutorKind.FUSED, reason)
+    not_stacked = _why_not_stacked(job)
+    if not_stacked is not None:
+        return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
+    speed = cache.get(_fingerprint(job)) or cache.put(_fingerprint(job), _probe(job, clock))
+    return _fastest(job, speed, not_fused)
+
+
+def named(job: Job, kind: ExecutorKind) -> Choice:
+    """Return the executor that the user named.
 
     Raises:
         EngineError: It cannot train this job's model; the message says why.
@@ -154,35 +171,24 @@ def require(job: Job, kind: ExecutorKind) -> str:
         if reason is not None:
             raise EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
     make_executor(job, kind)
-    return "as configured"
+    return _choice(job, kind, "as configured")
 
 
-def choose(job: Job, *, clock: Clock, cache: "ProbeCache") -> Choice:
-    """Return the fastest executor that can train this job."""
-    block_size = preferred_block(job.params.layout)
-    try:
-        _chain(job)
-    except EngineError as error:
-        not_fused = str(error)
-    else:
-        reason = "the model is a plain chain of layers"
-        return Choice(kind=ExecutorKind.FUSED, block_size=block_size, reason=reason)
-    not_stacked = _why_not_stacked(job)
-    if not_stacked is not None:
-        return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=block_size, reason=not_stacked)
-    speed = cache.get(_fingerprint(job)) or cache.put(_fingerprint(job), _probe(job, clock))
-    return _fastest(job, speed, block_size, not_fused)
+def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
+    is_stacked = kind in (ExecutorKind.VMAP, ExecutorKind.COMPILED)
+    preferred = (stacked if is_stacked else fused).preferred_block
+    return Choice(kind=kind, block_size=preferred(job.params.layout), reason=reason)
 
 
-def _fastest(job: Job, speed: "Speed", block_size: int, not_fused: str) -> Choice:
+def _fastest(job: Job, speed: "Speed", not_fused: str) -> Choice:
     ratio = speed.sequential_s / speed.stacked_s
     best_s = min(speed.sequential_s, speed.stacked_s) * job.num_clients
     measured = f"stacked training is {ratio:.1f} x sequential; not fused: {not_fused}"
     if best_s > _WORTH_COMPILING_S and why_not_compiled() is None:
         reason = f"a run of about {best_s:.0f} s is worth compiling for ({measured})"
-        return Choice(kind=ExecutorKind.COMPILED, block_size=block_size, reason=reason)
+        return _choice(job, ExecutorKind.COMPILED, reason)
     kind = ExecutorKind.VMAP if ratio > 1.0 else ExecutorKind.SEQUENTIAL
-    return Choice(kind=kind, block_size=block_size, reason=measured)
+    return _choice(job, kind, measured)
 
 
 def _chain(job: Job) -> Chain:
@@ -226,10 +232,10 @@ class Speed:
 
 
 def _probe(job: Job, clock: Clock) -> Speed:
-    work = job.work(min(_PROBE_CLIENTS, preferred_block(job.params.layout)))
+    work = job.work(min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout)))
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
-    stacked = make_executor(job, ExecutorKind.VMAP)
-    return Speed(_seconds(sequential, work, clock), _seconds(stacked, work, clock))
+    in_a_block = make_executor(job, ExecutorKind.VMAP)
+    return Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
 
 
 def _seconds(executor: Executor, work: Work, clock: Clock) -> float:

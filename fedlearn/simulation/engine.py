@@ -6,7 +6,6 @@ the workers by size, cut into blocks, trained by an executor, validated, and fol
 the aggregate. Memory grows with the block, not with the cohort or the population.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
@@ -19,10 +18,11 @@ from torch import Tensor
 from fedlearn.algorithms.aggregators import Aggregator, Summable
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Block, Collected, RoundRequest
+from fedlearn.core.collecting import Block, Collected, RoundRequest, is_sound
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
+from fedlearn.errors import EngineError
 from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.cluster import Cluster
 from fedlearn.simulation.executors.base import Executor, Trained
@@ -77,7 +77,7 @@ class Engine(Generic[StateT]):
         while (wave := timeline.next_wave(self.policy.num_wanted)).size:
             trained = self._train(timeline.client_ids[wave], request, local)
             state = self.aggregator.merge(state, trained.state)
-            timeline = timeline.after(wave, losses=trained.losses, is_finite=trained.is_finite)
+            timeline = timeline.after(wave, losses=trained.losses, is_sound=trained.is_sound)
         return Collected(
             aggregate=state,
             participations=timeline.participations(self.policy),
@@ -125,21 +125,22 @@ class Engine(Generic[StateT]):
         params, count = request.params, len(client_ids)
         steps = local.num_steps(self.population.num_examples(client_ids))
         state = self.aggregator.init(params.layout, device=params.vector.device)
-        # Rows: loss, finite or not. Each worker fills in its own clients, a sum joins them.
+        # Rows: loss, sound or not. Each worker fills in its own clients, a sum joins them.
         report = np.zeros((2, count))
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         for start in range(0, len(mine), self.block_size):
             block = mine[start : start + self.block_size]
             trained = self._train_block(client_ids[block], request, local)
-            update, is_finite = self._sum(client_ids[block], trained.deltas_KP, params.layout)
+            update, sound = self._sum(client_ids[block], trained.deltas_KP, params.layout)
             state = self.aggregator.merge(state, update)
-            report[0, block], report[1, block] = trained.losses_K, is_finite
+            report[0, block], report[1, block] = trained.losses_K, sound
+            self.kept.keep(client_ids[block][sound], trained.velocity_KQ, rows=sound)
         shared = torch.from_numpy(report)
         self.cluster.all_reduce([*state.tensors(), shared])
         if local.keep_momentum:
             self.kept.share(client_ids, params, self.cluster, mine=mine)
-        return _Wave(state=state, losses=report[0], is_finite=report[1] > 0.0)
+        return _Wave(state=state, losses=report[0], is_sound=report[1] > 0.0)
 
     def _train_block(
         self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
@@ -153,27 +154,32 @@ class Engine(Generic[StateT]):
             seed=Seed(request.seed),
             velocity_KQ=self.kept.rows(client_ids, request.params, local),
         )
-        trained = self.executor.train(work)
-        self.kept.keep(client_ids, trained.velocity_KQ)
-        return trained
+        try:
+            return self.executor.train(work)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"round {request.round_num}: the model cannot be trained on clients "
+                f"{client_ids[:5].tolist()}: {type(error).__name__}: {error}; a batch of one "
+                "example, or labels that the loss does not take, are the usual causes"
+            ) from error
 
     def _sum(
         self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
     ) -> tuple[StateT, NDArray[np.bool_]]:
-        """Aggregate a block by itself, without the rows that are not finite.
+        """Aggregate a block by itself, without the rows that must not reach the aggregate.
 
-        A sum is finite only if all its terms are, so the usual block is read once; where one
-        is not (or overflows), it is thrown away and the rows are looked at one by one.
+        A sum is finite only if all its terms are, so the usual block is read once; the sum of
+        one that is not, or is absurdly large, is thrown away and its rows looked at one by one.
 
         Returns:
             The block's own state, and which rows are in it: shape [B].
         """
         update = self._accumulated(client_ids, deltas_BP, layout)
-        if all(math.isfinite(float(tensor.sum())) for tensor in update.tensors()):
+        if all(is_sound(tensor) for tensor in update.tensors()):
             return update, np.ones(len(client_ids), np.bool_)
-        is_finite = torch.isfinite(deltas_BP).all(dim=1).cpu().numpy()
-        sound = np.flatnonzero(is_finite)
-        return self._accumulated(client_ids[sound], deltas_BP[sound], layout), is_finite
+        sound = np.asarray([is_sound(delta_P) for delta_P in deltas_BP])
+        rows = np.flatnonzero(sound)
+        return self._accumulated(client_ids[rows], deltas_BP[rows], layout), sound
 
     def _accumulated(
         self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
@@ -190,7 +196,7 @@ class _Wave(Generic[StateT]):
 
     state: StateT
     losses: NDArray[np.float64]
-    is_finite: NDArray[np.bool_]
+    is_sound: NDArray[np.bool_]
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:

@@ -37,11 +37,24 @@ class KeptVelocities:
         zero = params.vector.new_zeros(params.layout.num_trainable)
         return torch.stack([self.by_client.get(int(c), zero) for c in client_ids])
 
-    def keep(self, client_ids: NDArray[np.int64], velocity_KQ: Tensor | None) -> None:
-        """Take the velocities of clients that have trained."""
+    def keep(
+        self,
+        client_ids: NDArray[np.int64],
+        velocity_KQ: Tensor | None,
+        *,
+        rows: NDArray[np.bool_],
+    ) -> None:
+        """Take the velocities of clients that have trained.
+
+        Args:
+            client_ids: Whose: shape [n].
+            velocity_KQ: The velocities of a block; ``None`` if nothing is kept.
+            rows: Which of its rows are theirs, in order: n true ones of K. A client that
+                diverged keeps what it had.
+        """
         if velocity_KQ is not None:
-            rows = velocity_KQ.clone().unbind(0)
-            self.by_client |= dict(zip(client_ids.tolist(), rows, strict=True))
+            kept = velocity_KQ[torch.from_numpy(rows)].unbind(0)
+            self.by_client |= dict(zip(client_ids.tolist(), kept, strict=True))
 
     def share(
         self,
@@ -65,9 +78,11 @@ class KeptVelocities:
             return
         rows = params.vector.new_zeros(len(client_ids), params.layout.num_trainable)
         for index in mine.tolist():
-            rows[index] = self.by_client[int(client_ids[index])]
+            velocity = self.by_client.get(int(client_ids[index]))
+            if velocity is not None:
+                rows[index] = velocity
         cluster.all_reduce([rows])
-        self.keep(client_ids, rows)
+        self.keep(client_ids, rows, rows=np.ones(len(client_ids), np.bool_))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return everything kept, for a checkpoint."""

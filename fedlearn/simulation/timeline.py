@@ -13,16 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import STATUSES, Participations, Status
+from fedlearn.core.collecting import STATUSES, UNSOUND_DELTA, Participations, Status
 
 _PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
-#: Why a client whose update is infinite or NaN failed.
-NOT_FINITE = "the delta is not finite"
 
-_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: NOT_FINITE}
+_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: UNSOUND_DELTA}
 
 #: The status code of each outcome.
 _CODES = np.asarray(
@@ -77,12 +75,12 @@ class Timeline:
         wave: NDArray[np.int64],
         *,
         losses: NDArray[np.float64],
-        is_finite: NDArray[np.bool_],
+        is_sound: NDArray[np.bool_],
     ) -> Self:
         """Return the timeline with a wave trained."""
         outcome, all_losses = self.outcome.copy(), self.losses.copy()
-        outcome[wave] = np.where(is_finite, _REPORTED, _UNSOUND)
-        all_losses[wave] = np.where(is_finite, losses, math.nan)
+        outcome[wave] = np.where(is_sound, _REPORTED, _UNSOUND)
+        all_losses[wave] = np.where(is_sound, losses, math.nan)
         return replace(self, outcome=outcome, losses=all_losses)
 
     def closed_s(self, policy: StragglerPolicy) -> float:

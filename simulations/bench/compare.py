@@ -111,7 +111,7 @@ def peak_flop_per_s() -> float:
     torch.set_num_threads(os.cpu_count() or 1)
     a, b, out = torch.randn(2048, 2048), torch.randn(2048, 2048), torch.empty(2048, 2048)
     best_s = min(_seconds(a, b, out) for _ in range(20))
-    return 2 * 2048**3 / best_s
+    return 2.0 * 2048**3 / best_s
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
@@ -129,7 +129,7 @@ def flop_per_client(model: str, arguments: argparse.Namespace) -> float:
     features = torch.zeros(batch, *workload.SHAPE[model])
     with FlopCounterMode(display=False) as counter:
         net(features).sum().backward()
-    return float(counter.get_total_flops()) * arguments.epochs
+    return float(counter.get_total_flops() * int(arguments.epochs))
 
 
 def distance(left: Path, right: Path) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,9 +62,9 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(progress: Quiet | None = None, **settings: object) -> fl.Run:
+def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and tables
     """Run eight rounds with every round durable."""
-    everything = {
+    everything: dict[str, Any] = {
         "num_rounds": 8,
         "cohort": {"num_wanted": 4},
         "store": {"checkpoint_every_s": 0.0},

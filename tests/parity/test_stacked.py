@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, MeanSquaredError, Objective
 from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors import stacked, stacked_gradient
+from fedlearn.simulation.executors import stacked, stacked_gradient, stacked_trace
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import (
@@ -26,6 +26,8 @@ from fedlearn.simulation.executors.stacked import (
     why_not_compiled,
     why_not_stacked,
 )
+from fedlearn.simulation.executors.stacked_gradient import Batch, BlockGradient, Shared, Stack
+from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
 
@@ -349,6 +351,95 @@ def test_float64_equals_the_reference_to_its_rounding() -> None:
     assert error_of(make, work_of(params_of(make), local=local)) < 1e-12
 
 
+class Product(nn.Module):
+    """Two weights that multiply each other: each is a factor of the other's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 5))
+        self.second = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (self.first @ self.second)
+
+
+def test_weights_that_multiply_each_other_step_at_once() -> None:
+    """No step of one weight is seen by the gradient of the other."""
+    assert error_of(Product, work_of(params_of(Product))) < 1e-6
+
+
+def test_a_factor_that_is_a_weight_would_have_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: taken as a factor, a weight has changed when the product is formed."""
+    monkeypatch.setattr(stacked_trace, "_owner", lambda node: node)
+    assert error_of(Product, work_of(params_of(Product))) > 1e-4
+
+
+class OnSequences(nn.Module):
+    """A linear layer that is applied to each of three parts of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.inner(inputs.view(-1, 3, 2)).tanh().mean(1))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("make_model", "shape", "products"),
+    [
+        (mlp, (6,), {"0.weight", "2.weight"}),
+        (conv_net, (1, 6, 6), {"7.weight"}),
+        (OnSequences, (6,), {"inner.weight", "head.weight"}),
+    ],
+)
+def test_the_gradients_of_linear_layers_stay_products(
+    make_model: MakeModel, shape: tuple[int, ...], products: set[str]
+) -> None:
+    """Multiplied out they are the gradients; all others are returned as they are."""
+    gradient = BlockGradient(make_model, CrossEntropy(), device=CPU, precision=Precision.FLOAT32)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(2, *gradient.layout.by_name[name].shape, generator=generator)
+        for name in gradient.trainable
+    }
+    stack, shared = Stack(weights, {}, {}), Shared({}, {}, {})
+    batch = Batch(
+        torch.randn(2, 4, *shape, generator=generator),
+        torch.randint(0, 3, (2, 4), generator=generator),
+        torch.full((2, 4), 0.25),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    traced = TracedSteps(gradient, is_compiled=False)(stack, shared, batch)
+    expected = gradient(stack, shared, batch).grads
+    assert traced.factors.keys() == products
+    assert traced.grads.keys() == expected.keys() - products
+    for name, (left, right) in traced.factors.items():
+        assert torch.allclose(left @ right, expected[name], atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """Reads a constant as a number, which a trace cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.tensor(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.layer(inputs) * int(self.get_buffer("scale"))
+        return logits
+
+
+def test_a_model_that_cannot_be_traced_is_stacked_all_the_same() -> None:
+    """Without a trace; only compiling needs one."""
+    work = work_of(params_of(Scaled))
+    assert error_of(Scaled, work) < 1e-6
+    with pytest.raises(EngineError, match="without compiling"):
+        executor(Scaled, CrossEntropy(), is_compiled=True).train(work)
+
+
 def test_regression_with_a_loss_of_the_users_own() -> None:
     """Float labels, outputs of shape [batch, 1], any per-example loss."""
 
@@ -501,6 +592,19 @@ def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
     """Should nobody have asked for the reason, training still refuses."""
     with pytest.raises(RuntimeError, match="random"):
         executor(FunctionalDropout, CrossEntropy()).train(work_of(params_of(FunctionalDropout)))
+
+
+def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
+    """Down to two at a time; others are limited by their parameters alone."""
+    blocks = [
+        stacked.preferred_block(Layout.of(nn.Sequential(first, nn.Linear(width, 10))))
+        for first, width in (
+            (nn.Linear(64, 200), 200),
+            (nn.Conv2d(1, 32, 5), 20_000),
+            (nn.Conv2d(3, 64, 3), 200_000),
+        )
+    ]
+    assert blocks == [64, 3, 2]
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

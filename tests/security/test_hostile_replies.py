@@ -25,7 +25,7 @@ from fedlearn.coordinator.evaluation import ChannelEvaluator
 from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.collecting import UNSOUND_DELTA, Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -232,7 +232,7 @@ class Diverging(Leaking):
 def test_a_diverged_client_is_quarantined() -> None:
     """By way of a real session, not of bytes made by hand."""
     params, participations = one_round(ClientSession(HOSTILE, Diverging()).handle)
-    assert participations[HOSTILE].reason == "the delta is not finite"
+    assert participations[HOSTILE].reason == UNSOUND_DELTA
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 

@@ -29,8 +29,9 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.client.keyed_dropout import step_keys, untouched
 from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
+from fedlearn.simulation.executors import fused
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked_gradient import (
@@ -47,8 +48,26 @@ from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
 
+#: Bytes that the parameters of a block of convolutional models may take at 12 a parameter.
+_CACHE_BYTES_IMAGES = 8 << 20
 #: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
+
+
+def preferred_block(layout: Layout) -> int:
+    """Return how many clients to train at once, >= 2.
+
+    As many as the fused executor takes; fewer with convolutions, whose activations are not
+    reused here from one step to the next.
+
+    Example:
+        >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
+        17
+    """
+    block = fused.preferred_block(layout)
+    if all(len(spec.shape) != 4 for spec in layout.specs):  # noqa: PLR2004 - OIHW
+        return block
+    return min(block, max(2, _CACHE_BYTES_IMAGES // (12 * layout.size)))
 
 
 @dataclass(eq=False)

@@ -138,10 +138,10 @@ def test_a_reply_that_is_not_finite_leaves_nothing_in_its_row(bad: float, num_ro
 
 
 def test_infinities_that_cancel_are_noticed() -> None:
-    """Their sum is no number; and finite values whose sum overflows are no infinity."""
+    """They and what could overflow a weighted sum are refused; what is merely large is not."""
     cancelling, large = torch.zeros(2, PARAMS.layout.size)
     cancelling[0], cancelling[1] = math.inf, -math.inf
-    large[:2] = 3e38
+    large[:2] = 9e19
     collected, _ = collect([cancelling, large], slab_bytes=0)
     assert [p.status for p in collected.participations] == [Status.FAILED, Status.REPORTED]
 

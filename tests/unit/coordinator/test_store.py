@@ -66,7 +66,8 @@ last = run.load()
 for k in count(last.round_num if last else 0):
     reports = tuple(Participation(c, Status.REPORTED, 1.0, 5, 0.5, "") for c in range(20))
     run.append(RoundRecord(
-        round_num=k, attempt=0, outcome=Outcome.AGGREGATED, participations=Participations.of(reports),
+        round_num=k, attempt=0, outcome=Outcome.AGGREGATED,
+        participations=Participations.of(reports),
         train_loss=0.5, duration_s=1.0, virtual_s=k + 1.0, seconds=0.1, metrics={"k": k},
     ))
     tensors = {"params/w": torch.full((1000,), k + 1.0)}
@@ -254,7 +255,8 @@ def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
 def test_a_stored_run_is_what_the_run_loop_asks_for(run: StoredRun) -> None:
     """The protocol, checked by mypy; and nothing is there before the first commit."""
     store: RunStore = run
-    assert store.load() is None
+    assert store is run
+    assert run.load() is None
 
 
 # -- commits ------------------------------------------------------------------------------

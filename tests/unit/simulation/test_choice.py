@@ -25,7 +25,7 @@ from fedlearn.simulation.choice import (
     Speed,
     choose,
     make_executor,
-    require,
+    named,
 )
 from fedlearn.simulation.executors.fused import FusedExecutor
 from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -161,12 +161,12 @@ def test_executors_are_made_by_name() -> None:
 
 def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
     """Never replaced in silence; the refusal names the way out."""
-    assert require(job(normalised), ExecutorKind.VMAP) == "as configured"
-    assert require(job(Branching), ExecutorKind.SEQUENTIAL) == "as configured"
+    assert named(job(normalised), ExecutorKind.VMAP).reason == "as configured"
+    assert named(job(Branching), ExecutorKind.SEQUENTIAL).reason == "as configured"
     with pytest.raises(EngineError, match='use "auto" or "sequential"'):
-        require(job(Branching), ExecutorKind.VMAP)
+        named(job(Branching), ExecutorKind.VMAP)
     with pytest.raises(EngineError):
-        require(job(normalised), ExecutorKind.FUSED)
+        named(job(normalised), ExecutorKind.FUSED)
 
 
 @pytest.mark.parametrize(

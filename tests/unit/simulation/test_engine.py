@@ -19,7 +19,7 @@ import fedlearn
 from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.collecting import UNSOUND_DELTA, Collected, RoundRequest, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -146,17 +146,25 @@ def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size:
     assert with_status(collected, Status.FAILED) == [1, 4, 6]
     assert with_status(collected, Status.LATE) == [9, 10, 11]
     reasons = {p.reason for p in collected.participations if p.status is Status.FAILED}
-    assert reasons == {"the delta is not finite"}
+    assert reasons == {UNSOUND_DELTA}
     assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([25 / 6] * 2)
     assert [c for block in executor.blocks for c in block] == list(range(9))
 
 
 def test_large_finite_updates_are_not_taken_for_infinite() -> None:
-    """1e30 is large, its square is not a float32; it counts all the same."""
-    executor = Recording(diverging=frozenset({1}), value=1e30)
+    """1e19 is large, its square is not a float32; it counts all the same."""
+    executor = Recording(diverging=frozenset({1}), value=1e19)
     collected = collect(executor, [0, 1])
     assert collected.count(Status.REPORTED) == 2
-    assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([5e29, 5e29])
+    assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([5e18, 5e18])
+
+
+@pytest.mark.parametrize("value", [1e21, 3e38, -3e38])
+def test_absurdly_large_updates_are_quarantined(value: float) -> None:
+    """A finite delta whose weighted sum could overflow never reaches the aggregate."""
+    collected = collect(Recording(diverging=frozenset({1}), value=value), [0, 1])
+    assert with_status(collected, Status.FAILED) == [1]
+    assert MEAN.finalize(collected.aggregate).abs().max() < 10.0
 
 
 def test_when_all_diverge_nothing_is_aggregated() -> None:

@@ -21,7 +21,7 @@ FORGETTING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9)
 
 def kept() -> KeptVelocities:
     velocities = KeptVelocities()
-    velocities.keep(np.array([7, 2]), torch.arange(6.0).view(2, 3))
+    velocities.keep(np.array([7, 2]), torch.arange(6.0).view(2, 3), rows=np.ones(2, np.bool_))
     return velocities
 
 
@@ -36,14 +36,14 @@ def test_nothing_is_kept_unless_the_rule_says_so() -> None:
     """Neither given out nor taken."""
     velocities = kept()
     assert velocities.rows(np.array([2]), PARAMS, FORGETTING) is None
-    velocities.keep(np.array([5]), None)
+    velocities.keep(np.array([5]), None, rows=np.ones(1, np.bool_))
     assert set(velocities.by_client) == {7, 2}
 
 
 def test_what_is_kept_is_a_copy() -> None:
     """Executors reuse their memory."""
     velocities, rows = KeptVelocities(), torch.ones(1, 3)
-    velocities.keep(np.array([0]), rows)
+    velocities.keep(np.array([0]), rows, rows=np.ones(1, np.bool_))
     rows.zero_()
     assert velocities.by_client[0].tolist() == [1.0, 1.0, 1.0]
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_restores_everything_and_nothing_else() -> None:
     velocities = kept()
     tensors = {name: tensor.clone() for name, tensor in velocities.tensors().items()}
     other = KeptVelocities()
-    other.keep(np.array([1]), torch.ones(1, 3))
+    other.keep(np.array([1]), torch.ones(1, 3), rows=np.ones(1, np.bool_))
     other.restore(tensors)
     assert list(other.by_client) == [7, 2]
     assert all(torch.equal(other.tensors()[name], tensors[name]) for name in tensors)
@@ -80,7 +80,7 @@ class TwoWorkers:
 def test_workers_share_what_their_clients_kept() -> None:
     """Another worker may train the same client in a later round."""
     velocities = KeptVelocities()
-    velocities.keep(np.array([4]), torch.full((1, 3), 2.0))
+    velocities.keep(np.array([4]), torch.full((1, 3), 2.0), rows=np.ones(1, np.bool_))
     others = torch.tensor([[0.0, 0.0, 0.0], [5.0, 5.0, 5.0]])
     cluster = TwoWorkers(others)
     velocities.share(np.array([4, 8]), PARAMS, cluster, mine=np.array([0]))

@@ -16,10 +16,10 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Participation, RoundRequest, Status
+from fedlearn.core.collecting import UNSOUND_DELTA, Participation, RoundRequest, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.simulation.timeline import DROPPED_OUT, NOT_FINITE, Timeline
+from fedlearn.simulation.timeline import DROPPED_OUT, Timeline
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(1, 1, bias=False))
@@ -55,7 +55,7 @@ def played(
     while (wave := timeline.next_wave(policy.num_wanted)).size:
         trained += timeline.client_ids[wave].tolist()
         losses = np.full(len(wave), 0.5)
-        timeline = timeline.after(wave, losses=losses, is_finite=kind[wave] == SOUND)
+        timeline = timeline.after(wave, losses=losses, is_sound=kind[wave] == SOUND)
     return list(timeline.participations(policy)), timeline.closed_s(policy), trained
 
 
@@ -129,7 +129,7 @@ def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
     assert trained == [0, 1, 2]
     assert closed_s == 2.0
     assert [row.status for row in rows] == ["reported", "failed", "reported", "late", "late"]
-    assert rows[1].reason == NOT_FINITE
+    assert rows[1].reason == UNSOUND_DELTA
 
 
 def test_a_client_that_drops_is_never_trained() -> None:
