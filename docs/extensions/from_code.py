@@ -225,10 +225,9 @@ class PublicNames(Directive):
         return [_rows(("Name", "What it is"), body)]
 
 
-def escape_shapes(
-    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
-) -> None:
+def escape_shapes(*event: Any) -> None:  # Any: Sphinx passes six things, the lines last
     """Let the star of a shape such as ``[N, *F]`` be a star, not the start of emphasis."""
+    lines: list[str] = event[-1]
     lines[:] = [re.sub(r"(\[[A-Z.]+, )\*(?=\w+\])", r"\1\\*", line) for line in lines]
 
 

@@ -45,7 +45,8 @@ UNSOUND_DELTA = f"the delta is not finite or exceeds {MAX_DELTA:g}"
 
 def is_sound(delta: Tensor) -> bool:
     """Return whether every element is finite and at most :data:`MAX_DELTA` in size."""
-    return float(torch.linalg.vector_norm(delta, ord=math.inf)) <= MAX_DELTA  # NaN is not
+    low, high = torch.aminmax(delta)
+    return -MAX_DELTA <= float(low) and float(high) <= MAX_DELTA  # a NaN is neither
 
 
 class Status(StrEnum):
@@ -130,8 +131,9 @@ class Participations(Sequence[Participation]):
     def mean_loss(self) -> float:
         """Return the mean training loss of the reports, weighted by examples; NaN if none."""
         known = (self.codes == 0) & ~np.isnan(self.losses)
-        weights = self.num_examples[known]
-        return float(np.average(self.losses[known], weights=weights)) if weights.sum() else math.nan
+        weights = np.where(known, self.num_examples, 0)
+        total = int(weights.sum())
+        return float(np.where(known, self.losses, 0.0) @ weights) / total if total else math.nan
 
     def __len__(self) -> int:
         return len(self.client_ids)

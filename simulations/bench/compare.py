@@ -42,11 +42,12 @@ class Competitor:
     Attributes:
         name: As printed.
         command: Program and its own arguments.
-        saves: Whether its final weights can be compared.
+        has_our_cohorts: Whether it trains the same clients; Flower draws its own.
     """
 
     name: str
     command: tuple[str, ...]
+    has_our_cohorts: bool = True
 
 
 def competitors(arguments: argparse.Namespace) -> list[Competitor]:
@@ -62,7 +63,7 @@ def competitors(arguments: argparse.Namespace) -> list[Competitor]:
         Competitor("fedlearn (sequential)", (*ours, "--executor", "sequential")),
         Competitor("bare loop", bare),
         Competitor("pfl", (*pfl, "--threads", "1")),
-        Competitor("flower", flower),
+        Competitor("flower", flower, has_our_cohorts=False),
     ]
     return [each for each in everyone if each.name not in arguments.without]
 
@@ -159,7 +160,9 @@ def compare(model: str, arguments: argparse.Namespace) -> None:
                 weights = Path(folder) / f"{competitor.name}.npz"
                 result = run(competitor, workload, weights, arguments)
                 rates.setdefault(competitor.name, []).append(result["clients_per_s"])
-                apart[competitor.name] = distance(weights, Path(folder) / "fedlearn (auto).npz")
+                if competitor.has_our_cohorts:
+                    first = Path(folder) / "fedlearn (auto).npz"
+                    apart[competitor.name] = distance(weights, first)
                 print(f"  turn {turn + 1} {json.dumps(result)}", file=sys.stderr, flush=True)
     _print_table(model, rates, peaks, apart, flop_per_client(model, arguments))
 
@@ -184,7 +187,9 @@ def _print_table(
             100 * rate * flop / peak for rate, peak in zip(values, peaks, strict=True)
         )
         columns = "".join(f"{ratio:12.2f}" for ratio in ratios)
-        verdict = f"{apart[name]:.1e}" + ("" if apart[name] < TOLERANCE else " NOT THE SAME")
+        verdict = "own cohorts"
+        if name in apart:
+            verdict = f"{apart[name]:.1e}" + ("" if apart[name] < TOLERANCE else " NOT THE SAME")
         print(f"{name:24}{statistics.median(values):12.1f}{columns}{share:12.1f}{verdict:>16}")
 
 

@@ -1,4 +1,7 @@
-"""What a round costs beside training: loop, sampling, validation, aggregation, store, progress.
+"""What a round costs beside the work that a bare loop does too.
+
+That is the round loop, sampling, the devices' behaviour, validation, the server's step, the
+store and progress, beside fetching a block's examples, training it and adding up its deltas.
 
     python simulations/bench/overhead.py
 
@@ -17,13 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ours import Stopwatch
-from torch import nn
+from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.build import Simulation, around
 from fedlearn.coordinator.run import train
 from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Block
+from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.experiment.simulate import config_around, new_record
@@ -35,19 +41,21 @@ from fedlearn.simulation.population import ClientRows, Population
 
 @dataclass
 class Stopwatches:
-    """Times each block from the fetching of its examples to its deltas.
+    """Times each block from the fetching of its examples to its deltas, and their sum.
 
     Attributes:
         population: Who has the examples.
         executor: What trains.
+        aggregator: What adds up.
         clock: Real time.
-        training_s: The sum so far.
+        work_s: The sum so far.
     """
 
     population: Population
     executor: Executor
+    aggregator: WeightedMean
     clock: SystemClock
-    training_s: float = 0.0
+    work_s: float = 0.0
     _started_s: float = 0.0
 
     @property
@@ -67,8 +75,31 @@ class Stopwatches:
     def train(self, work: Work) -> Trained:
         """Train the block and stop the watch."""
         trained = self.executor.train(work)
-        self.training_s += self.clock.now_s() - self._started_s
+        self.work_s += self.clock.now_s() - self._started_s
         return trained
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """The aggregator's."""
+        return self.aggregator.weigh(num_examples_B)
+
+    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
+        """The aggregator's."""
+        return self.aggregator.init(layout, device=device)
+
+    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
+        """The aggregator's, under the watch."""
+        started_s = self.clock.now_s()
+        state = self.aggregator.accumulate(state, block)
+        self.work_s += self.clock.now_s() - started_s
+        return state
+
+    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
+        """The aggregator's."""
+        return self.aggregator.merge(left, right)
+
+    def finalize(self, state: WeightedSum) -> Tensor:
+        """The aggregator's."""
+        return self.aggregator.finalize(state)
 
 
 def pieces(num_rounds: int) -> Simulation:
@@ -113,8 +144,9 @@ def main() -> None:
         )
         engine = plan.round.collector
         assert isinstance(engine, Engine)
-        timed = Stopwatches(engine.population, engine.executor, clock)
-        engine = replace(engine, population=timed, executor=timed)
+        aggregator = resolved.simulation.algorithm.aggregator
+        timed = Stopwatches(engine.population, engine.executor, aggregator, clock)
+        engine = replace(engine, population=timed, executor=timed, aggregator=timed)
         plan = replace(plan, round=replace(plan.round, collector=engine))
         with Database.open(sqlite_url(runs_dir / "runs.db"), runs_dir=runs_dir) as database:
             stored = database.create_named(new_record(resolved.simulation, extra={}), seed=Seed(0))
@@ -122,11 +154,12 @@ def main() -> None:
             started = clock.now_s()
             train(plan, params, checkpoint=None, store=stored, progress=progress.round)
             seconds = clock.now_s() - started
-    training = timed.training_s
+    work = timed.work_s
     print(
-        f"{rounds} rounds in {seconds:.2f} s, {rounds * 50 / seconds:.0f} clients/s; training "
-        f"{training:.2f} s; the rest is {100 * (seconds - training) / seconds:.1f} % of a round, "
-        f"{1e6 * (seconds - training) / rounds:.0f} us"
+        f"{rounds} rounds in {seconds:.2f} s, {rounds * 50 / seconds:.0f} clients/s; fetching, "
+        f"training and adding up {work:.2f} s; the rest is "
+        f"{100 * (seconds - work) / seconds:.1f} % of a round, "
+        f"{1e6 * (seconds - work) / rounds:.0f} us"
     )
 
 
