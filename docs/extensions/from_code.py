@@ -143,7 +143,8 @@ def _section(table: Table) -> nodes.section:
     heading += nodes.literal("", title) if table.path else nodes.Text(title)
     if table.kind:
         heading += [nodes.Text(" with "), nodes.literal("", table.kind)]
-    section += [heading, nodes.paragraph("", table.summary + (" The default." * table.is_default))]
+    summary = table.summary + (" The default." * table.is_default)
+    section += [heading, nodes.paragraph("", "", *_inline(summary))]
     if table.keys:
         section += _rows(
             ("Key", "Type", "Default", "Meaning"),
@@ -158,6 +159,14 @@ def _section(table: Table) -> nodes.section:
             ),
         )
     return section
+
+
+def _inline(text: str) -> list[nodes.Node]:
+    """Return a line of a docstring, with what stands in double backquotes as code."""
+    parts = text.split("``")
+    return [
+        (nodes.literal if place % 2 else nodes.inline)("", each) for place, each in enumerate(parts)
+    ]
 
 
 Cell = list[nodes.Node]
@@ -221,7 +230,7 @@ class PublicNames(Directive):
                 refwarn=True,
             )
             summary = (value.__doc__ or "").partition("\n")[0]
-            body.append(([link], [nodes.Text(summary)]))
+            body.append(([link], _inline(summary)))
         return [_rows(("Name", "What it is"), body)]
 
 

@@ -83,17 +83,16 @@ class ProcessGroup:
     world_size: int
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors up over all processes; all sums are under way at once."""
+        """Add the tensors up over all processes: one message, whatever their number."""
+        packed = _pack(tensors)
         try:
-            pending = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-            for work in pending:
-                if work is not None:
-                    work.wait()
+            dist.all_reduce(packed)
         except RuntimeError as error:
             raise EngineError(
                 f"worker {self.rank} lost another worker in the middle of a round ({error}); "
                 "the run resumes from its last commit with `fedlearn resume`"
             ) from error
+        _unpack(packed, tensors)
 
     def broadcast(self, value: ResultT | None) -> ResultT:
         """Return rank 0's value; it travels pickled, among processes of one user."""
@@ -102,6 +101,32 @@ class ProcessGroup:
         received = box[0]
         assert received is not None  # rank 0 has one
         return received
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors as one vector of the first one's dtype, on its device.
+
+    A float64 among float32 travels as two numbers, its rounded value and the remainder.
+    """
+    like, parts = tensors[0], []
+    for tensor in tensors:
+        flat = tensor.flatten().to(like.device)
+        rounded = flat.to(like.dtype)
+        parts.append(rounded)
+        if flat.dtype != like.dtype:
+            parts.append((flat - rounded.to(flat.dtype)).to(like.dtype))
+    return torch.cat(parts)
+
+
+def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write what :func:`_pack` made of tensors of these shapes back into them."""
+    start = 0
+    for tensor in tensors:
+        total = torch.zeros((), dtype=tensor.dtype, device=packed.device)
+        for _ in range(1 if tensor.dtype == packed.dtype else 2):
+            total = total + packed[start : start + tensor.numel()].to(tensor.dtype)
+            start += tensor.numel()
+        tensor.copy_(total.view(tensor.shape))
 
 
 def launch(
