@@ -38,5 +38,4 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!fedlearn\.).*"),  # names of others, whose inventories are on the network
     (r"py:.*", r"fedlearn\.(.*\.)?[A-Z][a-z]+T(_co)?"),  # type variables
     (r"py:.*", r"fedlearn\.config\..*"),  # the tables: reference/configuration has them
-    (r"py:class", r"fedlearn\.algorithms\.LocalSgd"),
 ]

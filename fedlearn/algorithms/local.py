@@ -6,7 +6,7 @@ take the same step.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import numpy as np
@@ -78,7 +78,7 @@ class LocalSgd:
 
     def settings(self) -> Settings:
         """Return the fields, as they travel in a request."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:

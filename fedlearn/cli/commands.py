@@ -113,12 +113,12 @@ def do_resume(name: str, *, places: Places, as_json: bool, from_previous: bool) 
 
 
 def do_check(experiment: Path | None, *, overrides: Sequence[str], places: Places) -> None:
-    """Print the resolved tree as TOML, what was decided as comments in it."""
+    """Print the whole tree as TOML; what "auto" comes to on this machine as comments."""
     config = load(experiment, overrides=overrides)
     resolved = resolve_config(config, places.site(config, progress_to(sys.stdout, as_json=False)))
     for note in resolved.notes:
         _print(f"# {note}")
-    _print(render(resolved.simulation.config).removesuffix("\n"))
+    _print(render(config).removesuffix("\n"))
 
 
 def do_runs(*, places: Places, as_json: bool) -> None:

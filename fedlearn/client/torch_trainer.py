@@ -42,7 +42,7 @@ class TorchTrainer:
         """Return the model after ``context.settings.epochs`` passes over the examples.
 
         Raises:
-            ValueError: The settings are not those of :class:`~fedlearn.algorithms.LocalSgd`.
+            ValueError: The settings are not those of :class:`~fedlearn.algorithms.local.LocalSgd`.
             KeyError: A tensor of the model is missing.
         """
         local = LocalSgd.from_settings(context.settings)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Self, cast
 
@@ -687,24 +687,30 @@ def _insert_participations(
     columns = ", ".join(column.name for column in ParticipationRow.__table__.columns)
     mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
     marks = ", ".join([mark] * len(ParticipationRow.__table__.columns))
-    rows = (
-        (run_id, record.round_num, place, *values, plain(each.reasons.get(place, "")))
-        for record in records
-        for each in [record.participations]
-        for place, values in enumerate(
-            zip(
-                each.client_ids.tolist(),
-                each.codes.tolist(),
-                _with_nulls(each.durations_s),
-                each.num_examples.tolist(),
-                _with_nulls(each.losses),
-                strict=True,
-            )
-        )
-    )
+    rows = chain.from_iterable(_participation_rows(run_id, record) for record in records)
     statement = f"INSERT INTO participations ({columns}) VALUES ({marks})"  # noqa: S608 - names of our own columns
     while batch := list(islice(rows, _BATCH_ROWS)):
         connection.exec_driver_sql(statement, batch)
+
+
+def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
+    """Return the rows of one round, put together by ``zip`` alone."""
+    each = record.participations
+    reasons = [""] * len(each)
+    for place, reason in each.reasons.items():
+        reasons[place] = plain(reason)
+    return zip(
+        repeat(run_id),
+        repeat(record.round_num),
+        range(len(each)),
+        each.client_ids.tolist(),
+        each.codes.tolist(),
+        _with_nulls(each.durations_s),
+        each.num_examples.tolist(),
+        _with_nulls(each.losses),
+        reasons,
+        strict=False,  # the repeated ones have no end
+    )
 
 
 def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:

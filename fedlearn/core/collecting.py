@@ -46,7 +46,7 @@ UNSOUND_DELTA = f"the delta is not finite or exceeds {MAX_DELTA:g}"
 def is_sound(delta: Tensor) -> bool:
     """Return whether every element is finite and at most :data:`MAX_DELTA` in size."""
     low, high = torch.aminmax(delta)
-    return -MAX_DELTA <= float(low) and float(high) <= MAX_DELTA  # a NaN is neither
+    return float(low) >= -MAX_DELTA and float(high) <= MAX_DELTA  # a NaN is neither
 
 
 class Status(StrEnum):

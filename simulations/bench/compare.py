@@ -5,8 +5,8 @@
 Every competitor runs the same clients, model, seeds and arithmetic, in turn, several times
 over; a ratio compares runs of the same turn, so a machine that slows down slows all. The
 final weights are compared as well: who computes something else does not count. Beside the
-rates stands the fraction of the machine's own matrix-multiplication limit, measured in the
-same turn.
+rates stands the fraction of the machine's own matrix-multiplication limit, the best of those
+measured at the beginning of each turn.
 """
 
 import argparse
@@ -183,9 +183,7 @@ def _print_table(
             statistics.median(ours / theirs for ours, theirs in zip(values, rates[o], strict=True))
             for o in others
         ]
-        share = statistics.median(
-            100 * rate * flop / peak for rate, peak in zip(values, peaks, strict=True)
-        )
+        share = 100 * statistics.median(values) * flop / max(peaks)
         columns = "".join(f"{ratio:12.2f}" for ratio in ratios)
         verdict = "own cohorts"
         if name in apart:
