@@ -92,10 +92,10 @@ class Seed:
 
         Box-Muller on the two halves of a hash: 32 bits reach 6.7 standard deviations.
         """
-        bits = self.hash(*labels)
-        radius = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
-        angle = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
-        return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
+        halves = (self.hash(*labels)[..., None].view(np.uint32) + 0.5) * 2.0**-32
+        radius, angle = halves[..., 1], halves[..., 0]
+        normal: NDArray[np.float64] = np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
+        return normal
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -13,6 +13,7 @@ training. One worker, so that nothing hides behind another process.
 import argparse
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,7 +103,16 @@ class Stopwatches:
         return self.aggregator.finalize(state)
 
 
-def pieces(num_rounds: int) -> Simulation:
+DEVICES: Mapping[str, Mapping[str, object]] = {
+    "ideal": {
+        "stragglers": {"over_selection": 1.0, "deadline_s": "none"},
+        "devices": {"kind": "ideal"},
+    },
+    "lognormal": {"stragglers": {"over_selection": 1.3, "deadline_s": 60.0}},
+}
+
+
+def pieces(num_rounds: int, devices: str) -> Simulation:
     """Return the small MLP on 1,000 clients of 50 examples."""
     torch.manual_seed(0)
     features, labels = torch.randn(50_000, 64), torch.randint(0, 10, (50_000,))
@@ -112,7 +122,7 @@ def pieces(num_rounds: int) -> Simulation:
     settings = {
         "num_rounds": num_rounds,
         "cohort": {"num_wanted": 50},
-        "stragglers": {"over_selection": 1.3, "deadline_s": 60.0},
+        **DEVICES[devices],
         "evaluation": {"every_rounds": 0, "clients": 0},
         "engine": {"num_workers": 1},
     }
@@ -128,16 +138,22 @@ def pieces(num_rounds: int) -> Simulation:
 
 
 def main() -> None:
-    """Run and print the share."""
+    """Run with ideal devices, and with stragglers, and print the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=600)
-    rounds: int = parser.parse_args().rounds
+    arguments = parser.parse_args()
+    for devices in DEVICES:
+        measure(arguments.rounds, devices)
+
+
+def measure(rounds: int, devices: str) -> None:
+    """Run once and print the share."""
     clock = SystemClock()
     progress = Stopwatch(clock)
     with tempfile.TemporaryDirectory() as folder, one_thread():
         runs_dir = Path(folder)
         resolved = resolve(
-            pieces(rounds), clock=clock, environ=os.environ, cache_dir=runs_dir / "cache"
+            pieces(rounds, devices), clock=clock, environ=os.environ, cache_dir=runs_dir / "cache"
         )
         plan, params = assemble(
             resolved.simulation, Alone(), device=torch.device("cpu"), clock=clock
@@ -156,8 +172,9 @@ def main() -> None:
             seconds = clock.now_s() - started
     work = timed.work_s
     print(
-        f"{rounds} rounds in {seconds:.2f} s, {rounds * 50 / seconds:.0f} clients/s; fetching, "
-        f"training and adding up {work:.2f} s; the rest is "
+        f"{devices} devices: {rounds} rounds in {seconds:.2f} s, "
+        f"{rounds * 50 / seconds:.0f} clients/s; fetching, training and adding up "
+        f"{work:.2f} s; the rest is "
         f"{100 * (seconds - work) / seconds:.1f} % of a round, "
         f"{1e6 * (seconds - work) / rounds:.0f} us"
     )
