@@ -284,7 +284,7 @@ def test_a_run_that_fails_exits_with_3_and_says_how_to_go_on(shell: Shell) -> No
 def exported(shell: Shell, name: str) -> bytes:
     """Return the file of the last weights of a run."""
     file = shell.folder / f"{name}.safetensors"
-    shell.type("export", name, "--last", "--output", file.name)
+    shell.type("export", name, "--last", "--force", "--output", file.name)
     return file.read_bytes()
 
 
@@ -293,11 +293,13 @@ def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell) -> None
     shell.type("simulate", "--name", "whole", *LONG)
     shell.kill_after_round(15, "simulate", "--name", "killed", *LONG)
     shell.kill_after_round(40, "resume", "killed")
+    broken_off = exported(shell, "killed")
     events = shell.type("resume", "killed", "--json").events
     rounds = [int(str(event["round"])) for event in events if event["event"] == "round"]
     assert 40 <= rounds[0] < 80
     assert rounds == list(range(rounds[0], 81))
     assert exported(shell, "killed") == exported(shell, "whole")
+    assert exported(shell, "killed") != broken_off  # the control: a missing round is noticed
 
 
 def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
