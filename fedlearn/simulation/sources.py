@@ -251,12 +251,16 @@ def npz(
         raise DataError(f"array {labels!r} of {path} is {targets.dtype}; class labels are integers")
     tensor = torch.from_numpy(pixels.astype(np.float32, order="C")).mul_(scale)
     target_dtype = np.float32 if num_classes is None else np.int64
-    return Examples(
-        features=_reshaped(tensor, shape=feature_shape, name=features, path=path),
-        labels=torch.from_numpy(targets.astype(target_dtype)),
-        groups=arrays[groups][taken] if groups else None,
-        num_classes=num_classes,
-    )
+    shaped = _reshaped(tensor, shape=feature_shape, name=features, path=path)
+    try:
+        return Examples(
+            features=shaped,
+            labels=torch.from_numpy(targets.astype(target_dtype)),
+            groups=arrays[groups][taken] if groups else None,
+            num_classes=num_classes,
+        )
+    except DataError as error:
+        raise DataError(f"arrays {features!r} and {labels!r} of {path}: {error}") from error
 
 
 def npz_train_test(
