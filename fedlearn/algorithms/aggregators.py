@@ -6,7 +6,7 @@ processes, and hierarchical aggregation.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ class Summable(Protocol):
     """A state whose merge is a sum, so that an all-reduce merges it over processes."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are added up."""
-
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
-        """Return the state with these tensors instead."""
+        """Return the tensors that are added up, in place."""
 
 
 #: Parameters aggregated at a time: the product of so many stays in the cache.
@@ -69,11 +66,6 @@ class WeightedSum:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that an all-reduce adds up."""
         return (self.total_P, self.weight)
-
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
-        """Return the state with these tensors instead."""
-        total_P, weight = tensors
-        return type(self)(total_P, weight)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Engine(Generic[StateT]):
 
         Raises:
             DataError: The examples of a client cannot be trained on.
-            EngineError: Another worker is gone.
+            EngineError: The model cannot be trained on a block, or another worker is gone.
         """
         local = LocalSgd.from_settings(request.settings)
         timeline = self._timeline(np.asarray(cohort, np.int64), request, local)
@@ -168,8 +168,10 @@ class Engine(Generic[StateT]):
     ) -> tuple[StateT, NDArray[np.bool_]]:
         """Aggregate a block by itself, without the rows that must not reach the aggregate.
 
-        A sum is finite only if all its terms are, so the usual block is read once; the sum of
-        one that is not, or is absurdly large, is thrown away and its rows looked at one by one.
+        A sum is finite only if all its terms are, so the usual block is read once; a sum that is
+        not finite, or absurdly large, is thrown away and the rows are looked at one by one.
+        (Absurd but finite deltas that cancel within a block pass: simulated clients diverge,
+        they do not conspire. Over a channel every reply is looked at by itself.)
 
         Returns:
             The block's own state, and which rows are in it: shape [B].

@@ -38,7 +38,7 @@ def folded(deltas: Tensor, weights: Tensor) -> WeightedSum:
 
 def copy(state: WeightedSum) -> WeightedSum:
     """States are consumed; a property that uses one twice needs a copy."""
-    return state.with_tensors(tuple(tensor.clone() for tensor in state.tensors()))
+    return WeightedSum(*(tensor.clone() for tensor in state.tensors()))
 
 
 def assert_same(left: WeightedSum, right: WeightedSum, dtype: torch.dtype) -> None:
