@@ -3,28 +3,28 @@
 Every process runs the same run loop on the same seeds and trains its share of each cohort;
 one all-reduce a round gives all of them the same aggregate, hence the same model, so
 nothing else travels. The workers of one machine are forked: the examples are loaded once
-and shared, and nothing is pickled. Under ``torchrun`` the processes exist already, on one
-machine or many.
+and shared, and they add up through shared memory. Under ``torchrun`` the processes exist
+already, on one machine or many, and add up through torch.distributed.
 """
 
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Protocol, TypeVar
+from multiprocessing.connection import Connection, Pipe
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fedlearn.errors import EngineError
+from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
 
@@ -88,10 +88,7 @@ class ProcessGroup:
         try:
             dist.all_reduce(packed)
         except RuntimeError as error:
-            raise EngineError(
-                f"worker {self.rank} lost another worker in the middle of a round ({error}); "
-                "the run resumes from its last commit with `fedlearn resume`"
-            ) from error
+            raise _lost(self.rank, error) from error
         _unpack(packed, tensors)
 
     def broadcast(self, value: ResultT | None) -> ResultT:
@@ -101,6 +98,71 @@ class ProcessGroup:
         received = box[0]
         assert received is not None  # rank 0 has one
         return received
+
+
+@dataclass(frozen=True, eq=False)
+class Forked:
+    """Processes of one machine, forked from the first.
+
+    Attributes:
+        rank: This process.
+        links: Rank 0: to each of the others; another: to rank 0.
+        rows: Where they add up, by turns: a row may be read until its turn comes again.
+    """
+
+    rank: int
+    links: Sequence[Connection]
+    rows: tuple[SharedRows, SharedRows]
+    _turns: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return len(self.rows[0].files)
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Add the tensors up over all processes, each process a part of the elements."""
+        self._turns[0] ^= 1
+        shared = self.rows[self._turns[0]].tensors(tensors)
+        shared.write(self.rank, tensors)
+        self._meet()
+        shared.add_up(self.rank)
+        self._meet()
+        shared.read(tensors)
+
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        """Return rank 0's value; it travels pickled, among processes of one user."""
+        try:
+            if self.rank == 0:
+                for link in self.links:
+                    link.send(value)
+            else:
+                value = self.links[0].recv()
+        except (EOFError, OSError) as error:
+            raise _lost(self.rank, error) from error
+        assert value is not None  # rank 0 has one
+        return value
+
+    def _meet(self) -> None:
+        """Return once every process is here."""
+        try:
+            if self.rank == 0:
+                for link in self.links:
+                    link.recv_bytes()
+                for link in self.links:
+                    link.send_bytes(b"")
+            else:
+                self.links[0].send_bytes(b"")
+                self.links[0].recv_bytes()
+        except (EOFError, OSError) as error:
+            raise _lost(self.rank, error) from error
+
+
+def _lost(rank: int, error: Exception) -> EngineError:
+    return EngineError(
+        f"worker {rank} lost another worker in the middle of a round ({error!r}); "
+        "the run resumes from its last commit with `fedlearn resume`"
+    )
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -176,44 +238,58 @@ def _joined(body: Callable[[Cluster], ResultT]) -> ResultT:
 def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
     """Fork the workers, be rank 0, and leave none behind whatever happens."""
     lifeline_end, lifeline = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="fedlearn-") as folder:
-        meeting = Path(folder) / "meeting"
-        children = [
-            _fork(body, rank, num_workers, meeting, (lifeline_end, lifeline))
-            for rank in range(1, num_workers)
-        ]
-        try:
-            with _group(0, num_workers, meeting):
-                return body(ProcessGroup(0, num_workers))
-        finally:
+    pairs = [Pipe() for _ in range(1, num_workers)]
+    rows = (SharedRows.create(num_workers), SharedRows.create(num_workers))
+    children = []
+    for rank in range(1, num_workers):
+        child = os.fork()
+        if not child:
             os.close(lifeline)
-            os.close(lifeline_end)
-            for child in children:
-                _reap(child)
+            _be_worker(body, rank, pairs, rows, lifeline_end)
+        children.append(child)
+    links = _kept(pairs, rank=0)
+    try:
+        return body(Forked(0, links, rows))
+    finally:
+        for link in links:
+            link.close()
+        os.close(lifeline)
+        os.close(lifeline_end)
+        for each in rows:
+            each.close()
+        for child in children:
+            _reap(child)
 
 
-def _fork(
+def _be_worker(
     body: Callable[[Cluster], object],
     rank: int,
-    num_workers: int,
-    meeting: Path,
-    pipe: tuple[int, int],
-) -> int:
-    child = os.fork()
-    if child:
-        return child
-    # From here on this is the worker. It must never return into the caller's code.
+    pairs: Sequence[tuple[Connection, Connection]],
+    rows: tuple[SharedRows, SharedRows],
+    lifeline_end: int,
+) -> NoReturn:
+    """Run in a fork; never returns into the caller's code."""
     status = 1
     try:
-        lifeline_end, lifeline = pipe
-        os.close(lifeline)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, the lifeline tells
         threading.Thread(target=_exit_with_parent, args=(lifeline_end,), daemon=True).start()
-        with _group(rank, num_workers, meeting), _explained():
-            body(ProcessGroup(rank, num_workers))
+        with _explained():
+            body(Forked(rank, _kept(pairs, rank=rank), rows))
         status = 0
     finally:
         os._exit(status)
+
+
+def _kept(pairs: Sequence[tuple[Connection, Connection]], *, rank: int) -> list[Connection]:
+    """Return this process's ends and close all others, so that a death ends a link."""
+    kept = []
+    for other, (first, second) in enumerate(pairs, start=1):
+        for end, owner in ((first, 0), (second, other)):
+            if owner == rank:
+                kept.append(end)
+            else:
+                end.close()
+    return kept
 
 
 @contextmanager
@@ -239,28 +315,6 @@ def _exit_with_parent(lifeline_end: int) -> None:
 def _reap(child: int) -> None:
     """Wait for a worker that is ending; the closed lifeline ends one that is not."""
     os.waitpid(child, 0)
-
-
-@contextmanager
-def _group(rank: int, num_workers: int, meeting: Path) -> Iterator[None]:
-    """Join the group over loopback; every forked worker is on this machine."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=meeting.as_uri(),
-        rank=rank,
-        world_size=num_workers,
-        timeout=_TIMEOUT,
-    )
-    if before is None:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = before
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Adding up through shared memory, with the processes played one after the other."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.simulation.shared_memory import SharedRows
+
+
+def add_up(rows: SharedRows, by_process: Sequence[list[Tensor]]) -> None:
+    """Do what each process does, up to each meeting."""
+    shared = [rows.tensors(tensors) for tensors in by_process]
+    for rank, tensors in enumerate(by_process):
+        shared[rank].write(rank, tensors)
+    for rank in range(len(by_process)):
+        shared[rank].add_up(rank)
+    for rank, tensors in enumerate(by_process):
+        shared[rank].read(tensors)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
+def test_every_process_reads_the_same_sums(num_processes: int) -> None:
+    """Of every dtype in its own arithmetic, scalars and vectors shorter than the processes."""
+    generator = torch.Generator().manual_seed(0)
+    by_process = [
+        [
+            torch.randn(1001, generator=generator),
+            torch.randn((), generator=generator, dtype=torch.float64),
+            torch.randint(2**40, (2, 3), generator=generator),
+            torch.zeros(0),
+        ]
+        for _ in range(num_processes)
+    ]
+    expected = [torch.stack([tensors[i] for tensors in by_process]).sum(dim=0) for i in range(4)]
+    rows = SharedRows.create(num_processes)
+    add_up(rows, by_process)
+    for tensors in by_process:
+        for index, tensor in enumerate(tensors):
+            assert torch.equal(tensor, by_process[0][index])
+            torch.testing.assert_close(tensor, expected[index])
+        assert torch.equal(tensors[2], expected[2])
+    rows.close()
+
+
+def test_memory_grows_and_shrinks_with_what_is_added() -> None:
+    """Each call may bring other tensors; what a longer one left behind is not added."""
+    rows = SharedRows.create(2)
+    for size in (3, 100_000, 5):
+        tensors = [[torch.ones(size)], [torch.full((size,), 2.0)]]
+        add_up(rows, tensors)
+        assert torch.equal(tensors[0][0], torch.full((size,), 3.0))
+    rows.close()
+
+
+def test_a_tensor_that_is_not_contiguous_is_added_up() -> None:
+    """A transposed view keeps its shape and its strides."""
+    rows = SharedRows.create(2)
+    base = torch.arange(6.0).view(2, 3)
+    other = torch.ones(3, 2)
+    add_up(rows, [[base.t()], [other]])
+    assert torch.equal(base, torch.arange(6.0).view(2, 3) + 1.0)
+    assert torch.equal(other, base.t())
+    rows.close()
