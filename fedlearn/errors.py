@@ -11,7 +11,13 @@
     |- ProtocolError      bytes from a peer that are not a valid message
     |- StoreError         the record of a run cannot be read or written
     |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
-    |  `- NewerStore         written by a later version of fedlearn
+    |  |- NewerStore         written by a later version of fedlearn
+    |  `- Fenced             another coordinator has taken over
+    |- EnrolmentRefused   a client may not join: unknown, used or expired invitation
+    |- ConnectionRefused  the coordinator does not hear this client, and says why
+    |- Cancelled          a task was called off before it was done
+    |- Parked             the coordinator was told to stop or pause: its round waits
+    |- DeploymentError    a coordinator or a client cannot do what an operator asked
     |- EngineError        the simulation engine cannot do what it was asked to
     `- BudgetExhausted    the next round would exceed the privacy budget
 
@@ -76,6 +82,30 @@ class CorruptCheckpoint(StoreError):
 
 class NewerStore(StoreError):
     """The database or a checkpoint was written by a later version of fedlearn."""
+
+
+class Fenced(StoreError):
+    """Another coordinator has taken over this run; what this one does no longer counts."""
+
+
+class EnrolmentRefused(FedlearnError):
+    """A client may not join: its invitation is unknown, used, expired or of another name."""
+
+
+class ConnectionRefused(FedlearnError):
+    """The coordinator does not hear this client, or speaks another version, and says so."""
+
+
+class Cancelled(FedlearnError):
+    """A task was called off before it was done: by the coordinator, the user or the device."""
+
+
+class Parked(FedlearnError):
+    """The coordinator was told to stop or pause; the round it was in waits for the next start."""
+
+
+class DeploymentError(FedlearnError):
+    """A coordinator or a client cannot do what an operator asked of it."""
 
 
 class EngineError(FedlearnError):

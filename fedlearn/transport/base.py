@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedlearn.core.messages import ClientId, Reply, Request
+from fedlearn.core.codec import decode
+from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Reply, Request, TrainReply
+from fedlearn.errors import ProtocolError
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,3 +44,13 @@ class Channel(Protocol):
         fails answers with :class:`~fedlearn.core.messages.Failure`. The caller may stop
         iterating early: the round is closed.
         """
+
+def as_reply(data: bytes) -> Reply:
+    """Decode a reply; what is not one becomes a :class:`Failure`."""
+    try:
+        message = decode(data)
+    except ProtocolError as error:
+        return Failure(reason=str(error))
+    if isinstance(message, TrainReply | EvaluateReply | Failure):
+        return message
+    return Failure(reason=f"{type(message).__name__} is not a reply")

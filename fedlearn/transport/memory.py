@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Reply, Request, TrainReply
-from fedlearn.errors import ProtocolError
-from fedlearn.transport.base import Arrival
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import ClientId, Reply, Request
+from fedlearn.transport.base import Arrival, as_reply
 
 #: One message in, one out, with the client's state before and after.
 Handler = Callable[[bytes, bytes], tuple[bytes, bytes]]
@@ -78,14 +77,3 @@ class MemoryChannel:
         state = self.states.get(client_id, b"")
         reply, self.states[client_id] = self.handlers[client_id](data, state)
         return as_reply(reply)
-
-
-def as_reply(data: bytes) -> Reply:
-    """Decode a reply; what is not one becomes a :class:`Failure`."""
-    try:
-        message = decode(data)
-    except ProtocolError as error:
-        return Failure(reason=str(error))
-    if isinstance(message, TrainReply | EvaluateReply | Failure):
-        return message
-    return Failure(reason=f"{type(message).__name__} is not a reply")

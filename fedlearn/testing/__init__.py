@@ -1,0 +1,1 @@
+"""For the tests of applications that embed the client: a coordinator of their own."""

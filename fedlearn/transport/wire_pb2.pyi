@@ -1,0 +1,229 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TaskKey(_message.Message):
+    __slots__ = ("run_id", "kind", "round_num", "attempt", "exchange")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_NUM_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    kind: str
+    round_num: int
+    attempt: int
+    exchange: int
+    def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[str] = ..., round_num: _Optional[int] = ..., attempt: _Optional[int] = ..., exchange: _Optional[int] = ...) -> None: ...
+
+class Eligibility(_message.Message):
+    __slots__ = ("num_examples", "device", "on_power", "idle", "unmetered")
+    NUM_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ON_POWER_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    UNMETERED_FIELD_NUMBER: _ClassVar[int]
+    num_examples: int
+    device: str
+    on_power: bool
+    idle: bool
+    unmetered: bool
+    def __init__(self, num_examples: _Optional[int] = ..., device: _Optional[str] = ..., on_power: bool = ..., idle: bool = ..., unmetered: bool = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "software", "eligibility", "held")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    ELIGIBILITY_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    software: str
+    eligibility: Eligibility
+    held: _containers.RepeatedCompositeFieldContainer[TaskKey]
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., held: _Optional[_Iterable[_Union[TaskKey, _Mapping]]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("key", "phase")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[Progress.Phase]
+        DOWNLOADING: _ClassVar[Progress.Phase]
+        TRAINING: _ClassVar[Progress.Phase]
+        UPLOADING: _ClassVar[Progress.Phase]
+    UNKNOWN: Progress.Phase
+    DOWNLOADING: Progress.Phase
+    TRAINING: Progress.Phase
+    UPLOADING: Progress.Phase
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    key: TaskKey
+    phase: Progress.Phase
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., phase: _Optional[_Union[Progress.Phase, str]] = ...) -> None: ...
+
+class Envelope(_message.Message):
+    __slots__ = ("key", "sha256", "num_bytes", "signature")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    key: TaskKey
+    sha256: bytes
+    num_bytes: int
+    signature: bytes
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("envelope", "data")
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    envelope: Envelope
+    data: bytes
+    def __init__(self, envelope: _Optional[_Union[Envelope, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FromClient(_message.Message):
+    __slots__ = ("hello", "eligibility", "progress", "result")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ELIGIBILITY_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    eligibility: Eligibility
+    progress: Progress
+    result: Result
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol", "software", "client_id", "run_id")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    software: str
+    client_id: int
+    run_id: str
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("key", "sha256", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    key: TaskKey
+    sha256: bytes
+    num_bytes: int
+    data: bytes
+    remaining_s: float
+    max_reply_bytes: int
+    max_inline_bytes: int
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: TaskKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ComeBack(_message.Message):
+    __slots__ = ("after_s", "reason")
+    AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    after_s: float
+    reason: str
+    def __init__(self, after_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("key", "verdict", "reason")
+    class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[Receipt.Verdict]
+        ACCEPTED: _ClassVar[Receipt.Verdict]
+        LATE: _ClassVar[Receipt.Verdict]
+        REFUSED: _ClassVar[Receipt.Verdict]
+    UNKNOWN: Receipt.Verdict
+    ACCEPTED: Receipt.Verdict
+    LATE: Receipt.Verdict
+    REFUSED: Receipt.Verdict
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: TaskKey
+    verdict: Receipt.Verdict
+    reason: str
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., verdict: _Optional[_Union[Receipt.Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FromCoordinator(_message.Message):
+    __slots__ = ("welcome", "task", "cancel", "come_back", "receipt")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    COME_BACK_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    task: Task
+    cancel: Cancel
+    come_back: ComeBack
+    receipt: Receipt
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+
+class DownloadRequest(_message.Message):
+    __slots__ = ("sha256", "offset")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    offset: int
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class UploadPart(_message.Message):
+    __slots__ = ("envelope", "data")
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    envelope: Envelope
+    data: bytes
+    def __init__(self, envelope: _Optional[_Union[Envelope, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UploadStatus(_message.Message):
+    __slots__ = ("offset", "receipt")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    receipt: Receipt
+    def __init__(self, offset: _Optional[int] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+
+class EnrolRequest(_message.Message):
+    __slots__ = ("name", "token", "csr_pem", "identity_key", "identity_signature")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CSR_PEM_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_KEY_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    csr_pem: bytes
+    identity_key: bytes
+    identity_signature: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., csr_pem: _Optional[bytes] = ..., identity_key: _Optional[bytes] = ..., identity_signature: _Optional[bytes] = ...) -> None: ...
+
+class EnrolReply(_message.Message):
+    __slots__ = ("certificate_pem", "client_id")
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    certificate_pem: bytes
+    client_id: int
+    def __init__(self, certificate_pem: _Optional[bytes] = ..., client_id: _Optional[int] = ...) -> None: ...
