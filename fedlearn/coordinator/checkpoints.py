@@ -4,15 +4,16 @@ A file is safetensors: tensors that any tool can read, and nothing that executes
 is loaded. What makes it a checkpoint of *this* run, its SHA-256, stands in the store's row.
 """
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
-from safetensors.torch import load, save
-from torch import Tensor
+from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors.torch import load
 
 from fedlearn.coordinator.records import Checkpoint
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
@@ -47,12 +48,21 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
     Raises:
         StoreError: The disk is full or cannot be written; nothing half-written is left.
     """
-    content = _encode(checkpoint)
-    digest = sha256(content).hexdigest()
-    path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
-    write_durably(path, content=content)
+    temporary = folder / f".round-{checkpoint.round_num:06d}.tmp"
+    try:
+        _serialize(checkpoint, temporary)
+        with temporary.open("rb+") as stream:
+            digest = file_digest(stream, "sha256").hexdigest()
+            num_bytes = stream.tell()
+            os.fsync(stream.fileno())
+        path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
+        temporary.rename(path)
+        sync_folder(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(temporary, error) from error
     return CheckpointFile(
-        round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=len(content)
+        round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=num_bytes
     )
 
 
@@ -96,9 +106,13 @@ def write_durably(path: Path, *, content: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -128,31 +142,36 @@ def _read(file: CheckpointFile, *, remedy: str) -> bytes:
         ) from error
 
 
-def _encode(checkpoint: Checkpoint) -> bytes:
+def _serialize(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a safetensors file straight from the tensors' memory: no copy of the model.
+
+    Parameters are usually views of one flat vector, and the best model may *be* the last
+    one; in the file each has bytes of its own.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     head = {
         "format": _FORMAT,
         "round_num": checkpoint.round_num,
         "values": dict(checkpoint.values),
     }
-    return save(_separate(checkpoint.tensors), {_METADATA_KEY: json.dumps(head)})
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU, none in the storage of another.
-
-    Parameters are usually views of one flat vector, and the best model may *be* the last
-    one; safetensors refuses both.
-    """
-    taken: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in taken or storage.nbytes() != own.nbytes:
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        separate[name] = own
-    return separate
+    kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in kept.items()
+    }
+    try:
+        serialize_file(specs, path, {_METADATA_KEY: json.dumps(head)})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
 
 
 def _decode(content: bytes, *, path: Path) -> Checkpoint:

@@ -24,7 +24,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors import fused, stacked
+from fedlearn.simulation.executors import fused, sequential, stacked
 from fedlearn.simulation.executors.base import Executor, Work
 from fedlearn.simulation.executors.chain import Chain, NotAChain, as_chain
 from fedlearn.simulation.executors.fused import FusedExecutor, misfit
@@ -175,9 +175,15 @@ def named(job: Job, kind: ExecutorKind) -> Choice:
 
 
 def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
-    is_stacked = kind in (ExecutorKind.VMAP, ExecutorKind.COMPILED)
-    preferred = (stacked if is_stacked else fused).preferred_block
-    return Choice(kind=kind, block_size=preferred(job.params.layout), reason=reason)
+    layout = job.params.layout
+    match kind:
+        case ExecutorKind.SEQUENTIAL:
+            block_size = sequential.preferred_block(layout)
+        case ExecutorKind.FUSED:
+            block_size = fused.preferred_block(layout)
+        case _:
+            block_size = stacked.preferred_block(layout)
+    return Choice(kind=kind, block_size=block_size, reason=reason)
 
 
 def _fastest(job: Job, speed: "Speed", not_fused: str) -> Choice:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.client.local_data import TensorData
 from fedlearn.client.resident import ResidentModel
 from fedlearn.client.session import ClientSession
 from fedlearn.client.torch_trainer import TorchTrainer
@@ -79,7 +80,9 @@ class _Sessions(Mapping[ClientId, Handler]):
             return encode(Failure(DROPPED_OUT)), state
         rows = self.population.load(np.asarray([client_id]))
         index = torch.from_numpy(rows.rows)
-        trainer = TorchTrainer(self.model, rows.features[index], rows.labels[index])
+        device = self.model.vector_P.device
+        examples = TensorData(rows.features[index], rows.labels[index], device=device)
+        trainer = TorchTrainer(self.model, examples)
         return ClientSession(client_id, trainer).handle(data, state)
 
     def _drops(self, client_id: ClientId, request: TrainRequest) -> bool:

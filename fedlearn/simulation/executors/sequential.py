@@ -5,7 +5,23 @@ import torch
 from torch import Tensor
 
 from fedlearn.client.resident import ResidentModel
+from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import Trained, Work
+
+#: Bytes of deltas that are summed up together: they are read again while still in the cache.
+_CACHE_BYTES = 2 << 20
+#: From here on more clients at once save nothing.
+_LARGEST_BLOCK = 64
+
+
+def preferred_block(layout: Layout) -> int:
+    """Return how many clients to train before their deltas are summed up, >= 2.
+
+    Example:
+        >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
+        3
+    """
+    return min(_LARGEST_BLOCK, max(2, _CACHE_BYTES // (layout.dtype.itemsize * layout.size)))
 
 
 class SequentialExecutor:
