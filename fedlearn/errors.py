@@ -12,11 +12,13 @@
     |- StoreError         the record of a run cannot be read or written
     |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
     |  |- NewerStore         written by a later version of fedlearn
+    |  |- StoreUnavailable   the database is away, or busy for long; it may come back
     |  `- Fenced             another coordinator has taken over
     |- EnrolmentRefused   a client may not join: unknown, used or expired invitation
     |- ConnectionRefused  the coordinator does not hear this client, and says why
     |- Cancelled          a task was called off before it was done
     |- Parked             the coordinator was told to stop or pause: its round waits
+    |- Aborted            an operator ended the run
     |- DeploymentError    a coordinator or a client cannot do what an operator asked
     |- EngineError        the simulation engine cannot do what it was asked to
     `- BudgetExhausted    the next round would exceed the privacy budget
@@ -84,6 +86,10 @@ class NewerStore(StoreError):
     """The database or a checkpoint was written by a later version of fedlearn."""
 
 
+class StoreUnavailable(StoreError):
+    """The database is away, or busy for long: the same operation may succeed later."""
+
+
 class Fenced(StoreError):
     """Another coordinator has taken over this run; what this one does no longer counts."""
 
@@ -102,6 +108,10 @@ class Cancelled(FedlearnError):
 
 class Parked(FedlearnError):
     """The coordinator was told to stop or pause; the round it was in waits for the next start."""
+
+
+class Aborted(FedlearnError):
+    """An operator ended the run; what is committed stays."""
 
 
 class DeploymentError(FedlearnError):

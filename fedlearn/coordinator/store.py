@@ -8,40 +8,17 @@ removes it.
 """
 
 import difflib
-import fcntl
 import json
-import os
 import re
 import shutil
-import sqlite3
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Self, cast
+from typing import Self, TypeAlias
 
-import numpy as np
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from numpy.typing import NDArray
-from sqlalchemy import (
-    URL,
-    Connection,
-    Engine,
-    create_engine,
-    delete,
-    event,
-    insert,
-    make_url,
-    select,
-    text,
-    update,
-)
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy import URL, Engine, delete, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from torch import Tensor
 
@@ -54,39 +31,31 @@ from fedlearn.coordinator.checkpoints import (
 )
 from fedlearn.coordinator.names import memorable_names
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus
-from fedlearn.coordinator.store_schema import (
-    Base,
-    CheckpointRow,
-    MetricRow,
-    ParticipationRow,
-    RoundRow,
-    RunRow,
-    plain,
+from fedlearn.coordinator.store_engine import explained, migrate, open_engine, reading, writing
+from fedlearn.coordinator.store_rounds import (
+    RoundSummary,
+    insert_rounds,
+    read_rounds,
+    summarise_rounds,
 )
-from fedlearn.core.collecting import Participation, Participations
-from fedlearn.core.messages import ClientId
+from fedlearn.coordinator.store_schema import Base, CheckpointRow, RunRow
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import NewerStore, StoreError
+from fedlearn.errors import Fenced, StoreError, StoreUnavailable
+
+#: Called first in every transaction that writes; raises if the writer may not.
+Guard: TypeAlias = Callable[[Session], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a folder name
 _KEPT_CHECKPOINTS = 2
-_BATCH_ROWS = 500
-_LOCK_WAIT_S = 30.0
-_MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
-_REMEDIES = {
-    "SQLITE_BUSY": "another process is writing for long: let it finish",
-    "SQLITE_NOTADB": "the file is something else: move it away, or name another",
-    "SQLITE_READONLY": "make the file and its folder writable, or name another",
-    "SQLITE_CANTOPEN": "its folder must exist and be writable",
-    "SQLITE_FULL": "the disk is full: free some space",
-    "SQLITE_IOERR": "the disk is full or failing: free some space, or check it",
-    "SQLITE_CORRUPT": "the file is damaged: restore it from a backup, or move it away",
-}
 
 
 def sqlite_url(path: Path) -> str:
     """Return the URL of the SQLite database in the file ``path``."""
     return URL.create("sqlite", database=str(path)).render_as_string()
+
+
+def unguarded(_: Session) -> None:
+    """Let everybody write: the :data:`Guard` of a run that is not deployed."""
 
 
 class _NameTaken(StoreError):
@@ -109,6 +78,14 @@ class Database:
         self.runs_dir = runs_dir
         self._engine = engine
 
+    def writing(self) -> AbstractContextManager[Session]:
+        """Open a transaction that may write; see :func:`store_engine.writing`."""
+        return writing(self._engine)
+
+    def reading(self) -> AbstractContextManager[Session]:
+        """Open a transaction that reads one state; see :func:`store_engine.reading`."""
+        return reading(self._engine)
+
     @classmethod
     def open(cls, url: str, *, runs_dir: Path) -> Self:
         """Open a database; create it or migrate it to this version's schema if need be.
@@ -123,11 +100,11 @@ class Database:
             StoreError: The URL is not one of those, its driver is not installed, or the
                 database cannot be reached, read or written.
         """
-        engine = _engine(url)
+        engine = open_engine(url)
         try:
-            with _explained(engine):
+            with explained(engine):
                 runs_dir.mkdir(parents=True, exist_ok=True)
-                _migrate(engine)
+                migrate(engine)
         except StoreError:
             engine.dispose()
             raise
@@ -158,13 +135,19 @@ class Database:
                 "'-', '_' and '.', beginning with a letter or a digit"
             )
         with (
-            _explained(self._engine),
+            explained(self._engine),
             _new_folder(self.runs_dir / record.name) as folder,
-            _writing(self._engine) as session,
+            writing(self._engine) as session,
         ):
             run_id = _insert_run(session, record=record)
             _write_config(folder, config=record.config)
-        return StoredRun(self._engine, run_id=run_id, name=record.name, runs_dir=self.runs_dir)
+        return StoredRun(
+            self._engine,
+            run_id=run_id,
+            name=record.name,
+            runs_dir=self.runs_dir,
+            guard=unguarded,
+        )
 
     def create_named(self, record: RunRecord, *, seed: Seed) -> "StoredRun":
         """Add a run under the first free of :func:`memorable_names` of ``seed``.
@@ -179,17 +162,24 @@ class Database:
                 return self.create(replace(record, name=name))
         raise AssertionError("there are names without end")
 
-    def run(self, name: str) -> "StoredRun":
+    def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
         """Return the run called ``name``.
+
+        Args:
+            name: Of the run.
+            guard: Checks in each transaction that this process may write; a deployed run
+                has its lease's (:mod:`fedlearn.coordinator.store_lease`).
 
         Raises:
             StoreError: There is none; the message suggests the nearest name.
         """
-        with _explained(self._engine), _reading(self._engine) as session:
+        with reading(self._engine) as session:
             run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
             if run_id is None:
-                raise _unknown_run(name, known=session.scalars(select(RunRow.name)))
-        return StoredRun(self._engine, run_id=run_id, name=name, runs_dir=self.runs_dir)
+                raise unknown_run(name, known=session.scalars(select(RunRow.name)))
+        return StoredRun(
+            self._engine, run_id=run_id, name=name, runs_dir=self.runs_dir, guard=guard
+        )
 
     def runs(self) -> list[RunRecord]:
         """Return all runs, oldest first.
@@ -197,7 +187,7 @@ class Database:
         Raises:
             StoreError: The database cannot be read.
         """
-        with _explained(self._engine), _reading(self._engine) as session:
+        with reading(self._engine) as session:
             return [_run_record(row) for row in session.scalars(select(RunRow).order_by(RunRow.id))]
 
 
@@ -209,17 +199,22 @@ class StoredRun:
         path: Its folder: ``config.json`` and ``checkpoints/``.
     """
 
-    def __init__(self, engine: Engine, *, run_id: int, name: str, runs_dir: Path) -> None:
+    def __init__(
+        self, engine: Engine, *, run_id: int, name: str, runs_dir: Path, guard: Guard
+    ) -> None:
         self.name = name
         self.path = runs_dir / name
         self._engine = engine
         self._run_id = run_id
+        self._guard = guard
         self._buffer: list[RoundRecord] = []
+        #: Checkpoint and number of records of a commit of which no answer came.
+        self._attempted: tuple[str, int] | None = None
 
     @property
     def record(self) -> RunRecord:
         """The run as the database has it now."""
-        with _explained(self._engine), _reading(self._engine) as session:
+        with reading(self._engine) as session:
             return _run_record(session.get_one(RunRow, self._run_id))
 
     def append(self, record: RoundRecord) -> None:
@@ -233,9 +228,12 @@ class StoredRun:
         place of the first.
 
         Raises:
-            StoreError: It could not be written (full disk, database gone), or another
-                process runs the same run. The last commit still stands and the records
-                are kept for another attempt.
+            StoreError: It could not be written (full disk), or another process runs the
+                same run. The last commit still stands and the records are kept for
+                another attempt.
+            StoreUnavailable: The database is away. Whether the commit stands is seen by the
+                next attempt, which adds what is missing.
+            Fenced: Another coordinator has taken the run over.
             ValueError: A record is of a round that the checkpoint has not finished.
         """
         for record in self._buffer:
@@ -247,10 +245,12 @@ class StoredRun:
         with self._committing():
             folder = self.path / "checkpoints"
             file = write_checkpoint(checkpoint, folder=folder)
-            with _writing(self._engine) as session:
-                self._insert_rounds(session.connection())
+            with self._writing() as session:
+                self._drop_committed(session)
+                self._attempted = file.sha256, len(self._buffer)
+                insert_rounds(session.connection(), self._run_id, self._buffer)
                 kept = self._replace_checkpoints(session, file=file)
-        self._buffer = []
+        self._buffer, self._attempted = [], None
         _remove_all_but(kept, folder=folder)
 
     def load(self) -> Checkpoint | None:
@@ -297,13 +297,13 @@ class StoredRun:
                 f"run {self.name!r} has no earlier checkpoint to go back to; start it again"
             )
         checkpoint = read_checkpoint(files[-2], remedy="no earlier one is kept: start again")
-        with _explained(self._engine), _writing(self._engine) as session:
+        with self._writing() as session:
             for name in ("metrics", "participations", "rounds"):
                 table = Base.metadata.tables[name]
                 later = table.c.round_num >= checkpoint.round_num
                 session.execute(delete(table).where(table.c.run_id == self._run_id, later))
             self._drop_checkpoint(session, round_num=files[-1].round_num)
-        self._buffer = []
+        self._buffer, self._attempted = [], None
         return checkpoint
 
     def checkpoints(self) -> list[CheckpointFile]:
@@ -312,7 +312,7 @@ class StoredRun:
         Raises:
             StoreError: The database cannot be read.
         """
-        with _explained(self._engine), _reading(self._engine) as session:
+        with reading(self._engine) as session:
             rows = session.scalars(
                 select(CheckpointRow)
                 .where(CheckpointRow.run_id == self._run_id)
@@ -334,26 +334,17 @@ class StoredRun:
         Raises:
             StoreError: The database cannot be read.
         """
-        with _explained(self._engine), _reading(self._engine) as session:
-            participations = self._participations(session)
-            metrics = self._metrics(session)
-            rows = session.scalars(
-                select(RoundRow).where(RoundRow.run_id == self._run_id).order_by(RoundRow.round_num)
-            )
-            return [
-                RoundRecord(
-                    round_num=row.round_num,
-                    attempt=row.attempt,
-                    outcome=row.outcome,
-                    participations=Participations.of(participations[row.round_num]),
-                    train_loss=row.train_loss,
-                    duration_s=row.duration_s,
-                    virtual_s=row.virtual_s,
-                    seconds=row.seconds,
-                    metrics=metrics[row.round_num],
-                )
-                for row in rows
-            ]
+        with reading(self._engine) as session:
+            return read_rounds(session, self._run_id)
+
+    def round_summaries(self, last: int) -> list[RoundSummary]:
+        """Return the ``last`` committed rounds, in order, with counts by status.
+
+        Raises:
+            StoreError: The database cannot be read.
+        """
+        with reading(self._engine) as session:
+            return summarise_rounds(session, self._run_id, last=last)
 
     def set_running(self) -> None:
         """Record that the run goes on.
@@ -369,7 +360,7 @@ class StoredRun:
         Raises:
             StoreError: The database cannot be written.
         """
-        with _explained(self._engine), _writing(self._engine) as session:
+        with self._writing() as session:
             session.execute(
                 update(RunRow).where(RunRow.id == self._run_id).values(status=status, error=error)
             )
@@ -378,10 +369,29 @@ class StoredRun:
     def _committing(self) -> Iterator[None]:
         """Add to the errors of a commit where the run stands and how to go on."""
         try:
-            with _explained(self._engine):
+            with explained(self._engine):
                 yield
+        except (Fenced, StoreUnavailable):
+            raise  # what is committed is the other coordinator's to say, or the database's
         except StoreError as error:
             raise StoreError(f"{error}; {self._standing()}") from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        with writing(self._engine) as session:
+            self._guard(session)
+            yield session
+
+    def _drop_committed(self, session: Session) -> None:
+        """Drop the records that an attempt without an answer has committed after all."""
+        if self._attempted is None:
+            return
+        sha256, num_records = self._attempted
+        mine = CheckpointRow.run_id == self._run_id
+        committed = select(CheckpointRow.file).where(mine, CheckpointRow.sha256 == sha256)
+        if session.scalar(committed) is not None:
+            del self._buffer[:num_records]
+        self._attempted = None
 
     def _standing(self) -> str:
         resume = f"go on with `fedlearn resume {self.name}` once that is done"
@@ -392,37 +402,6 @@ class StoredRun:
         if not files:
             return f"nothing of run {self.name!r} was committed before; {resume}"
         return f"the last commit, after round {files[-1].round_num}, still stands; {resume}"
-
-    def _insert_rounds(self, connection: Connection) -> None:
-        """Insert all records: three bulk statements without an object a row."""
-        records, run_id = self._buffer, self._run_id
-        _insert_all(
-            connection,
-            "rounds",
-            (
-                {
-                    "run_id": run_id,
-                    "round_num": record.round_num,
-                    "attempt": record.attempt,
-                    "outcome": record.outcome,
-                    "train_loss": record.train_loss,
-                    "duration_s": record.duration_s,
-                    "virtual_s": record.virtual_s,
-                    "seconds": record.seconds,
-                }
-                for record in records
-            ),
-        )
-        _insert_participations(connection, run_id, records)
-        _insert_all(
-            connection,
-            "metrics",
-            (
-                {"run_id": run_id, "round_num": record.round_num, "name": name, "value": value}
-                for record in records
-                for name, value in record.metrics.items()
-            ),
-        )
 
     def _replace_checkpoints(self, session: Session, *, file: CheckpointFile) -> set[str]:
         """Add the row of ``file``, drop those that need not be kept; return the files kept."""
@@ -448,164 +427,6 @@ class StoredRun:
     def _drop_checkpoint(self, session: Session, *, round_num: int) -> None:
         mine = CheckpointRow.run_id == self._run_id
         session.execute(delete(CheckpointRow).where(mine, CheckpointRow.round_num == round_num))
-
-    def _participations(self, session: Session) -> defaultdict[int, list[Participation]]:
-        row = ParticipationRow
-        found: defaultdict[int, list[Participation]] = defaultdict(list)
-        for round_num, client_id, status, duration_s, num_examples, loss, reason in session.execute(
-            select(
-                row.round_num,
-                row.client_id,
-                row.status,
-                row.duration_s,
-                row.num_examples,
-                row.loss,
-                row.reason,
-            )
-            .where(row.run_id == self._run_id)
-            .order_by(row.round_num, row.position)
-        ):
-            found[round_num].append(
-                Participation(ClientId(client_id), status, duration_s, num_examples, loss, reason)
-            )
-        return found
-
-    def _metrics(self, session: Session) -> defaultdict[int, dict[str, float]]:
-        found: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        for round_num, name, value in session.execute(
-            select(MetricRow.round_num, MetricRow.name, MetricRow.value).where(
-                MetricRow.run_id == self._run_id
-            )
-        ):
-            found[round_num][name] = value
-        return found
-
-
-def _engine(url: str) -> Engine:
-    parsed = _checked_url(url)
-    if parsed.get_backend_name() == "postgresql":
-        try:
-            return create_engine(parsed, pool_pre_ping=True)  # the server may restart in a run
-        except ImportError as error:
-            raise StoreError(
-                "PostgreSQL's driver is not installed; run `pip install 'fedlearn[postgresql]'`"
-            ) from error
-    patience = {} if "timeout" in parsed.query else {"timeout": _LOCK_WAIT_S}
-    engine = create_engine(parsed, connect_args=patience)
-    event.listen(engine, "connect", _configure_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _checked_url(url: str) -> URL:
-    """Parse ``url``; what is wrong with it is said without a password that may be in it."""
-    usage = "write `sqlite:///FILE` or `postgresql+psycopg://USER:PASSWORD@HOST/NAME`"
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise StoreError(f"the store's URL is not one; {usage}") from error
-    if parsed.drivername not in {"sqlite", "postgresql+psycopg"}:
-        raise StoreError(f"no store is kept by {parsed.drivername!r}; {usage}")
-    if parsed.drivername == "sqlite" and parsed.database in {None, "", ":memory:"}:
-        raise StoreError(f"a store outlives the process, {parsed!r} would not; {usage}")
-    return parsed
-
-
-def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
-    connection.isolation_level = None  # the transactions are ours: see _begin_sqlite
-    connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer
-    # A checkpoint's file is deleted once its row is: NORMAL could bring the row back.
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A writer that begins as a reader fails, instead of waiting, if another was faster.
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-@contextmanager
-def _writing(engine: Engine) -> Iterator[Session]:
-    with Session(engine.execution_options(writes=True)) as session, session.begin():
-        yield session
-
-
-@contextmanager
-def _reading(engine: Engine) -> Iterator[Session]:
-    """Open a transaction in which every statement sees the same commit."""
-    if engine.dialect.name == "postgresql":
-        engine = engine.execution_options(isolation_level="REPEATABLE READ")
-    with Session(engine) as session:
-        yield session
-
-
-@contextmanager
-def _explained(engine: Engine) -> Iterator[None]:
-    """Turn errors of the database's driver and of the disk into errors with a remedy."""
-    try:
-        yield
-    except DBAPIError as error:
-        what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
-        raise StoreError(f"{engine.url!r}: {what}; {_remedy(error)}") from error
-    except OSError as error:
-        raise StoreError(
-            f"{error.filename}: {error.strerror}; free some space, or make it writable"
-        ) from error
-
-
-def _remedy(error: DBAPIError) -> str:
-    if isinstance(error, IntegrityError):
-        return "another process writes the same run: stop one of them"
-    code = getattr(error.orig, "sqlite_errorname", None)  # only errors of the library have one
-    if code is None:
-        return "check that the server runs and that the URL names a database this user may write"
-    family = "_".join(code.split("_")[:2])
-    return _REMEDIES.get(family, f"SQLite calls this {code}")
-
-
-def _migrate(engine: Engine) -> None:
-    """Bring the schema to this version's; processes that do so at once wait for each other."""
-    scripts = ScriptDirectory.from_config(_alembic())
-    with _only_process(engine):
-        with engine.connect() as connection:
-            revision = MigrationContext.configure(connection).get_current_revision()
-        if revision == scripts.get_current_head():
-            return
-        known = {script.revision for script in scripts.walk_revisions()}
-        if revision is not None and revision not in known:
-            raise NewerStore(
-                f"{engine.url!r} has schema revision {revision!r}, this version of fedlearn "
-                f"knows up to {scripts.get_current_head()!r}; upgrade fedlearn "
-                "(`pip install --upgrade fedlearn`)"
-            )
-        with engine.execution_options(writes=True).begin() as connection:
-            if engine.dialect.name == "postgresql":
-                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-            command.upgrade(_alembic(connection=connection), "head")
-
-
-def _alembic(**attributes: object) -> Config:
-    config = Config(attributes=attributes)
-    config.set_main_option("script_location", "fedlearn.coordinator:migrations")
-    config.set_main_option("path_separator", "os")
-    return config
-
-
-@contextmanager
-def _only_process(engine: Engine) -> Iterator[None]:
-    """Hold a lock on the folder of an SQLite file: its first switch to WAL does not wait."""
-    if engine.dialect.name != "sqlite":
-        yield
-        return
-    folder = Path(str(engine.url.database)).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -663,62 +484,11 @@ def _run_record(row: RunRow) -> RunRecord:
     )
 
 
-def _unknown_run(name: str, *, known: Iterable[str]) -> StoreError:
+def unknown_run(name: str, *, known: Iterable[str]) -> StoreError:
+    """Return the error for a name that no run has; suggests the nearest of ``known``."""
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return StoreError(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
-
-
-def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, object]]) -> None:
-    """Insert in small batches: all at once, so many dicts set off the garbage collector."""
-    statement = insert(Base.metadata.tables[table])
-    remaining = iter(rows)
-    while batch := list(islice(remaining, _BATCH_ROWS)):
-        connection.execute(statement, batch)
-
-
-def _insert_participations(
-    connection: Connection, run_id: int, records: Iterable[RoundRecord]
-) -> None:
-    """Insert a row a client: most of what is written, so past SQLAlchemy's per-value work.
-
-    The values are those that the columns' types would bind.
-    """
-    columns = ", ".join(column.name for column in ParticipationRow.__table__.columns)
-    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
-    marks = ", ".join([mark] * len(ParticipationRow.__table__.columns))
-    rows = chain.from_iterable(_participation_rows(run_id, record) for record in records)
-    statement = f"INSERT INTO participations ({columns}) VALUES ({marks})"  # noqa: S608 - names of our own columns
-    while batch := list(islice(rows, _BATCH_ROWS)):
-        connection.exec_driver_sql(statement, batch)
-
-
-def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
-    """Return the rows of one round, put together by ``zip`` alone."""
-    each = record.participations
-    reasons = [""] * len(each)
-    for place, reason in each.reasons.items():
-        reasons[place] = plain(reason)
-    return zip(
-        repeat(run_id),
-        repeat(record.round_num),
-        range(len(each)),
-        each.client_ids.tolist(),
-        each.codes.tolist(),
-        _with_nulls(each.durations_s),
-        each.num_examples.tolist(),
-        _with_nulls(each.losses),
-        reasons,
-        strict=False,  # the repeated ones have no end
-    )
-
-
-def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:
-    """Return the numbers, ``None`` for NaN."""
-    missing = np.isnan(column)
-    if not missing.any():
-        return cast("list[float | None]", column.tolist())
-    return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
 
 
 def _remove_all_but(kept: set[str], *, folder: Path) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Double,
     ForeignKey,
     ForeignKeyConstraint,
+    LargeBinary,
     MetaData,
     SmallInteger,
     String,
@@ -200,3 +201,62 @@ class CheckpointRow(Base):
     file: Mapped[str] = mapped_column(Text)
     sha256: Mapped[str] = mapped_column(String(64))
     num_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class DeploymentRow(Base):
+    """A deployed run; see :class:`fedlearn.coordinator.journal.Deployment`."""
+
+    __tablename__ = "deployments"
+
+    run_id: Mapped[int] = mapped_column(
+        ForeignKey("runs.id"), primary_key=True, autoincrement=False
+    )
+    uuid: Mapped[str] = mapped_column(String(32), unique=True)
+    control: Mapped[str] = mapped_column(String(8))
+    holder: Mapped[str] = mapped_column(Text)
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    beat: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[Mapping[str, Any]]
+
+
+class OpenRoundRow(Base):
+    """See :class:`fedlearn.coordinator.journal.OpenRound`; ``cohort`` is a JSON array."""
+
+    __tablename__ = "open_rounds"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    cohort: Mapped[str] = mapped_column(Text)
+    opened_unix_s: Mapped[float]
+
+
+class ClientRow(Base):
+    """See :class:`fedlearn.coordinator.registry.EnrolledClient`; ``tags`` is a JSON array.
+
+    ``revision`` is that of the registry when the row was last changed.
+    """
+
+    __tablename__ = "clients"
+
+    client_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    tags: Mapped[str] = mapped_column(Text)
+    identity_key: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
+    fingerprint: Mapped[str] = mapped_column(String(64), unique=True)
+    status: Mapped[str] = mapped_column(String(8))
+    enrolled_utc: Mapped[str] = mapped_column(String(32))
+    certificate_expires_utc: Mapped[str] = mapped_column(String(32))
+    revision: Mapped[int] = mapped_column(BigInteger)
+
+
+class InvitationRow(Base):
+    """See :class:`fedlearn.coordinator.registry.InvitationRecord`; ``tags`` is a JSON array."""
+
+    __tablename__ = "invitations"
+
+    token_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64))
+    tags: Mapped[str] = mapped_column(Text)
+    expires_unix_s: Mapped[float]
+    redeemed_by: Mapped[bytes] = mapped_column(LargeBinary)

@@ -15,6 +15,13 @@ class Clock(Protocol):
         """Let ``seconds`` pass."""
 
 
+class WallClock(Protocol):
+    """The time of day, for what outlives a process: it may be set, so measure nothing by it."""
+
+    def unix_s(self) -> float:
+        """Return seconds since 1970 in UTC."""
+
+
 class SystemClock:
     """The clock of a deployment, and of the wall time a simulation reports."""
 
@@ -25,6 +32,10 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         """Block the calling thread."""
         time.sleep(seconds)
+
+    def unix_s(self) -> float:
+        """Return the wall-clock time."""
+        return time.time()
 
 
 @dataclass
@@ -48,7 +59,21 @@ class VirtualClock:
         """Advance the virtual time at once."""
         self.elapsed_s += seconds
 
+    def unix_s(self) -> float:
+        """Return the virtual seconds slept so far: the simulation begins in 1970."""
+        return self.elapsed_s
+
 
 def utc_now() -> str:
     """Return the wall-clock date and time in UTC, ISO 8601 with seconds."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return utc(time.time())
+
+
+def utc(unix_s: float) -> str:
+    """Return seconds since 1970 as date and time in UTC, ISO 8601 with seconds.
+
+    Example:
+        >>> utc(0.0)
+        '1970-01-01T00:00:00Z'
+    """
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))

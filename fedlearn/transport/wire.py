@@ -19,6 +19,9 @@ MAX_INLINE_BYTES = 256 << 10
 #: Largest gRPC message that either side takes.
 MAX_MESSAGE_BYTES = CHUNK_BYTES + MAX_INLINE_BYTES
 
+#: Seconds between a client's pings on a silent connection; the door must take such a pace.
+KEEPALIVE_S = 30
+
 #: Full names of the services' methods.
 DOOR = "fedlearn.v1.Door"
 ENROLMENT = "fedlearn.v1.Enrolment"

@@ -25,6 +25,15 @@ VIOLATIONS = [
     ("No cycles anywhere", "core/messages.py", "import fedlearn.core.codec"),
     ("Only the store knows SQLAlchemy", "coordinator/run.py", "import sqlalchemy"),
     ("Only the store knows SQLAlchemy", "core/codec.py", "import alembic"),
+    (
+        "The coordinator knows clients by their messages only",
+        "coordinator/collection.py",
+        "import fedlearn.client.session",
+    ),
+    ("Only the door and its client know gRPC", "client/session.py", "import grpc"),
+    ("Keys and certificates are made in two places", "core/codec.py", "import cryptography"),
+    ("Only one module knows Flower", "coordinator/run.py", "import flwr"),
+    ("Only telemetry speaks HTTP", "client/session.py", "import aiohttp"),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),
 ]

@@ -16,11 +16,13 @@ from uuid import uuid4
 
 import pytest
 import torch
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Column, Integer, MetaData, create_engine, text
+from sqlalchemy import Column, Integer, MetaData, create_engine, inspect, text
 
 from fedlearn.coordinator.checkpoints import write_checkpoint
 from fedlearn.coordinator.names import memorable_names
@@ -33,6 +35,7 @@ from fedlearn.coordinator.records import (
     RunStore,
 )
 from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
+from fedlearn.coordinator.store_lease import deploy
 from fedlearn.coordinator.store_schema import Base
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
@@ -242,6 +245,32 @@ def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
     assert (run.record.status, run.record.error) == (RunStatus.RUNNING, "")
     run.finish(RunStatus.DONE, error="")
     assert run.record.status is RunStatus.DONE
+
+
+def test_the_last_rounds_are_summed_up(run: StoredRun) -> None:
+    """As the records would be, without reading each participation."""
+    for round_num in range(5):
+        run.append(replace(a_round(round_num, num_clients=round_num), train_loss=math.nan))
+    last = a_round(5)
+    failed = Participation(ClientId(9), Status.FAILED, 1.0, 0, math.nan, "no data")
+    run.append(replace(last, participations=Participations.of([*last.participations, failed])))
+    run.commit(a_checkpoint(6))
+    summaries = run.round_summaries(3)
+    assert [each.round_num for each in summaries] == [3, 4, 5]
+    for summary, record in zip(summaries, run.rounds()[3:], strict=True):
+        assert summary.counts == {status: record.count(status) for status in Status}
+        assert repr(summary.train_loss) == repr(record.train_loss)
+        assert (summary.outcome, summary.metrics) == (record.outcome, record.metrics)
+        assert (summary.duration_s, summary.seconds) == (record.duration_s, record.seconds)
+    assert len(run.round_summaries(99)) == 6
+
+
+def test_a_run_without_rounds_has_nothing_to_sum_up(run: StoredRun) -> None:
+    """Also a round that nobody took part in has its zeros."""
+    assert run.round_summaries(3) == []
+    run.append(a_round(0, num_clients=0))
+    run.commit(a_checkpoint(1))
+    assert run.round_summaries(3)[0].counts == dict.fromkeys(Status, 0)
 
 
 def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
@@ -538,6 +567,25 @@ def test_opening_twice_changes_nothing(database_url: str, run: StoredRun, tmp_pa
     advance(run, to=2)
     with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
         assert assert_consistent(again.run(RUN.name)) == 2
+
+
+def test_a_database_of_the_version_before_is_migrated(
+    database_url: str, run: StoredRun, tmp_path: Path
+) -> None:
+    """With all that is in it; from 0001, which had no deployments."""
+    advance(run, to=2)
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", "fedlearn.coordinator:migrations")
+        config.set_main_option("path_separator", "os")
+        command.downgrade(config, "0001")
+        assert "deployments" not in inspect(connection).get_table_names()
+    engine.dispose()
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
+        assert assert_consistent(again.run(RUN.name)) == 2
+        assert deploy(again, RUN.name).epoch == 0
+    assert differences(database_url, Base.metadata) == []
 
 
 def test_a_database_of_a_later_version_is_refused(

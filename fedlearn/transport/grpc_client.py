@@ -1,0 +1,532 @@
+"""The client's end of the gRPC door: one connection, its session, and what is moved beside it.
+
+Nothing here decides anything: when to connect, what to train and what to keep is the client
+runtime's. A call that breaks raises, in one of three ways:
+
+* :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Try later.
+* :class:`~fedlearn.errors.ConnectionRefused`: the coordinator does not hear this client.
+* :class:`~fedlearn.errors.ProtocolError`: what came is not what the door says.
+
+Cancelling a coroutine closes the call that it is in.
+"""
+
+import asyncio
+import hashlib
+import ipaddress
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from fedlearn.errors import (
+    ConnectionRefused,
+    DeploymentError,
+    EnrolmentRefused,
+    ProtocolError,
+)
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
+
+#: How a client without a certificate says who it is; heard by a door without TLS only.
+NAME_METADATA = "fedlearn-client"
+
+_STALL_TIMEOUT_S = 60.0
+_MAX_WORDS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
+
+_OPTIONS: list[tuple[str, str | int]] = [
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", wire.KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a session is silent while its client trains
+    ("grpc.enable_retries", 0),  # they would buffer uploads; the runtime retries
+    ("grpc.use_local_subchannel_pool", 1),  # or a new connection inherits an old one's back-off
+]
+
+_REFUSALS = {
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What a client shows, and whom it believes, in mutual TLS.
+
+    Attributes:
+        ca_pem: The deployment's certificate authority; no other is trusted.
+        certificate_pem: The client's, from :func:`enrol`.
+        tls_key_pem: Its key. Never printed.
+        server_name: The name that the coordinator's certificate must carry.
+    """
+
+    ca_pem: bytes = field(repr=False)
+    certificate_pem: bytes = field(repr=False)
+    tls_key_pem: bytes = field(repr=False)
+    server_name: str
+
+
+class DoorSession:
+    """The stream of one connected client; tasks may send and one may receive at a time.
+
+    Attributes:
+        welcome: What the coordinator answered to the hello.
+    """
+
+    def __init__(self, call: "_Call", *, welcome: wire_pb2.Welcome) -> None:
+        self.welcome = welcome
+        self._call = call
+
+    async def send(self, message: wire_pb2.FromClient) -> None:
+        """Send one message; returns when the transport has taken it.
+
+        Raises:
+            ConnectionError: The session has ended or is stalled.
+            ConnectionRefused: The coordinator has turned the client away.
+        """
+        await self._call.write(message)
+
+    async def receive(self) -> wire_pb2.FromCoordinator | None:
+        """Return the next message, however long it takes; None: the coordinator ended the stream.
+
+        Cancelling it ends the session: to wait for something else as well, keep the task.
+
+        Raises:
+            ConnectionError: The session was cut.
+            ConnectionRefused: The coordinator has turned the client away.
+            ProtocolError: It is not a message.
+        """
+        return await self._call.read(wire_pb2.FromCoordinator)
+
+
+class DoorConnection:
+    """One connection to one address of the door; made and used inside one event loop.
+
+    Several calls may run over it at once. Leaving the context closes them all.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None,
+        *,
+        name: str = "",
+        stall_timeout_s: float = _STALL_TIMEOUT_S,
+    ) -> None:
+        """Prepare the connection; nothing is sent before the first call.
+
+        Args:
+            address: ``host:port``.
+            credentials: None: plaintext, which a loopback address alone may have.
+            name: Who the client is where no certificate says so.
+            stall_timeout_s: A message that takes longer has failed, unless waiting is normal.
+
+        Raises:
+            DeploymentError: Plaintext was asked to another machine.
+        """
+        self._address = address
+        self._channel = _channel(address, credentials)
+        self._metadata = () if credentials else ((NAME_METADATA, name),)
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    def session(self, hello: wire_pb2.Hello) -> AbstractAsyncContextManager[DoorSession]:
+        """Say hello, and return the session once the coordinator has answered with a welcome.
+
+        Leaving the context ends the session.
+
+        Raises:
+            ConnectionError: The coordinator is not there, or does not answer.
+            ConnectionRefused: It does not hear this client, or speaks another version.
+            ProtocolError: It answers something else.
+        """
+        return self._session(hello)
+
+    async def download(self, sha256: bytes, *, num_bytes: int, path: Path) -> None:
+        """Get a request's bytes into ``path``, from where the bytes that are there end.
+
+        A file that is complete costs no call. What is there is kept when the connection
+        breaks, and removed when it is not what was asked for.
+
+        Args:
+            sha256: Of all the bytes.
+            num_bytes: How many there are.
+            path: The partial file, or where there is none yet; its folder exists.
+
+        Raises:
+            ConnectionError: Cut, stalled, or no longer served: try later.
+            ConnectionRefused: The coordinator does not hear this client.
+            ProtocolError: The bytes are not those; the file is removed.
+            DeploymentError: The file cannot be written.
+        """
+        try:
+            offset = _num_bytes_there(path, at_most=num_bytes)
+            if offset < num_bytes or num_bytes == 0:
+                await self._append(sha256, num_bytes=num_bytes, offset=offset, path=path)
+            await asyncio.to_thread(_check, path, sha256=sha256)
+        except ProtocolError:
+            _remove(path)
+            raise
+
+    async def upload(self, envelope: wire_pb2.Envelope, path: Path) -> wire_pb2.Receipt:
+        """Send a reply's bytes from the offset that the coordinator names; return its receipt.
+
+        The receipt comes when the reply is settled, which may be at the end of the round.
+
+        Args:
+            envelope: What the reply is, signed.
+            path: A file of ``envelope.num_bytes`` bytes.
+
+        Raises:
+            ConnectionError: Cut, stalled, or ended without a receipt: try again.
+            ConnectionRefused: The coordinator does not hear this client.
+            ProtocolError: It answers something else.
+            DeploymentError: The file cannot be read.
+        """
+        with self._call("Upload") as call:
+            await call.write(wire_pb2.UploadPart(envelope=envelope))
+            status = await call.read(wire_pb2.UploadStatus, patiently=False)
+            if status is None or status.WhichOneof("what") != "offset":
+                return self._receipt(status)  # settled before
+            if status.offset > envelope.num_bytes:
+                raise ProtocolError(
+                    f"{self._address} has {status.offset} bytes of a reply of {envelope.num_bytes}"
+                )
+            answer = asyncio.create_task(call.read(wire_pb2.UploadStatus))
+            try:
+                await _send_file(call, path, offset=status.offset, until=answer)
+                return self._receipt(await answer)
+            finally:
+                call.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
+        with self._call("Session") as call:
+            await call.write(wire_pb2.FromClient(hello=hello))
+            first = await call.read(wire_pb2.FromCoordinator, patiently=False)
+            yield DoorSession(call, welcome=self._welcome(first))
+
+    async def _append(self, sha256: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
+        """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
+        with _local(path):
+            stream = path.open("ab")
+        with stream, self._call("Download") as call:
+            await call.write(wire_pb2.DownloadRequest(sha256=sha256, offset=offset))
+            await call.end_writing()
+            while chunk := await call.read(wire_pb2.Chunk, patiently=False):
+                offset += len(chunk.data)
+                if offset > num_bytes or not chunk.data:
+                    raise ProtocolError(
+                        f"{self._address} sent a chunk of {len(chunk.data)} bytes that ends at "
+                        f"{offset} of {num_bytes}"
+                    )
+                with _local(path):
+                    stream.write(chunk.data)
+                    stream.flush()  # here, where a full disk is reported as such
+
+    @contextmanager
+    def _call(self, method: str) -> Iterator["_Call"]:
+        path = f"/{wire.DOOR}/{method}"
+        call = _Call(
+            self._channel,
+            path,
+            address=self._address,
+            metadata=self._metadata,
+            stall_timeout_s=self._stall_timeout_s,
+        )
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+    def _welcome(self, first: wire_pb2.FromCoordinator | None) -> wire_pb2.Welcome:
+        if first is None:
+            raise ConnectionError(f"{self._address} ended the session before a welcome")
+        if first.WhichOneof("what") != "welcome":
+            raise ProtocolError(f"{self._address} answered a hello with {first.WhichOneof('what')}")
+        if first.welcome.protocol != wire.PROTOCOL:
+            raise ConnectionRefused(
+                f"{self._address} speaks protocol {first.welcome.protocol}, this client "
+                f"{wire.PROTOCOL}; install the coordinator's version of fedlearn "
+                f"({first.welcome.software[:_MAX_WORDS]!r})"
+            )
+        return first.welcome
+
+    def _receipt(self, status: wire_pb2.UploadStatus | None) -> wire_pb2.Receipt:
+        if status is None:
+            raise ConnectionError(f"{self._address} ended an upload without a receipt")
+        if status.WhichOneof("what") != "receipt":
+            raise ProtocolError(f"{self._address} sent {status.WhichOneof('what')}, not a receipt")
+        return status.receipt
+
+
+async def enrol(address: str, invitation: Invitation, identity: Identity) -> tuple[bytes, int]:
+    """Redeem an invitation at one of its enrolment addresses.
+
+    Args:
+        address: ``host:port``.
+        invitation: With its token; one without a certificate authority is for a loopback only.
+        identity: The keys that the client will use.
+
+    Returns:
+        The client's certificate, PEM, and its client id.
+
+    Raises:
+        ConnectionError: The coordinator is not there, or does not answer: try later.
+        EnrolmentRefused: It does not take the invitation.
+        ProtocolError: It answers something else.
+        DeploymentError: Without a certificate authority, the address is another machine's.
+    """
+    csr_pem = identity.csr_pem(invitation.name)
+    request = wire_pb2.EnrolRequest(
+        name=invitation.name,
+        token=invitation.token,
+        csr_pem=csr_pem,
+        identity_key=identity.public_key,
+        identity_signature=identity.sign(enrolment_bytes(invitation.token, csr_pem)),
+    )
+    credentials = None
+    if invitation.ca_pem:
+        credentials = Credentials(
+            ca_pem=invitation.ca_pem,
+            certificate_pem=b"",
+            tls_key_pem=b"",
+            server_name=invitation.server_name,
+        )
+    async with _channel(address, credentials) as channel:
+        call = _Call(
+            channel,
+            f"/{wire.ENROLMENT}/Enrol",
+            address=address,
+            metadata=(),
+            stall_timeout_s=_STALL_TIMEOUT_S,
+        )
+        try:
+            await call.write(request)
+            await call.end_writing()
+            reply = await call.read(wire_pb2.EnrolReply, patiently=False)
+        except ConnectionRefused as error:
+            raise EnrolmentRefused(str(error)) from error
+        finally:
+            call.cancel()
+    if reply is None:
+        raise ConnectionError(f"{address} ended the enrolment without an answer")
+    if credentials and not identity.is_subject_of(reply.certificate_pem):
+        raise ProtocolError(f"the certificate from {address} is not for this client's key")
+    return reply.certificate_pem, reply.client_id
+
+
+class _Ended(ConnectionError):
+    """The coordinator has ended a call in the regular way."""
+
+
+class _Call:
+    """One call, whose messages are parsed and whose failures are ours.
+
+    On the wire, gRPC's four kinds of calls are one: messages go, messages come.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        method: str,
+        *,
+        address: str,
+        metadata: tuple[tuple[str, str], ...],
+        stall_timeout_s: float,
+    ) -> None:
+        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+        self._call = start(metadata=metadata)
+        self._address = address
+        self._stall_timeout_s = stall_timeout_s
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._status: tuple[grpc.StatusCode, str] | None = None
+        self._call.add_done_callback(self._remember)
+
+    async def write(self, message: Message) -> None:
+        """Send one message; raises as :meth:`DoorSession.send`."""
+        with self._failures():
+            async with self._writing, asyncio.timeout(self._stall_timeout_s):
+                await self._call.write(message.SerializeToString())
+
+    async def end_writing(self) -> None:
+        """Tell the coordinator that this was all."""
+        with self._failures():
+            await self._call.done_writing()
+
+    async def read(self, kind: type[M], *, patiently: bool = True) -> M | None:
+        """Return the next message, None at the end; raises as :meth:`DoorSession.receive`.
+
+        Args:
+            kind: What it must be.
+            patiently: Whether it may take as long as it takes.
+        """
+        try:
+            with self._failures():
+                async with asyncio.timeout(None if patiently else self._stall_timeout_s):
+                    data = await self._call.read()
+        except _Ended:
+            return None
+        if not isinstance(data, bytes):
+            return None
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            raise ProtocolError(f"{self._address} sent {len(data)} bytes, no {kind}") from error
+
+    def cancel(self) -> None:
+        """End the call; a call that has ended stays as it is."""
+        self._call.cancel()
+
+    def _remember(self, call: grpc.aio.Call) -> None:
+        """Keep the status that the coordinator gave, while it can be seen.
+
+        A write that fails because the call has ended puts INTERNAL in its place, and a client
+        would not hear that it is refused (https://github.com/grpc/grpc/issues/36066).
+        """
+        if self._status is None:
+            self._status = _at_once(call.code()), _at_once(call.details()) or ""
+
+    def _failure(self) -> Exception:
+        """Return the exception that the call's status is for its caller."""
+        code, words = self._status or (grpc.StatusCode.UNKNOWN, "")
+        if code is grpc.StatusCode.OK:
+            return _Ended(f"{self._address} has ended the call")
+        if code in _REFUSALS:
+            return ConnectionRefused(f"{self._address} refuses: {words[:_MAX_WORDS]}")
+        return ConnectionError(f"{self._address}: {code.name}: {words[:_MAX_WORDS]}")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the call has ended
+            raise self._failure() from error
+        except TimeoutError as error:
+            raise ConnectionError(
+                f"{self._address} has been silent for {self._stall_timeout_s:g} s"
+            ) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so to whoever waits for a call that another task has closed.
+            raise ConnectionError(f"the call to {self._address} was closed") from None
+
+
+def _at_once(answer: Coroutine[None, None, T]) -> T:
+    """Return what a coroutine that has nothing to wait for returns."""
+    try:
+        answer.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    raise AssertionError("the call has ended, and still its status must be waited for")
+
+
+async def _send_file(
+    call: _Call, path: Path, *, offset: int, until: "asyncio.Task[wire_pb2.UploadStatus | None]"
+) -> None:
+    """Send ``path`` from ``offset`` on; stop when the coordinator has answered ``until``."""
+    with _local(path):
+        stream = path.open("rb")
+    with stream:
+        with _local(path):
+            stream.seek(offset)
+        while not until.done():
+            with _local(path):
+                data = stream.read(wire.CHUNK_BYTES)
+            try:
+                if not data:
+                    await call.end_writing()
+                    return
+                await call.write(wire_pb2.UploadPart(data=data))
+            except (ConnectionError, ConnectionRefused):
+                return  # the coordinator need not hear all of it: what it answers counts
+
+
+def _num_bytes_there(path: Path, *, at_most: int) -> int:
+    """Return how much of a download is there; a file that is too long is of something else."""
+    with _local(path):
+        num_bytes = path.stat().st_size if path.exists() else 0
+        if num_bytes <= at_most:
+            return num_bytes
+        path.unlink()
+        return 0
+
+
+def _remove(path: Path) -> None:
+    with _local(path):
+        path.unlink(missing_ok=True)
+
+
+def _check(path: Path, *, sha256: bytes) -> None:
+    with _local(path), path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").digest()
+    if found != sha256:
+        raise ProtocolError(
+            f"{path} was downloaded with SHA-256 {found.hex()}, asked for {sha256.hex()}: it is "
+            "removed and must be downloaded again"
+        )
+
+
+@contextmanager
+def _local(path: Path) -> Iterator[None]:
+    """Tell a failure of the disk from one of the network: both are OSErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise DeploymentError(
+            f"cannot read or write {path}: {error.strerror}; free some space there, or make it "
+            "accessible"
+        ) from error
+
+
+def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
+    """Return a channel to ``address``; DeploymentError for plaintext to another machine."""
+    is_loopback = _is_loopback(address)
+    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback else [*_OPTIONS]
+    if credentials is None:
+        if not is_loopback:
+            raise DeploymentError(
+                f"{address} is another machine, and without TLS everybody between could read and "
+                "change what is sent; join with an invitation (`fedlearn invite NAME`)"
+            )
+        return grpc.aio.insecure_channel(address, options)
+    tls = grpc.ssl_channel_credentials(
+        root_certificates=credentials.ca_pem,
+        private_key=credentials.tls_key_pem or None,
+        certificate_chain=credentials.certificate_pem or None,
+    )
+    options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return grpc.aio.secure_channel(address, tls, options)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

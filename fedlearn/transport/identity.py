@@ -1,0 +1,443 @@
+"""Who a client is: its keys, what it signs, and the invitation it came with.
+
+A client makes two key pairs itself and keeps the private halves. Its *identity key* (Ed25519)
+signs every reply, whatever transport carries it; its *TLS key* (ECDSA P-256, which every TLS
+library speaks) is the one its certificate is for.
+
+References:
+    `RFC 8032 <https://www.rfc-editor.org/rfc/rfc8032>`_ (Ed25519),
+    `RFC 2986 <https://www.rfc-editor.org/rfc/rfc2986>`_ (certificate signing requests).
+"""
+
+import base64
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import NameOID
+
+from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.transport import wire_pb2
+
+#: What the coordinator's certificate is always valid for, wherever it is reached.
+SERVER_NAME = "fedlearn-coordinator"
+
+#: The file of an :class:`Identity` in its folder: both keys, so that a crash keeps neither or both.
+IDENTITY_FILE = "identity.pem"
+
+_INVITATION_FORMAT = 1
+_REPLY_DOMAIN = b"fedlearn.v1 reply"
+_ENROLMENT_DOMAIN = b"fedlearn.v1 enrolment"
+_PEM_END = b"-----END PRIVATE KEY-----\n"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Identity:
+    """A client's private keys.
+
+    Guarantees:
+        Neither printed nor pickled; on disk only in a file that its owner alone reads.
+
+    Attributes:
+        identity_key: Signs replies.
+        tls_key: The key of the client's certificate.
+    """
+
+    identity_key: Ed25519PrivateKey
+    tls_key: ec.EllipticCurvePrivateKey
+
+    def __repr__(self) -> str:
+        return f"Identity(public_key={self.public_key.hex()[:12]}…)"
+
+    @classmethod
+    def create(cls) -> "Identity":
+        """Return fresh keys from the operating system's randomness."""
+        return cls(
+            identity_key=Ed25519PrivateKey.generate(),
+            tls_key=ec.generate_private_key(ec.SECP256R1()),
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> "Identity":
+        """Return the keys that :meth:`save` wrote.
+
+        Raises:
+            DeploymentError: The file is missing, unreadable or damaged.
+        """
+        path = folder / IDENTITY_FILE
+        try:
+            return cls.from_pem(_read(path))
+        except ValueError as error:
+            raise _damaged_identity(path) from error
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> "Identity":
+        """Return the keys whose :attr:`pem` this is.
+
+        Raises:
+            ValueError: It is that of no identity.
+        """
+        first, end, second = pem.partition(_PEM_END)
+        try:
+            identity_key = serialization.load_pem_private_key(first + end, password=None)
+            tls_key = serialization.load_pem_private_key(second, password=None)
+        except (TypeError, UnsupportedAlgorithm) as error:
+            raise ValueError("not two private keys without a password") from error
+        if not isinstance(identity_key, Ed25519PrivateKey) or not is_p256(tls_key):
+            raise ValueError("not an Ed25519 and a P-256 key")
+        assert isinstance(tls_key, ec.EllipticCurvePrivateKey)
+        return cls(identity_key=identity_key, tls_key=tls_key)
+
+    def save(self, folder: Path) -> None:
+        """Write the keys into ``folder``, made with mode 0700, and return once they are durable.
+
+        Keys that lay there are replaced.
+
+        Raises:
+            DeploymentError: The folder or the file cannot be written.
+        """
+        make_private_folder(folder)
+        write_private(folder / IDENTITY_FILE, self.pem)
+
+    @property
+    def pem(self) -> bytes:
+        """Both private keys, PKCS 8 in PEM, not encrypted: a secret, for whoever keeps it."""
+        return private_pem(self.identity_key) + self.tls_key_pem
+
+    @property
+    def public_key(self) -> bytes:
+        """The identity key's public half, raw, 32 bytes."""
+        return self.identity_key.public_key().public_bytes_raw()
+
+    @property
+    def tls_key_pem(self) -> bytes:
+        """The TLS key, PKCS 8 in PEM, for the TLS library."""
+        return private_pem(self.tls_key)
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the identity key's signature of ``data``, 64 bytes."""
+        return self.identity_key.sign(data)
+
+    def is_subject_of(self, certificate_pem: bytes) -> bool:
+        """Return whether a certificate is for the TLS key.
+
+        Raises:
+            ProtocolError: It is not a certificate.
+        """
+        return load_certificate(certificate_pem).public_key() == self.tls_key.public_key()
+
+    def csr_pem(self, name: str) -> bytes:
+        """Return a request for a certificate of the TLS key in the name of ``name``.
+
+        Raises:
+            DeploymentError: ``name`` is not of 1 to 64 characters.
+        """
+        builder = x509.CertificateSigningRequestBuilder(common_name(name))
+        return builder.sign(self.tls_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """What an operator hands to one client so that it can join, as one file.
+
+    Attributes:
+        name: The client's.
+        addresses: The coordinator's door, ``host:port``; several of a highly available one.
+        enrolment_addresses: Where the token is redeemed, ``host:port``.
+        ca_pem: The deployment's own certificate authority: the client trusts no other.
+        token: Redeemed once; empty in the copy that a client keeps. Never printed.
+        expires_utc: When the token ends, ISO 8601.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    enrolment_addresses: tuple[str, ...]
+    ca_pem: bytes = field(repr=False)
+    token: bytes = field(repr=False)
+    expires_utc: str
+
+    @property
+    def server_name(self) -> str:
+        """The name that the coordinator's certificate must carry."""
+        return SERVER_NAME
+
+    @classmethod
+    def load(cls, path: Path) -> "Invitation":
+        """Return the invitation in the file ``path``.
+
+        Raises:
+            DeploymentError: The file is missing, unreadable, damaged, or of a later version.
+        """
+        content = _read(path)
+        try:
+            values = json.loads(content)
+            version = values["fedlearn_invitation"]
+            if version == _INVITATION_FORMAT:
+                return _invitation(values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DeploymentError(
+                f"{path} is not an invitation ({type(error).__name__}: {error}); ask the "
+                "coordinator's operator for a new one (`fedlearn invite NAME`)"
+            ) from error
+        raise DeploymentError(
+            f"{path} is an invitation of format {version!r}, this version of fedlearn reads "
+            f"{_INVITATION_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the invitation to the file ``path``, mode 0600; its folder exists.
+
+        Raises:
+            DeploymentError: It cannot be written.
+        """
+        values = {
+            "fedlearn_invitation": _INVITATION_FORMAT,
+            "name": self.name,
+            "addresses": self.addresses,
+            "enrolment_addresses": self.enrolment_addresses,
+            "ca_pem": self.ca_pem.decode("ascii"),
+            "token": base64.urlsafe_b64encode(self.token).decode("ascii"),
+            "expires_utc": self.expires_utc,
+        }
+        write_private(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, sha256: bytes) -> bytes:
+    """Return what a client signs of a reply: for which task, whose, and which bytes.
+
+    Guarantees:
+        Different arguments never give the same bytes (every field is of fixed length or
+        preceded by its length), nor do they give those of :func:`enrolment_bytes`.
+
+    Args:
+        key: The task, all of it: a signature is of no use in another run, round or attempt.
+        client_id: In [0, 2**64).
+        sha256: Of the reply's bytes.
+    """
+    return b"".join(
+        (
+            _sized(_REPLY_DOMAIN),
+            _sized(key.run_id.encode()),
+            _sized(key.kind.encode()),
+            *(_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
+            _sized(sha256),
+        )
+    )
+
+
+def enrolment_bytes(token: bytes, csr_pem: bytes) -> bytes:
+    """Return what a client signs when it enrols, to show that it holds its identity key."""
+    return _sized(_ENROLMENT_DOMAIN) + _sized(token) + _sized(csr_pem)
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Return whether ``signature`` is that of ``data`` by the identity key ``public_key``.
+
+    A key or signature of a wrong length is only wrong: both may come from a peer.
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def fingerprint(certificate_pem: bytes) -> str:
+    """Return the SHA-256 of a certificate's DER, hexadecimal.
+
+    Raises:
+        ProtocolError: It is not a certificate.
+    """
+    return load_certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()
+
+
+def expires_utc(certificate_pem: bytes) -> str:
+    """Return when a certificate ends, ISO 8601 with seconds.
+
+    Raises:
+        ProtocolError: It is not a certificate.
+    """
+    end = load_certificate(certificate_pem).not_valid_after_utc
+    return end.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def load_certificate(certificate_pem: bytes) -> x509.Certificate:
+    """Return the first certificate in PEM.
+
+    Raises:
+        ProtocolError: There is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(certificate_pem)
+    except ValueError as error:
+        raise ProtocolError(f"{len(certificate_pem)} bytes are not a PEM certificate") from error
+
+
+def common_name(name: str) -> x509.Name:
+    """Return the distinguished name ``CN=name``.
+
+    Raises:
+        DeploymentError: ``name`` is not of 1 to 64 characters.
+    """
+    try:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    except ValueError as error:
+        raise DeploymentError(
+            f"a certificate cannot carry the name {name!r} ({error}); choose 1 to 64 characters"
+        ) from error
+
+
+def is_p256(key: object) -> bool:
+    """Return whether ``key``, private or public, is of the curve that fedlearn's TLS uses."""
+    return isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) and isinstance(
+        key.curve, ec.SECP256R1
+    )
+
+
+def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a private key, PKCS 8 in PEM, not encrypted."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make ``folder`` and its parents; its owner alone may look into it.
+
+    Raises:
+        DeploymentError: It cannot be made, or is another's.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600; after a crash it is whole under its name, or as it was.
+
+    Raises:
+        DeploymentError: It cannot be written; nothing half-written is left.
+    """
+    try:
+        temporary = _temporary(path, content)
+        try:
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def create_private(path: Path, content: bytes) -> bool:
+    """Write as :func:`write_private` does unless ``path`` is there; return whether it was not.
+
+    Of several processes that do so at once, one succeeds, and the others find its file whole.
+
+    Raises:
+        DeploymentError: It cannot be written; nothing half-written is left.
+    """
+    try:
+        temporary = _temporary(path, content)
+        try:
+            os.link(temporary, path)  # unlike a rename, it fails where the name is taken
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return True
+
+
+def _temporary(path: Path, content: bytes) -> Path:
+    """Write ``content`` durably under a name of its own beside ``path``, mode 0600."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable: fsync of a file does not cover its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DeploymentError(
+            f"cannot read {path}: {error.strerror}; check its name and permissions"
+        ) from error
+
+
+# Any: what JSON holds is checked here, field by field.
+def _invitation(values: Any) -> Invitation:
+    """Return the invitation that ``values`` describe; ValueError, KeyError or TypeError if none."""
+    return Invitation(
+        name=_text(values["name"]),
+        addresses=_texts(values["addresses"]),
+        enrolment_addresses=_texts(values["enrolment_addresses"]),
+        ca_pem=_text(values["ca_pem"]).encode("ascii"),
+        token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
+        expires_utc=_text(values["expires_utc"]),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not values:
+        raise TypeError(f"{values!r} is not a list of texts")
+    return tuple(_text(value) for value in values)
+
+
+def _sized(content: bytes) -> bytes:
+    return _number(len(content)) + content
+
+
+def _number(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _damaged_identity(path: Path) -> DeploymentError:
+    return DeploymentError(
+        f"{path} does not hold this client's two keys: it is damaged or another file; put a "
+        "copy back, or remove it and enrol again with a new invitation (`fedlearn invite NAME`)"
+    )
+
+
+def _unwritable(path: Path, error: OSError) -> DeploymentError:
+    return DeploymentError(
+        f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
+    )

@@ -1,0 +1,403 @@
+"""A database that goes away, and coordinators that die or stand still, on real servers."""
+
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread, Timer
+
+import pytest
+import structlog
+import torch
+
+from fedlearn.coordinator.journal import OpenRound
+from fedlearn.coordinator.patience import PatientStore
+from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.store import Database, StoredRun, unguarded
+from fedlearn.coordinator.store_journal import StoredJournal
+from fedlearn.coordinator.store_lease import Lease, deploy, deployment
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import Fenced, StoreUnavailable
+
+RUN = RunRecord(
+    name="calm-otter-17",
+    status=RunStatus.RUNNING,
+    error="",
+    created_utc="2026-01-02T03:04:05Z",
+    num_rounds=20,
+    config={},
+    config_hash="",
+    versions={},
+)
+REPORT = Participation(ClientId(4), Status.REPORTED, 1.0, 10, 0.5, "")
+ROUND = RoundRecord(
+    round_num=0,
+    attempt=0,
+    outcome=Outcome.AGGREGATED,
+    participations=Participations.of([REPORT]),
+    train_loss=0.5,
+    duration_s=1.0,
+    virtual_s=1.0,
+    seconds=0.1,
+    metrics={"accuracy": 0.5},
+)
+TTL_S = 1.0
+
+# Holds the lease and renews it; on each line of its input it commits a round.
+HOLD = """
+import sys
+from pathlib import Path
+from threading import Thread
+import torch
+from fedlearn.coordinator.records import Checkpoint
+from fedlearn.coordinator.store import Database
+from fedlearn.coordinator.store_lease import Lease
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import Fenced
+
+url, runs_dir, name = sys.argv[1:]
+database = Database.open(url, runs_dir=Path(runs_dir))
+clock = SystemClock()
+lease = Lease(database, name, holder="first", ttl_s=1.0, clock=clock)
+assert lease.acquire(is_stopped=lambda: False)
+run = database.run(name, guard=lease.guard)
+
+def beat():
+    while True:
+        try:
+            lease.renew({})
+        except Fenced:
+            return
+        clock.sleep(lease.renew_every_s)
+
+Thread(target=beat, daemon=True).start()
+print("held", flush=True)
+for k, _ in enumerate(sys.stdin):
+    try:
+        run.commit(Checkpoint(round_num=k, tensors={"params/w": torch.ones(1)}, values={}))
+        print("committed", flush=True)
+    except Fenced:
+        print("fenced", flush=True)
+"""
+
+
+class Proxy:
+    """Stands between a store and its server, on a socket of its own, and can cut the line.
+
+    Attributes:
+        folder: Of its socket: the host of a URL through it.
+        loses_commit: While set, the next COMMIT is passed on and its answer is not.
+    """
+
+    def __init__(self, server: str, folder: str) -> None:
+        self.loses_commit = Event()
+        self.folder = folder
+        self._server = server
+        self._path = f"{folder}/.s.PGSQL.5432"
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.restore()
+
+    def restore(self) -> None:
+        """Take connections."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._path)
+        self._listener.listen()
+        Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """End all connections and take no others."""
+        Path(self._path).unlink()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for pair in self._pairs:
+            _hang_up(pair)
+        self._pairs = []
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client = listener.accept()[0]
+            except OSError:
+                return
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(self._server)
+            self._pairs.append((client, server))
+            Thread(target=self._pump, args=(client, server), daemon=True).start()
+
+    def _pump(self, client: socket.socket, server: socket.socket) -> None:
+        other = {client: server, server: client}
+        with closing(client), closing(server), selectors.DefaultSelector() as selector:
+            for each in other:
+                selector.register(each, selectors.EVENT_READ)
+            is_losing = False
+            while True:
+                for key, _ in selector.select():
+                    source = client if key.fileobj is client else server
+                    try:
+                        content = source.recv(1 << 16)
+                        if source is server and is_losing:
+                            self.loses_commit.clear()
+                            return  # the server has answered: the commit stands
+                        other[source].sendall(content)
+                    except OSError:
+                        return
+                    if not content:
+                        return
+                    if source is client and self.loses_commit.is_set():
+                        is_losing = b"COMMIT\0" in content
+
+
+def _hang_up(pair: tuple[socket.socket, socket.socket]) -> None:
+    for each in pair:
+        try:
+            each.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # it is closed already
+
+
+@pytest.fixture
+def proxy(postgresql_url: str) -> Iterator[Proxy]:
+    """A line to the server."""
+    server = postgresql_url.partition("?host=")[2]
+    with TemporaryDirectory(prefix="px-", dir="/tmp") as folder:
+        proxy = Proxy(f"{server}/.s.PGSQL.5432", folder)
+        yield proxy
+        proxy.cut()
+
+
+@pytest.fixture
+def database(postgresql_url: str, proxy: Proxy, tmp_path: Path) -> Iterator[Database]:
+    """A store with one deployed run behind the proxy."""
+    url = f"{postgresql_url.partition('?host=')[0]}?host={proxy.folder}"
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        deploy(database, RUN.name)
+        yield database
+
+
+def checkpoint_after(round_num: int) -> Checkpoint:
+    return Checkpoint(round_num=round_num, tensors={"params/w": torch.ones(1)}, values={})
+
+
+def patient_run(run: StoredRun, *, give_up_s: float) -> PatientStore:
+    return PatientStore(
+        store=run, clock=SystemClock(), give_up_s=give_up_s, log=structlog.get_logger()
+    )
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_commit_whose_answer_was_lost_counts_once(database: Database, proxy: Proxy) -> None:
+    """The second attempt finds what the first has written."""
+    run = database.run(RUN.name)
+    run.commit(checkpoint_after(0))
+    run.append(ROUND)
+    proxy.loses_commit.set()
+    with pytest.raises(StoreUnavailable):
+        run.commit(checkpoint_after(1))
+    assert not proxy.loses_commit.is_set()
+    assert len(database.run(RUN.name).rounds()) == 1, "the control: it does stand"
+    run.commit(checkpoint_after(1))
+    run.append(replace(ROUND, round_num=1))
+    run.commit(checkpoint_after(2))
+    assert [record.round_num for record in run.rounds()] == [0, 1]
+    assert [file.round_num for file in run.checkpoints()] == [1, 2]
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_more_rounds_may_follow_before_a_lost_commit_is_repeated(
+    database: Database, proxy: Proxy
+) -> None:
+    """Only what is missing is added."""
+    run = database.run(RUN.name)
+    run.append(ROUND)
+    proxy.loses_commit.set()
+    with pytest.raises(StoreUnavailable):
+        run.commit(checkpoint_after(1))
+    run.append(replace(ROUND, round_num=1))
+    run.commit(checkpoint_after(2))
+    assert [record.round_num for record in run.rounds()] == [0, 1]
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_commit_that_never_arrived_is_made_later(database: Database, proxy: Proxy) -> None:
+    """Nothing of it is missing, whatever was tried in between."""
+    run = database.run(RUN.name)
+    run.append(ROUND)
+    proxy.cut()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="check that the server runs"):
+            run.commit(checkpoint_after(1))
+    proxy.restore()
+    run.commit(checkpoint_after(1))
+    assert [record.round_num for record in run.rounds()] == [0]
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_run_waits_for_a_server_that_is_away(database: Database, proxy: Proxy) -> None:
+    """And gives up in time; reading says the same."""
+    run = database.run(RUN.name)
+    run.append(ROUND)
+    proxy.cut()
+    with pytest.raises(StoreUnavailable):
+        patient_run(run, give_up_s=0.3).commit(checkpoint_after(1))
+    with pytest.raises(StoreUnavailable):
+        run.rounds()
+    back = Timer(0.7, proxy.restore)
+    back.start()
+    patient_run(run, give_up_s=20.0).commit(checkpoint_after(1))
+    back.join()
+    assert len(run.rounds()) == 1
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_round_whose_opening_was_not_answered_is_opened_once(
+    database: Database, proxy: Proxy
+) -> None:
+    """The journal takes the same round twice."""
+    journal = StoredJournal(database, RUN.name, guard=unguarded)
+    opened = OpenRound(round_num=0, attempt=0, cohort=(ClientId(4),), opened_unix_s=1.0)
+    proxy.loses_commit.set()
+    with pytest.raises(StoreUnavailable):
+        journal.open(opened)
+    journal.open(opened)
+    assert journal.last() == opened
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_holder_keeps_its_lease_through_an_outage(database: Database, proxy: Proxy) -> None:
+    """Nobody could take it over meanwhile; it doubts until it has renewed."""
+    clock = SystemClock()
+    lease = Lease(database, RUN.name, holder="one", ttl_s=TTL_S, clock=clock)
+    waiter = Lease(database, RUN.name, holder="two", ttl_s=TTL_S, clock=clock)
+    assert lease.try_acquire()
+    assert not waiter.try_acquire()
+    proxy.cut()
+    for each in (lambda: lease.renew({}), waiter.try_acquire):
+        with pytest.raises(StoreUnavailable):
+            each()
+    clock.sleep(TTL_S)
+    assert not lease.is_held()
+    proxy.restore()
+    assert not waiter.try_acquire(), "the silence was the database's, not the holder's"
+    lease.renew({})
+    assert lease.is_held()
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_an_acquisition_whose_answer_was_lost_is_repeated(database: Database, proxy: Proxy) -> None:
+    """The lease is its own by then: it does not wait for itself to fall silent."""
+    lease = Lease(database, RUN.name, holder="one", ttl_s=60.0, clock=SystemClock())
+    proxy.loses_commit.set()
+    with pytest.raises(StoreUnavailable):
+        lease.try_acquire()
+    assert not lease.is_held()
+    assert lease.try_acquire()
+    assert deployment(database, RUN.name).epoch == 2
+
+
+# -- two coordinators ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(database_url: str, tmp_path: Path) -> Iterator[Database]:
+    """A store with one deployed run, once of each kind, without a proxy."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        deploy(database, RUN.name)
+        yield database
+
+
+@pytest.fixture
+def holder(shared: Database, database_url: str) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that holds the lease and renews it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, database_url, str(shared.runs_dir), RUN.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert heard(process) == "held"
+        yield process
+        process.kill()
+
+
+def heard(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def told(process: "subprocess.Popen[str]") -> str:
+    """Let the holder commit; return what became of it."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return heard(process)
+
+
+def a_second(shared: Database) -> Lease:
+    return Lease(shared, RUN.name, holder="second", ttl_s=TTL_S, clock=SystemClock())
+
+
+def test_a_second_coordinator_takes_over_from_a_dead_one(
+    shared: Database, holder: "subprocess.Popen[str]"
+) -> None:
+    """Within seconds of its death, and not before."""
+    second, clock = a_second(shared), SystemClock()
+    until_s = clock.now_s() + 2 * TTL_S
+    assert not second.acquire(is_stopped=lambda: clock.now_s() > until_s)
+    holder.kill()
+    killed_s = clock.now_s()
+    assert second.acquire(is_stopped=lambda: False)
+    assert clock.now_s() - killed_s < 3 * TTL_S
+    shared.run(RUN.name, guard=second.guard).commit(checkpoint_after(0))
+
+
+def test_a_coordinator_that_stood_still_is_fenced_off(
+    shared: Database, holder: "subprocess.Popen[str]"
+) -> None:
+    """It wakes up after the takeover and still believes that it is in charge."""
+    assert told(holder) == "committed"
+    holder.send_signal(signal.SIGSTOP)
+    second = a_second(shared)
+    assert second.acquire(is_stopped=lambda: False)
+    holder.send_signal(signal.SIGCONT)
+    assert told(holder) == "fenced"
+    shared.run(RUN.name, guard=second.guard).commit(checkpoint_after(7))
+    assert [file.round_num for file in shared.run(RUN.name).checkpoints()] == [0, 7]
+
+
+@pytest.mark.xdist_group("postgresql")
+def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    """Else it would be committed after the takeover, by a holder of the past."""
+    with Database.open(postgresql_url, runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        deploy(database, RUN.name)
+        first, second = (
+            Lease(database, RUN.name, holder=name, ttl_s=0.0, clock=SystemClock())
+            for name in ("first", "second")
+        )
+        assert first.try_acquire()
+        assert not second.try_acquire()  # it has seen the holder now
+        taken = Event()
+
+        def take() -> None:
+            assert second.try_acquire()
+            taken.set()
+
+        with database.writing() as session:
+            first.guard(session)
+            Thread(target=take, daemon=True).start()
+            assert not taken.wait(timeout=0.3)
+        assert taken.wait(timeout=10.0)
+        with pytest.raises(Fenced), database.writing() as session:
+            first.guard(session)

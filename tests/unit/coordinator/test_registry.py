@@ -1,0 +1,276 @@
+"""Who may enrol, and who is refused: the same in memory and in both databases."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from fedlearn.coordinator.registry import Certify, MemoryRegistry, Registry
+from fedlearn.coordinator.store import Database, sqlite_url
+from fedlearn.coordinator.store_registry import StoredRegistry
+from fedlearn.coordinator.store_schema import InvitationRow
+from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import DeploymentError, EnrolmentRefused
+
+ENDS = "2030-01-01T00:00:00Z"
+KEY_A, KEY_B = b"a" * 32, b"b" * 32
+
+
+@dataclass
+class Authority:
+    """Makes certificates whose fingerprints differ, and remembers for whom."""
+
+    certified: list[ClientId] = field(default_factory=list)
+
+    def certify(self, client_id: ClientId) -> tuple[bytes, str, str]:
+        self.certified.append(client_id)
+        return b"PEM", f"fingerprint-{len(self.certified)}", ENDS
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    """The time of day of the registry."""
+    return VirtualClock()
+
+
+@pytest.fixture
+def authority() -> Authority:
+    """A fresh one."""
+    return Authority()
+
+
+@pytest.fixture
+def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+    """An empty store, once of each kind."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+@pytest.fixture(
+    params=["memory", "sqlite", pytest.param("pg", marks=pytest.mark.xdist_group("postgresql"))]
+)
+def registry(
+    request: pytest.FixtureRequest, tmp_path: Path, clock: VirtualClock
+) -> Iterator[Registry]:
+    """An empty registry, once of each kind."""
+    if request.param == "memory":
+        yield MemoryRegistry(clock)
+        return
+    url = sqlite_url(tmp_path / "runs.db")
+    if request.param == "pg":
+        url = request.getfixturevalue("postgresql_url")
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        yield StoredRegistry(database, clock)
+
+
+def enrol(registry: Registry, name: str, key: bytes, certify: Certify) -> None:
+    """Invite and enrol in one go."""
+    token = registry.invite(name, tags=[], valid_s=60.0)
+    registry.redeem(name, token, identity_key=key, certify=certify)
+
+
+def test_an_invited_client_is_enrolled_with_what_the_invitation_says(
+    registry: Registry, authority: Authority, clock: VirtualClock
+) -> None:
+    """And found by its certificate."""
+    token = registry.invite("clinic-a", tags=["country=ch", "ward=é"], valid_s=60.0)
+    clock.sleep(59.0)
+    client = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    assert (client.client_id, client.name, client.tags) == (0, "clinic-a", ("country=ch", "ward=é"))
+    assert (client.identity_key, client.status) == (KEY_A, "active")
+    assert (client.enrolled_utc, client.certificate_expires_utc) == ("1970-01-01T00:00:59Z", ENDS)
+    assert registry.clients() == [client]
+    assert registry.by_fingerprint("fingerprint-1") == client
+    assert registry.by_fingerprint("fingerprint-2") is None
+
+
+def test_clients_are_numbered_in_the_order_of_their_enrolment(
+    registry: Registry, authority: Authority
+) -> None:
+    """Not of their invitation, nor by name."""
+    for name, key in (("b", KEY_A), ("a", KEY_B)):
+        enrol(registry, name, key, authority.certify)
+    assert [(each.client_id, each.name) for each in registry.clients()] == [(0, "b"), (1, "a")]
+
+
+def test_a_token_is_used_up_by_the_first_key(registry: Registry, authority: Authority) -> None:
+    """A stolen file is worth nothing afterwards."""
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    with pytest.raises(EnrolmentRefused, match="invitation of 'clinic-a' has been used"):
+        registry.redeem("clinic-a", token, identity_key=KEY_B, certify=authority.certify)
+    assert [each.identity_key for each in registry.clients()] == [KEY_A]
+    assert authority.certified == [0]
+
+
+def test_the_same_key_may_ask_again_because_the_answer_may_be_lost(
+    registry: Registry, authority: Authority
+) -> None:
+    """It is the same client, with a new certificate."""
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    first = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    again = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    assert again == replace(first, fingerprint="fingerprint-2")
+    assert registry.clients() == [again]
+
+
+@pytest.mark.parametrize("late_s", [60.0, 1e9])
+def test_a_token_ends(
+    registry: Registry, authority: Authority, clock: VirtualClock, late_s: float
+) -> None:
+    """At the very second."""
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    clock.sleep(late_s)
+    with pytest.raises(EnrolmentRefused, match="ended at 1970-01-01T00:01:00Z"):
+        registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    assert registry.clients() == []
+
+
+def test_a_token_is_of_one_name(registry: Registry, authority: Authority) -> None:
+    """An unknown token and another's token are refused in the same words."""
+    registry.invite("clinic-a", tags=[], valid_s=60.0)
+    other = registry.invite("clinic-b", tags=[], valid_s=60.0)
+    for token in (other, b"guess", b""):
+        with pytest.raises(EnrolmentRefused, match="'clinic-a' has no invitation with this token"):
+            registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    assert authority.certified == []
+
+
+def test_an_invitation_replaces_the_one_before_it(registry: Registry, authority: Authority) -> None:
+    """A lost file is worth nothing once another was made."""
+    lost = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    with pytest.raises(EnrolmentRefused, match="no invitation with this token"):
+        registry.redeem("clinic-a", lost, identity_key=KEY_A, certify=authority.certify)
+    registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+
+
+def test_a_certificate_that_cannot_be_made_uses_nothing_up(
+    registry: Registry, authority: Authority
+) -> None:
+    """The invitation is as it was."""
+
+    def fail(client_id: ClientId) -> tuple[bytes, str, str]:
+        raise OSError(f"no space for {client_id}")
+
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    with pytest.raises(Exception, match="space"):
+        registry.redeem("clinic-a", token, identity_key=KEY_A, certify=fail)
+    assert (registry.clients(), registry.revision()) == ([], 0)
+    registry.redeem("clinic-a", token, identity_key=KEY_B, certify=authority.certify)
+
+
+def test_a_client_that_enrols_again_keeps_its_number(
+    registry: Registry, authority: Authority
+) -> None:
+    """Its old certificate is nobody's any more."""
+    for key in (KEY_A, KEY_B):
+        enrol(registry, "clinic-a", key, authority.certify)
+    (client,) = registry.clients()
+    assert (client.client_id, client.identity_key) == (0, KEY_B)
+    assert registry.by_fingerprint("fingerprint-1") is None
+    assert registry.by_fingerprint("fingerprint-2") == client
+
+
+def test_two_clients_cannot_share_an_identity(registry: Registry, authority: Authority) -> None:
+    """A home folder was copied."""
+    enrol(registry, "clinic-a", KEY_A, authority.certify)
+    with pytest.raises(EnrolmentRefused, match="identity key of 'clinic-b' is another client's"):
+        enrol(registry, "clinic-b", KEY_A, authority.certify)
+    assert len(registry.clients()) == 1
+
+
+def test_a_revoked_client_stays_revoked_until_it_is_invited_again(
+    registry: Registry, authority: Authority
+) -> None:
+    """Neither its old token nor an open one brings it back."""
+    used = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    registry.redeem("clinic-a", used, identity_key=KEY_A, certify=authority.certify)
+    opened = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    revoked = registry.revoke("clinic-a")
+    assert revoked is not None
+    assert revoked.status == "revoked"
+    assert registry.by_fingerprint("fingerprint-1") == revoked
+    for token in (used, opened):
+        with pytest.raises(EnrolmentRefused):
+            registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    enrol(registry, "clinic-a", KEY_A, authority.certify)
+    assert [(each.client_id, each.status) for each in registry.clients()] == [(0, "active")]
+
+
+def test_an_invitation_can_be_revoked_before_it_is_used(
+    registry: Registry, authority: Authority
+) -> None:
+    """There is no client to return."""
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    assert registry.revoke("clinic-a") is None
+    with pytest.raises(EnrolmentRefused, match="no invitation"):
+        registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+
+
+def test_revoking_an_unknown_name_suggests_the_nearest(
+    registry: Registry, authority: Authority
+) -> None:
+    """A typing error must not pass for a revocation."""
+    enrol(registry, "clinic-a", KEY_A, authority.certify)
+    with pytest.raises(DeploymentError, match="no client called 'clinik-a'; did you mean 'clinic-"):
+        registry.revoke("clinik-a")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "x" * 65, "a\n"])
+def test_a_name_is_one_that_a_certificate_and_a_file_can_have(name: str) -> None:
+    """Refused before anything is written."""
+    with pytest.raises(DeploymentError, match="a client cannot be called"):
+        MemoryRegistry(VirtualClock()).invite(name, tags=[], valid_s=60.0)
+
+
+def test_the_revision_grows_with_every_change_of_a_client(
+    registry: Registry, authority: Authority
+) -> None:
+    """And with nothing else: a door reads all clients again when it does."""
+    seen = [registry.revision()]
+    token = registry.invite("clinic-a", tags=[], valid_s=60.0)
+    seen.append(registry.revision())
+    registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
+    seen.append(registry.revision())
+    enrol(registry, "clinic-b", KEY_B, authority.certify)
+    seen.append(registry.revision())
+    registry.revoke("clinic-a")
+    seen.append(registry.revision())
+    assert seen == [0, 0, 1, 2, 3]
+
+
+def test_a_token_is_not_in_the_database(database: Database) -> None:
+    """Only its hash: a backup enrols nobody."""
+    token = StoredRegistry(database, SystemClock()).invite("clinic-a", tags=[], valid_s=60.0)
+    with database.reading() as session:
+        row = session.query(InvitationRow).one()
+        assert token.hex() not in repr(vars(row))
+        assert repr(token) not in repr(vars(row))
+
+
+def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database) -> None:
+    """Each over connections of its own, as several doors would."""
+    registry = StoredRegistry(database, SystemClock())
+    names = [f"clinic-{number}" for number in range(8)]
+    tokens = {name: registry.invite(name, tags=[], valid_s=60.0) for name in names}
+
+    def join(name: str) -> None:
+        registry.redeem(
+            name,
+            tokens[name],
+            identity_key=name.encode().ljust(32),
+            certify=lambda client_id: (b"", f"fingerprint-{client_id}", ENDS),
+        )
+
+    threads = [Thread(target=join, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30.0)
+    assert [each.client_id for each in registry.clients()] == list(range(8))
+    assert {each.name for each in registry.clients()} == set(names)
+    assert registry.revision() == 8

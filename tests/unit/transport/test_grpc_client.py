@@ -1,0 +1,1026 @@
+"""The client's end of the door, against a small door of its own: plaintext and mutual TLS."""
+
+import asyncio
+import hashlib
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from fedlearn.coordinator.authority import Authority
+from fedlearn.errors import (
+    ConnectionRefused,
+    DeploymentError,
+    EnrolmentRefused,
+    ProtocolError,
+)
+from fedlearn.transport import wire
+from fedlearn.transport.grpc_client import (
+    NAME_METADATA,
+    Credentials,
+    DoorConnection,
+    DoorSession,
+    enrol,
+)
+from fedlearn.transport.identity import (
+    SERVER_NAME,
+    Identity,
+    Invitation,
+    enrolment_bytes,
+    fingerprint,
+    verify,
+)
+from fedlearn.transport.wire_pb2 import (
+    Cancel,
+    Chunk,
+    ComeBack,
+    DownloadRequest,
+    EnrolReply,
+    EnrolRequest,
+    Envelope,
+    FromClient,
+    FromCoordinator,
+    Hello,
+    Progress,
+    Receipt,
+    TaskKey,
+    UploadPart,
+    UploadStatus,
+    Welcome,
+)
+
+TIMEOUT_S = 20.0  # of a whole test: only a hang takes so long
+HELLO = Hello(protocol=wire.PROTOCOL, software="test")
+WELCOME = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, client_id=7, run_id="run"))
+KEY = TaskKey(run_id="run", kind="TrainRequest", round_num=1)
+ACCEPTED = UploadStatus(receipt=Receipt(key=KEY, verdict=Receipt.ACCEPTED))
+CONTENT = bytes(range(256)) * 10_000  # 2.4 chunks
+SHA256 = hashlib.sha256(CONTENT).digest()
+ENVELOPE = Envelope(key=KEY, sha256=SHA256, num_bytes=len(CONTENT), signature=bytes(64))
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Handler = Callable[["Door", Context], Awaitable[None]]
+
+
+@dataclass
+class Door:
+    """A door that does what a test says, one handler for each method."""
+
+    session: Handler | None = None
+    download: Handler | None = None
+    upload: Handler | None = None
+    enrol: Handler | None = None
+    num_calls: int = 0
+    received: list[object] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def for_ever(self) -> None:
+        """Wait until the client is gone."""
+        self.waiting.set()
+        await asyncio.Event().wait()
+
+    def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
+        door = {"Session": self.session, "Download": self.download, "Upload": self.upload}
+        return (
+            grpc.method_handlers_generic_handler(wire.DOOR, self._methods(door)),
+            grpc.method_handlers_generic_handler(
+                wire.ENROLMENT, self._methods({"Enrol": self.enrol})
+            ),
+        )
+
+    def _methods(
+        self, handlers: dict[str, Handler | None]
+    ) -> dict[str, "grpc.RpcMethodHandler[bytes, bytes]"]:
+        return {
+            name: grpc.stream_stream_rpc_method_handler(self._counted(handler))
+            for name, handler in handlers.items()
+            if handler is not None
+        }
+
+    def _counted(self, handler: Handler) -> Callable[[object, Context], Awaitable[None]]:
+        async def handle(requests: object, context: Context) -> None:
+            self.num_calls += 1
+            try:
+                await handler(self, context)
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+
+        return handle
+
+
+async def tell(context: Context, *messages: Message) -> None:
+    for message in messages:
+        await context.write(message.SerializeToString())
+
+
+async def parts(context: Context) -> AsyncIterator[bytes]:
+    """Yield what the client still sends."""
+    part: object = await context.read()
+    while isinstance(part, bytes):
+        yield part
+        part = await context.read()
+
+
+@asynccontextmanager
+async def serving(
+    door: Door, *, authority: Authority | None = None, client_certificates: bool = True
+) -> AsyncIterator[str]:
+    server = grpc.aio.server(handlers=door.handlers())
+    if authority is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        tls = grpc.ssl_server_credentials(
+            [authority.server_certificate()],
+            root_certificates=authority.ca_pem if client_certificates else None,
+            require_client_auth=client_certificates,
+        )
+        port = server.add_secure_port("127.0.0.1:0", tls)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def connecting(address: str, *, stall_timeout_s: float = 10.0) -> DoorConnection:
+    return DoorConnection(address, None, name="hospital-a", stall_timeout_s=stall_timeout_s)
+
+
+def joined(authority: Authority, identity: Identity) -> Credentials:
+    request = identity.csr_pem("hospital-a")
+    return Credentials(
+        ca_pem=authority.ca_pem,
+        certificate_pem=authority.sign(request, name="hospital-a", client_id=7, valid_days=1),
+        tls_key_pem=identity.tls_key_pem,
+        server_name=SERVER_NAME,
+    )
+
+
+# --- the session
+
+
+async def _welcomes(door: Door, context: Context) -> None:
+    door.received.append(dict(context.invocation_metadata() or ()).get(NAME_METADATA))
+    door.received.append(FromClient.FromString(await context.read()))
+    await tell(context, WELCOME)
+
+
+async def _echoes_phases(door: Door, context: Context) -> None:
+    await _welcomes(door, context)
+    for phase in (Progress.DOWNLOADING, Progress.TRAINING):
+        door.received.append(FromClient.FromString(await context.read()))
+        reason = Progress.Phase.Name(phase)
+        await tell(context, FromCoordinator(cancel=Cancel(reason=reason)))
+
+
+def test_a_session_says_hello_and_then_messages_go_both_ways() -> None:
+    async def test() -> None:
+        door = Door(session=_echoes_phases)
+        async with (
+            serving(door) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            assert (session.welcome.client_id, session.welcome.run_id) == (7, "run")
+            for phase in (Progress.DOWNLOADING, Progress.TRAINING):
+                await session.send(FromClient(progress=Progress(phase=phase)))
+                message = await session.receive()
+                assert message is not None
+                assert message.cancel.reason == Progress.Phase.Name(phase)
+            assert await session.receive() is None
+            assert await session.receive() is None
+        assert door.received[:2] == ["hospital-a", FromClient(hello=HELLO)]
+        assert len(door.received) == 4
+
+    run(test)
+
+
+def test_several_tasks_may_send_at_once() -> None:
+    async def takes_100(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        for _ in range(100):
+            door.received.append(FromClient.FromString(await context.read()))
+
+    async def test() -> None:
+        door = Door(session=takes_100)
+        async with (
+            serving(door) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            messages = [FromClient(progress=Progress(key=TaskKey(round_num=n))) for n in range(100)]
+            await asyncio.gather(*(session.send(message) for message in messages))
+            assert await session.receive() is None
+        assert door.received[2:] == messages
+
+    run(test)
+
+
+def test_what_was_sent_before_the_end_is_received_after_it() -> None:
+    last = [FromCoordinator(cancel=Cancel(reason=str(n))) for n in range(20)]
+    last.append(FromCoordinator(come_back=ComeBack(after_s=3.0)))
+
+    async def ends(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        await tell(context, *last)
+        door.waiting.set()
+
+    async def test() -> None:
+        door = Door(session=ends)
+        async with (
+            serving(door) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            await door.waiting.wait()  # all is written before the first is read
+            assert [await session.receive() for _ in last] == last
+            assert await session.receive() is None
+            with pytest.raises(ConnectionError, match="has ended the call"):
+                await session.send(FromClient())
+
+    run(test)
+
+
+REFUSALS = [
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+]
+FAILURES = [
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.NOT_FOUND,
+]
+
+
+def _aborting(code: grpc.StatusCode) -> Handler:
+    async def abort(door: Door, context: Context) -> None:
+        await context.abort(code, "hospital-a is revoked " + "x" * 2000)
+
+    return abort
+
+
+@pytest.mark.parametrize("code", REFUSALS + FAILURES)
+def test_a_status_becomes_a_refusal_or_a_failure_with_the_coordinators_words(
+    tmp_path: Path, code: grpc.StatusCode
+) -> None:
+    expected = ConnectionRefused if code in REFUSALS else ConnectionError
+    (tmp_path / "reply").write_bytes(CONTENT)
+
+    async def test() -> None:
+        abort = _aborting(code)
+        door = Door(session=abort, download=abort, upload=abort)
+        async with serving(door) as address, connecting(address) as connection:
+            with pytest.raises(expected, match="hospital-a is revoked") as caught:
+                async with connection.session(HELLO):
+                    pass
+            assert len(str(caught.value)) < 600
+            with pytest.raises(expected, match="hospital-a is revoked"):
+                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+            with pytest.raises(expected, match="hospital-a is revoked"):
+                await connection.upload(ENVELOPE, tmp_path / "reply")
+
+    run(test)
+
+
+def test_a_refusal_is_heard_even_where_it_races_with_what_the_client_sends() -> None:
+    async def test() -> None:
+        door = Door(session=_aborting(grpc.StatusCode.PERMISSION_DENIED))
+        async with serving(door) as address, connecting(address) as connection:
+            for _ in range(100):
+                with pytest.raises(ConnectionRefused, match="hospital-a is revoked"):
+                    async with connection.session(HELLO) as session:
+                        await session.send(FromClient())
+
+    run(test)
+
+
+def test_a_method_that_the_coordinator_does_not_have_is_a_refusal() -> None:
+    async def test() -> None:
+        async with serving(Door()) as address, connecting(address) as connection:
+            with pytest.raises(ConnectionRefused):
+                async with connection.session(HELLO):
+                    pass
+
+    run(test)
+
+
+def test_a_coordinator_that_is_not_there_is_a_connection_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(Door()) as address:
+            pass
+        async with connecting(address) as connection:
+            with pytest.raises(ConnectionError, match=address):
+                async with connection.session(HELLO):
+                    pass
+            with pytest.raises(ConnectionError, match=address):
+                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+
+    run(test)
+
+
+def test_a_coordinator_that_stops_cuts_the_session() -> None:
+    async def stays(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        await door.for_ever()
+
+    async def test() -> None:
+        server = serving(Door(session=stays))
+        address = await server.__aenter__()
+        async with connecting(address) as connection, connection.session(HELLO) as session:
+            await server.__aexit__(None, None, None)
+            with pytest.raises(ConnectionError):
+                await session.receive()
+            with pytest.raises(ConnectionError):
+                await session.send(FromClient())
+
+    run(test)
+
+
+async def _silent(door: Door, context: Context) -> None:
+    await door.for_ever()
+
+
+def test_a_coordinator_that_is_silent_is_a_connection_error(tmp_path: Path) -> None:
+    (tmp_path / "reply").write_bytes(CONTENT)
+
+    async def test() -> None:
+        door = Door(session=_silent, download=_silent, upload=_silent)
+        async with (
+            serving(door) as address,
+            connecting(address, stall_timeout_s=0.2) as connection,
+        ):
+            with pytest.raises(ConnectionError, match=r"silent for 0\.2 s"):
+                async with connection.session(HELLO):
+                    pass
+            with pytest.raises(ConnectionError, match="silent"):
+                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+            with pytest.raises(ConnectionError, match="silent"):
+                await connection.upload(ENVELOPE, tmp_path / "reply")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL + 1)), ConnectionRefused),
+        (FromCoordinator(cancel=Cancel(reason="no")), ProtocolError),
+        (FromCoordinator(), ProtocolError),
+        (b"\xff\xff\xff", ProtocolError),
+        (None, ConnectionError),
+    ],
+)
+def test_another_answer_than_a_welcome_opens_no_session(
+    answer: FromCoordinator | bytes | None, error: type[Exception]
+) -> None:
+    async def answers(door: Door, context: Context) -> None:
+        await context.read()
+        if answer is not None:
+            data = answer if isinstance(answer, bytes) else answer.SerializeToString()
+            await context.write(data)
+
+    async def test() -> None:
+        async with serving(Door(session=answers)) as address, connecting(address) as connection:
+            with pytest.raises(error):
+                async with connection.session(HELLO):
+                    pass
+
+    run(test)
+
+
+def test_a_message_above_the_bound_is_not_taken() -> None:
+    async def floods(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        reason = "x" * (wire.MAX_MESSAGE_BYTES + 1)
+        await tell(context, FromCoordinator(cancel=Cancel(reason=reason)))
+
+    async def test() -> None:
+        async with (
+            serving(Door(session=floods)) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            with pytest.raises(ConnectionError, match="RESOURCE_EXHAUSTED"):
+                await session.receive()
+
+    run(test)
+
+
+async def _stays(door: Door, context: Context) -> None:
+    await _welcomes(door, context)
+    await door.for_ever()
+
+
+def test_leaving_the_session_ends_it_at_the_coordinator() -> None:
+    async def test() -> None:
+        door = Door(session=_stays)
+        async with serving(door) as address, connecting(address) as connection:
+            async with connection.session(HELLO):
+                assert not door.cancelled.is_set()
+            await door.cancelled.wait()
+
+    run(test)
+
+
+def test_cancelling_a_task_closes_its_call_and_is_not_swallowed() -> None:
+    async def test() -> None:
+        door = Door(session=_stays)
+        async with serving(door) as address, connecting(address) as connection:
+
+            async def listen() -> None:
+                async with connection.session(HELLO) as session:
+                    await session.receive()
+
+            task = asyncio.create_task(listen())
+            await door.waiting.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await door.cancelled.wait()
+
+    run(test)
+
+
+def test_who_waits_when_another_task_closes_the_session_hears_a_connection_error() -> None:
+    async def test() -> None:
+        async with serving(Door(session=_stays)) as address, connecting(address) as connection:
+            async with connection.session(HELLO) as session:
+                waiting = asyncio.create_task(_receive(session))
+                await asyncio.sleep(0)
+            with pytest.raises(ConnectionError, match="was closed"):
+                await waiting
+
+    run(test)
+
+
+async def _receive(session: DoorSession) -> FromCoordinator | None:
+    return await session.receive()
+
+
+# --- downloads
+
+
+def _sends(content: bytes, *, until: int | None = None) -> Handler:
+    """Serve ``content`` in chunks; with ``until``, cut the call there."""
+
+    async def send(door: Door, context: Context) -> None:
+        request = DownloadRequest.FromString(await context.read())
+        door.received.append((request.sha256, request.offset))
+        for start in range(request.offset, until or len(content), 100_000):
+            await tell(context, Chunk(data=content[start : start + 100_000]))
+        if until is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+    return send
+
+
+def test_a_download_is_whole_or_resumed_or_already_there(tmp_path: Path) -> None:
+    path = tmp_path / "request"
+
+    async def test() -> None:
+        door = Door(download=_sends(CONTENT))
+        async with serving(door) as address, connecting(address) as connection:
+            for there in (None, b"", CONTENT[:1], CONTENT[:1_234_567], CONTENT[:-1], CONTENT):
+                if there is not None:
+                    path.write_bytes(there)
+                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+                assert path.read_bytes() == CONTENT
+        assert door.received == [(SHA256, n) for n in (0, 0, 1, 1_234_567, len(CONTENT) - 1)]
+
+    run(test)
+
+
+def test_a_download_that_was_cut_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "request"
+
+    async def test() -> None:
+        door = Door(download=_sends(CONTENT, until=1_000_000))
+        async with serving(door) as address, connecting(address) as connection:
+            with pytest.raises(ConnectionError, match="cut"):
+                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+        there = path.stat().st_size
+        assert 0 < there <= 1_000_000
+        door = Door(download=_sends(CONTENT))
+        async with serving(door) as address, connecting(address) as connection:
+            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+        assert door.received == [(SHA256, there)]
+        assert path.read_bytes() == CONTENT
+
+    run(test)
+
+
+def test_a_file_that_is_too_long_is_of_something_else_and_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "request"
+    path.write_bytes(CONTENT + b"x")
+
+    async def test() -> None:
+        async with (
+            serving(Door(download=_sends(CONTENT))) as address,
+            connecting(address) as connection,
+        ):
+            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+
+    run(test)
+    assert path.read_bytes() == CONTENT
+
+
+def test_an_empty_download_makes_an_empty_file(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            serving(Door(download=_sends(b""))) as address,
+            connecting(address) as connection,
+        ):
+            nothing = hashlib.sha256(b"").digest()
+            await connection.download(nothing, num_bytes=0, path=tmp_path / "request")
+
+    run(test)
+    assert (tmp_path / "request").read_bytes() == b""
+
+
+async def _empty_chunk(door: Door, context: Context) -> None:
+    await context.read()
+    await tell(context, Chunk())
+
+
+async def _no_chunk(door: Door, context: Context) -> None:
+    await context.read()
+    await context.write(b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        _sends(CONTENT[:-1] + b"x"),
+        _sends(CONTENT[:-1]),
+        _sends(CONTENT + b"x"),
+        _sends(b""),
+        _empty_chunk,
+        _no_chunk,
+    ],
+)
+@pytest.mark.parametrize("there", [b"", CONTENT[:1000]])
+def test_other_bytes_than_asked_for_are_refused_and_removed(
+    tmp_path: Path, send: Handler, there: bytes
+) -> None:
+    path = tmp_path / "request"
+    path.write_bytes(there)
+
+    async def test() -> None:
+        async with serving(Door(download=send)) as address, connecting(address) as connection:
+            with pytest.raises(ProtocolError):
+                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+
+    run(test)
+    assert not path.exists()
+
+
+def test_a_damaged_beginning_is_found_at_the_end_and_the_next_attempt_is_whole(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "request"
+    path.write_bytes(b"damaged" + CONTENT[7:1000])
+
+    async def test() -> None:
+        async with (
+            serving(Door(download=_sends(CONTENT))) as address,
+            connecting(address) as connection,
+        ):
+            with pytest.raises(ProtocolError, match="SHA-256"):
+                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+
+    run(test)
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_download_that_cannot_be_written_is_not_the_networks_fault(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            serving(Door(download=_sends(CONTENT))) as address,
+            connecting(address) as connection,
+        ):
+            path = tmp_path / "missing" / "request"
+            with pytest.raises(DeploymentError, match="missing/request"):
+                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+
+    run(test)
+
+
+def _has_bytes(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def test_a_cancelled_download_closes_the_call_and_keeps_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "request"
+
+    async def begins(door: Door, context: Context) -> None:
+        await tell(context, Chunk(data=CONTENT[:1000]))
+        await door.for_ever()
+
+    async def test() -> None:
+        door = Door(download=begins)
+        async with serving(door) as address, connecting(address) as connection:
+            download = connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+            task = asyncio.create_task(download)
+            await door.waiting.wait()
+            while not _has_bytes(path):
+                await asyncio.wait([task], timeout=0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await door.cancelled.wait()
+
+    run(test)
+    assert path.read_bytes() == CONTENT[:1000]
+
+
+def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
+    num_chunks, chunk = 32, bytes(wire.CHUNK_BYTES)
+    digest = hashlib.sha256()
+    for _ in range(num_chunks):
+        digest.update(chunk)
+    num_bytes = num_chunks * len(chunk)
+
+    async def sends(door: Door, context: Context) -> None:
+        for _ in range(num_chunks):
+            await tell(context, Chunk(data=chunk))
+
+    async def takes(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, UploadStatus(offset=0))
+        async for _ in parts(context):
+            pass
+        await tell(context, ACCEPTED)
+
+    async def test() -> None:
+        path = tmp_path / "content"
+        envelope = Envelope(sha256=digest.digest(), num_bytes=num_bytes)
+        async with (
+            serving(Door(download=sends, upload=takes)) as address,
+            connecting(address) as connection,
+        ):
+            await connection.download(digest.digest(), num_bytes=num_bytes, path=path)
+            await connection.upload(envelope, path)
+
+    tracemalloc.start()
+    try:
+        run(test)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < num_bytes / 2
+
+
+# --- uploads
+
+
+def _takes_from(offset: int) -> Handler:
+    async def take(door: Door, context: Context) -> None:
+        door.received.append(UploadPart.FromString(await context.read()).envelope)
+        await tell(context, UploadStatus(offset=offset))
+        data = bytearray()
+        async for part in parts(context):
+            data += UploadPart.FromString(part).data
+        door.received.append(bytes(data))
+        await tell(context, ACCEPTED)
+
+    return take
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1_234_567, len(CONTENT)])
+def test_an_upload_sends_what_the_coordinator_does_not_have(tmp_path: Path, offset: int) -> None:
+    path = tmp_path / "reply"
+    path.write_bytes(CONTENT)
+
+    async def test() -> None:
+        door = Door(upload=_takes_from(offset))
+        async with serving(door) as address, connecting(address) as connection:
+            assert await connection.upload(ENVELOPE, path) == ACCEPTED.receipt
+        assert door.received == [ENVELOPE, CONTENT[offset:]]
+
+    run(test)
+
+
+def test_a_reply_that_was_settled_before_is_not_sent_again(tmp_path: Path) -> None:
+    async def settled(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, ACCEPTED)
+
+    async def test() -> None:
+        async with serving(Door(upload=settled)) as address, connecting(address) as connection:
+            receipt = await connection.upload(ENVELOPE, tmp_path / "need not even be there")
+            assert receipt == ACCEPTED.receipt
+
+    run(test)
+
+
+def test_a_round_that_closes_meanwhile_ends_the_upload_with_its_receipt(tmp_path: Path) -> None:
+    path = tmp_path / "reply"
+    with path.open("wb") as stream:
+        stream.truncate(64 << 20)  # more than is in flight
+    late = UploadStatus(receipt=Receipt(key=KEY, verdict=Receipt.LATE))
+
+    async def closes(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, UploadStatus(offset=0))
+        await context.read()
+        await tell(context, late)
+
+    async def test() -> None:
+        async with serving(Door(upload=closes)) as address, connecting(address) as connection:
+            envelope = Envelope(key=KEY, num_bytes=64 << 20)
+            assert await connection.upload(envelope, path) == late.receipt
+
+    run(test)
+
+
+def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:
+    path = tmp_path / "reply"
+    with path.open("wb") as stream:
+        stream.truncate(64 << 20)
+
+    async def refuses(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, UploadStatus(offset=0))
+        await context.read()
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "revoked just now")
+
+    async def test() -> None:
+        async with serving(Door(upload=refuses)) as address, connecting(address) as connection:
+            with pytest.raises(ConnectionRefused, match="revoked just now"):
+                await connection.upload(Envelope(key=KEY, num_bytes=64 << 20), path)
+
+    run(test)
+
+
+def test_a_coordinator_that_stops_reading_is_a_connection_error(tmp_path: Path) -> None:
+    path = tmp_path / "reply"
+    with path.open("wb") as stream:
+        stream.truncate(64 << 20)
+
+    async def stalls(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, UploadStatus(offset=0))
+        await door.for_ever()
+
+    async def test() -> None:
+        async with (
+            serving(Door(upload=stalls)) as address,
+            connecting(address, stall_timeout_s=0.3) as connection,
+        ):
+            with pytest.raises(ConnectionError):
+                await connection.upload(Envelope(key=KEY, num_bytes=64 << 20), path)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error"),
+    [
+        ([], ConnectionError),
+        ([UploadStatus(offset=0)], ConnectionError),
+        ([UploadStatus(offset=len(CONTENT) + 1)], ProtocolError),
+        ([UploadStatus(offset=0), UploadStatus(offset=0)], ProtocolError),
+        ([UploadStatus()], ProtocolError),
+    ],
+)
+def test_an_upload_without_a_receipt_has_failed(
+    tmp_path: Path, statuses: list[UploadStatus], error: type[Exception]
+) -> None:
+    path = tmp_path / "reply"
+    path.write_bytes(CONTENT)
+
+    async def answers(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, *statuses)
+
+    async def test() -> None:
+        async with serving(Door(upload=answers)) as address, connecting(address) as connection:
+            with pytest.raises(error):
+                await connection.upload(ENVELOPE, path)
+
+    run(test)
+
+
+def test_a_reply_that_cannot_be_read_is_not_the_networks_fault(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            serving(Door(upload=_takes_from(0))) as address,
+            connecting(address) as connection,
+        ):
+            with pytest.raises(DeploymentError, match="missing"):
+                await connection.upload(ENVELOPE, tmp_path / "missing")
+
+    run(test)
+
+
+def test_a_cancelled_upload_closes_the_call(tmp_path: Path) -> None:
+    path = tmp_path / "reply"
+    path.write_bytes(CONTENT)
+
+    async def waits(door: Door, context: Context) -> None:
+        await context.read()
+        await tell(context, UploadStatus(offset=0))
+        async for _ in parts(context):
+            pass
+        await door.for_ever()  # the receipt comes at the end of the round
+
+    async def test() -> None:
+        door = Door(upload=waits)
+        async with serving(door) as address, connecting(address) as connection:
+            task = asyncio.create_task(connection.upload(ENVELOPE, path))
+            await door.waiting.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await door.cancelled.wait()
+
+    run(test)
+
+
+# --- who is whom
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7000", "fl.example.org:7000", "[2001:db8::1]:7000"])
+def test_plaintext_does_not_leave_the_machine(address: str) -> None:
+    async def test() -> None:
+        with pytest.raises(DeploymentError, match="without TLS"):
+            connecting(address)
+
+    run(test)
+
+
+def test_credentials_print_no_key() -> None:
+    credentials = Credentials(
+        ca_pem=b"ca", certificate_pem=b"cert", tls_key_pem=b"secret", server_name="s"
+    )
+    assert repr(credentials) == "Credentials(server_name='s')"
+
+
+async def _shows_certificate(door: Door, context: Context) -> None:
+    await context.read()
+    (certificate,) = context.auth_context()["x509_pem_cert"]
+    await tell(
+        context, FromCoordinator(welcome=Welcome(protocol=1, run_id=fingerprint(certificate)))
+    )
+
+
+def test_mutual_tls_shows_the_coordinator_which_certificate_calls(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path, host_names=())
+    credentials = joined(authority, Identity.create())
+
+    async def test() -> None:
+        async with serving(Door(session=_shows_certificate), authority=authority) as address:
+            port = address.rpartition(":")[2]
+            for host in ("127.0.0.1", "localhost"):
+                async with (
+                    DoorConnection(f"{host}:{port}", credentials) as connection,
+                    connection.session(HELLO) as session,
+                ):
+                    assert session.welcome.run_id == fingerprint(credentials.certificate_pem)
+
+    run(test)
+
+
+def test_without_a_certificate_of_the_authority_there_is_no_connection(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path / "ours", host_names=())
+    foreign = Authority.open(tmp_path / "theirs", host_names=())
+    identity = Identity.create()
+    good = joined(authority, identity)
+    bad = [
+        replace(good, certificate_pem=b"", tls_key_pem=b""),  # none
+        replace(joined(foreign, identity), ca_pem=authority.ca_pem),  # of another authority
+        replace(good, ca_pem=foreign.ca_pem),  # the coordinator is another's
+        replace(good, server_name="fl.example.org"),  # or has another name
+    ]
+
+    async def test() -> None:
+        door = Door(session=_shows_certificate)
+        async with serving(door, authority=authority) as address:
+            for credentials in bad:
+                async with DoorConnection(address, credentials) as connection:
+                    with pytest.raises(ConnectionError):
+                        async with connection.session(HELLO):
+                            pass
+            assert door.num_calls == 0
+            async with DoorConnection(address, good) as connection, connection.session(HELLO):
+                assert door.num_calls == 1
+
+    run(test)
+
+
+def _enrols(authority: Authority, subject: Identity | None = None) -> Handler:
+    async def handle(door: Door, context: Context) -> None:
+        request = EnrolRequest.FromString(await context.read())
+        signed = enrolment_bytes(request.token, request.csr_pem)
+        if not verify(request.identity_key, request.identity_signature, signed):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the key is not held")
+        if request.token != b"token":
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the invitation was used")
+        csr = subject.csr_pem(request.name) if subject else request.csr_pem
+        certificate = authority.sign(csr, name=request.name, client_id=7, valid_days=1)
+        await tell(context, EnrolReply(certificate_pem=certificate, client_id=7))
+
+    return handle
+
+
+def invited(address: str, authority: Authority) -> Invitation:
+    return Invitation(
+        name="hospital-a",
+        addresses=(address,),
+        enrolment_addresses=(address,),
+        ca_pem=authority.ca_pem,
+        token=b"token",
+        expires_utc="2030-01-01T00:00:00Z",
+    )
+
+
+def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_door(tmp_path: Path) -> None:
+    authority, identity = Authority.open(tmp_path, host_names=()), Identity.create()
+
+    async def test() -> None:
+        door = Door(enrol=_enrols(authority))
+        async with serving(door, authority=authority, client_certificates=False) as address:
+            certificate_pem, client_id = await enrol(address, invited(address, authority), identity)
+        assert client_id == 7
+        credentials = Credentials(
+            ca_pem=authority.ca_pem,
+            certificate_pem=certificate_pem,
+            tls_key_pem=identity.tls_key_pem,
+            server_name=SERVER_NAME,
+        )
+        async with (
+            serving(Door(session=_shows_certificate), authority=authority) as address,
+            DoorConnection(address, credentials) as connection,
+            connection.session(HELLO) as session,
+        ):
+            assert session.welcome.run_id == fingerprint(certificate_pem)
+
+    run(test)
+
+
+def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path / "ours", host_names=())
+    foreign = Authority.open(tmp_path / "theirs", host_names=())
+    identity = Identity.create()
+
+    async def test() -> None:
+        door = Door(enrol=_enrols(authority))
+        async with serving(door, authority=authority, client_certificates=False) as address:
+            invitation = invited(address, authority)
+            with pytest.raises(EnrolmentRefused, match="the invitation was used"):
+                await enrol(address, replace(invitation, token=b"other"), identity)
+            with pytest.raises(ConnectionError):  # another's coordinator never sees the token
+                await enrol(address, replace(invitation, ca_pem=foreign.ca_pem), identity)
+            assert door.num_calls == 1
+        with pytest.raises(ConnectionError):
+            await enrol(address, invitation, identity)
+        door = Door(enrol=_enrols(authority, subject=Identity.create()))
+        async with serving(door, authority=authority, client_certificates=False) as address:
+            with pytest.raises(ProtocolError, match="not for this client's key"):
+                await enrol(address, invitation, identity)
+        with pytest.raises(DeploymentError, match="without TLS"):
+            await enrol("10.0.0.1:7001", replace(invitation, ca_pem=b""), identity)
+
+    run(test)
+
+
+def test_an_enrolment_without_an_answer_is_a_connection_error() -> None:
+    async def nothing(door: Door, context: Context) -> None:
+        await context.read()
+
+    async def test() -> None:
+        async with serving(Door(enrol=nothing)) as address:
+            invitation = Invitation(
+                name="a",
+                addresses=(address,),
+                enrolment_addresses=(address,),
+                ca_pem=b"",
+                token=b"t",
+                expires_utc="",
+            )
+            with pytest.raises(ConnectionError, match="without an answer"):
+                await enrol(address, invitation, Identity.create())
+
+    run(test)

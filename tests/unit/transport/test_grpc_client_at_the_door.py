@@ -1,0 +1,103 @@
+"""The client's end of the door against the coordinator's, over mutual TLS."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.registry import MemoryRegistry
+from fedlearn.coordinator.service import Door, DoorSettings
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.transport import wire
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
+from fedlearn.transport.identity import Identity, Invitation
+from fedlearn.transport.wire_pb2 import Hello
+
+TIMEOUT_S = 30.0
+HELLO = Hello(protocol=wire.PROTOCOL, software="test")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.open(tmp_path / "authority", host_names=())
+
+
+@pytest.fixture
+def registry() -> MemoryRegistry:
+    return MemoryRegistry(SystemClock())
+
+
+@pytest.fixture
+def door(tmp_path: Path, authority: Authority, registry: MemoryRegistry) -> Iterator[Door]:
+    door = Door(
+        DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
+        registry=registry,
+        run_id="run",
+        spool_dir=tmp_path / "spool",
+        authority=authority,
+        eligible=lambda _client, _told: True,
+        is_leader=lambda: True,
+        clock=SystemClock(),
+    )
+    door.start()
+    yield door
+    door.stop(grace_s=0.0)
+
+
+def invited(door: Door, authority: Authority, registry: MemoryRegistry) -> Invitation:
+    return Invitation(
+        name="hospital-a",
+        addresses=(door.address,),
+        enrolment_addresses=(door.enrolment_address,),
+        ca_pem=authority.ca_pem,
+        token=registry.invite("hospital-a", tags=(), valid_s=60.0),
+        expires_utc="",
+    )
+
+
+def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
+    door: Door, authority: Authority, registry: MemoryRegistry
+) -> None:
+    invitation, identity = invited(door, authority, registry), Identity.create()
+
+    async def test() -> None:
+        certificate_pem, client_id = await enrol(door.enrolment_address, invitation, identity)
+        credentials = Credentials(
+            ca_pem=authority.ca_pem,
+            certificate_pem=certificate_pem,
+            tls_key_pem=identity.tls_key_pem,
+            server_name=invitation.server_name,
+        )
+        async with DoorConnection(door.address, credentials) as connection:
+            async with connection.session(HELLO) as session:
+                assert (session.welcome.client_id, session.welcome.run_id) == (client_id, "run")
+                registry.revoke("hospital-a")
+                with pytest.raises(ConnectionRefused, match="revoked"):
+                    await session.receive()
+            with pytest.raises(ConnectionRefused, match="revoked"):
+                async with connection.session(HELLO):
+                    pass
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_an_invitation_works_for_one_client_only(
+    door: Door, authority: Authority, registry: MemoryRegistry
+) -> None:
+    invitation = invited(door, authority, registry)
+
+    async def test() -> None:
+        await enrol(door.enrolment_address, invitation, Identity.create())
+        for again in (
+            invitation,
+            replace(invitation, token=b"other"),
+            replace(invitation, name="b"),
+        ):
+            with pytest.raises(EnrolmentRefused):
+                await enrol(door.enrolment_address, again, Identity.create())
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
