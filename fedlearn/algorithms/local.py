@@ -5,7 +5,7 @@ tensors of any shape, so one client's parameters and a stack of many clients' pa
 take the same step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -176,14 +176,13 @@ def shuffled_positions(
 
 def batch_positions(
     local: LocalSgd, *, seed: Seed, round_num: int, client_id: int, num_examples: int
-) -> list[NDArray[np.int64]]:
-    """Return which examples a client trains on, step by step.
+) -> Iterator[NDArray[np.int64]]:
+    """Yield which examples a client trains on, step by step; one epoch's order is in memory.
 
-    Returns:
+    Yields:
         Per step the positions in 0..num_examples-1, at most ``batch_size`` of them.
     """
     size = local.batch_size or num_examples
-    batches: list[NDArray[np.int64]] = []
     for epoch in range(local.epochs):
         order = np.arange(num_examples)
         if local.shuffle:
@@ -194,5 +193,5 @@ def batch_positions(
                 epoch=epoch,
                 num_examples=num_examples,
             )
-        batches += [order[start : start + size] for start in range(0, num_examples, size)]
-    return batches
+        for start in range(0, num_examples, size):
+            yield order[start : start + size]

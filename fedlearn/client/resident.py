@@ -6,9 +6,10 @@ client's :class:`~fedlearn.client.torch_trainer.TorchTrainer` both train with it
 why they agree bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,20 @@ def autocast(precision: Precision, device: torch.device) -> Iterator[None]:
             yield
 
 
+class Part(NamedTuple):
+    """Examples that go through the model at once: a whole batch, or a share of one.
+
+    Attributes:
+        features: Shape [part, ...].
+        labels: Shape [part, ...].
+        key: Of this part's dropout masks and what else is random, 32 bits.
+    """
+
+    features: Tensor
+    labels: Tensor
+    key: int
+
+
 class ResidentModel:
     """A module whose parameters and statistics are views into one vector.
 
@@ -64,6 +79,7 @@ class ResidentModel:
         self.module.to(device=device, dtype=self.layout.dtype).train()
         self._dropouts = KeyedDropouts.install(self.module)
         self._objective, self._device, self._precision = objective, device, precision
+        self._generator = global_generator(device)
         self.vector_P = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
         views, buffers = self.layout.views(self.vector_P), dict(self.module.named_buffers())
         parameters = dict(self.module.named_parameters())
@@ -125,23 +141,93 @@ class ResidentModel:
         Returns:
             The mean loss over all examples of all steps, each before its step.
         """
-        self.load(params)
-        views = params.layout.views(params.vector)
-        anchor = [views[name] for name in self._trainable_names] if local.proximal else []
-        generator, losses = global_generator(self._device), []
-        with untouched(generator):
+        anchor, losses = self.anchor(params, local), []
+        with self.training(params):
             for key, rows in zip(step_keys(seed, len(batches)), batches, strict=True):
-                self._dropouts.set_key(key)
-                generator.manual_seed(key)
-                loss = self._loss(features.index_select(0, rows), labels.index_select(0, rows))
-                grads = torch.autograd.grad(
-                    loss, self._trainable, allow_unused=True, materialize_grads=True
+                whole = Part(features.index_select(0, rows), labels.index_select(0, rows), key)
+                losses.append(
+                    self.step(
+                        [whole],
+                        num_examples=len(rows),
+                        local=local,
+                        anchor=anchor,
+                        velocity=velocity,
+                    )
                 )
-                with torch.no_grad():
-                    local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
-                losses.append(loss.detach())
+        return weighted_mean(torch.stack(losses), [len(rows) for rows in batches])
+
+    def anchor(self, params: Params, local: LocalSgd) -> list[Tensor]:
+        """Return the global model's trainable tensors where ``local`` has a use for them."""
+        views = params.layout.views(params.vector)
+        return [views[name] for name in self._trainable_names] if local.proximal else []
+
+    @contextmanager
+    def training(self, params: Params) -> Iterator[None]:
+        """Load ``params`` and let the block take steps; its result is in :attr:`vector_P`."""
+        self.load(params)
+        try:
+            with untouched(self._generator):
+                yield
+        finally:
+            self._rejoin_statistics()
+
+    def step(
+        self,
+        parts: Iterable[Part],
+        *,
+        num_examples: int,
+        local: LocalSgd,
+        anchor: Sequence[Tensor],
+        velocity: Sequence[Tensor],
+    ) -> Tensor:
+        """Take one step inside :meth:`training`.
+
+        The gradient is the sum over the parts, each weighted by its share of the examples:
+        that of the batch's mean loss, however it was cut.
+
+        Args:
+            parts: The batch, at least one part; one is in memory at a time.
+            num_examples: Examples of all parts together.
+            local: The update rule.
+            anchor: What :meth:`anchor` returned.
+            velocity: Momentum, updated in place; empty without momentum.
+
+        Returns:
+            The batch's mean loss before the step, a scalar.
+        """
+        grads: tuple[Tensor, ...] = ()
+        losses: list[Tensor] = []
+        for part in parts:
+            self._dropouts.set_key(part.key)
+            self._generator.manual_seed(part.key)
+            loss = self._loss(part.features, part.labels)
+            if len(part.labels) < num_examples:
+                loss = loss * (len(part.labels) / num_examples)
+            further = torch.autograd.grad(
+                loss, self._trainable, allow_unused=True, materialize_grads=True
+            )
+            # Two gradients may be one tensor, so the sum is a new one.
+            grads = torch._foreach_add(grads, further) if grads else further  # noqa: SLF001 - as torch.optim does
+            losses.append(loss.detach())
+        with torch.no_grad():
+            local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what :meth:`restore` continues from: views, which the next step changes."""
         self._rejoin_statistics()
-        return _weighted_mean(losses, [len(rows) for rows in batches])
+        constants = {f"constant.{name}": value for name, value in self._constants.items()}
+        return {"vector": self.vector_P, **constants}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from a :meth:`snapshot`, inside :meth:`training`.
+
+        Raises:
+            KeyError: A tensor is missing.
+        """
+        self.vector_P.copy_(tensors["vector"])
+        for name, value in self._constants.items():
+            value.copy_(tensors[f"constant.{name}"])
 
     def _rejoin_statistics(self) -> None:
         """Take over statistics that a forward pass has assigned anew instead of in place."""
@@ -158,7 +244,6 @@ class ResidentModel:
         with autocast(self._precision, self._device):
             return mean_loss(self._objective, self.module(features), labels)
 
-    @torch.no_grad()
     def measure(
         self, params: Params, features: Tensor, labels: Tensor, *, batch_size: int
     ) -> dict[str, Tensor]:
@@ -166,20 +251,29 @@ class ResidentModel:
 
         ``batch_size`` bounds memory and changes nothing else.
         """
+        slices = (slice(n, n + batch_size) for n in range(0, max(1, len(labels)), batch_size))
+        return self.measure_batches(params, ((features[part], labels[part]) for part in slices))
+
+    @torch.no_grad()
+    def measure_batches(
+        self, params: Params, batches: Iterable[tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return as :meth:`measure` does; of the examples only one batch is in memory."""
         self.load(params)
-        self.module.eval()
         parts: dict[str, list[Tensor]] = {}
-        for start in range(0, max(1, len(labels)), batch_size):
-            part = slice(start, start + batch_size)
-            outputs, targets = self.module(features[part]), labels[part]
-            parts.setdefault("loss", []).append(self._objective.losses(outputs, targets))
-            for name, values in self._objective.metrics(outputs, targets).items():
-                parts.setdefault(name, []).append(values)
-        self.module.train()
+        self.module.eval()
+        try:
+            for features, labels in batches:
+                outputs = self.module(features)
+                parts.setdefault("loss", []).append(self._objective.losses(outputs, labels))
+                for name, values in self._objective.metrics(outputs, labels).items():
+                    parts.setdefault(name, []).append(values)
+        finally:  # a client whose evaluation failed trains again
+            self.module.train()
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def _weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> float:
-    """Return the mean of scalars, weighted, in one transfer from the device."""
-    stacked = torch.stack(list(values)).double().cpu()
-    return float(stacked @ torch.tensor(weights, dtype=torch.float64)) / sum(weights)
+def weighted_mean(values: Tensor, weights: Sequence[int]) -> float:
+    """Return the mean of ``values``, shape [n], in float64 and one transfer from the device."""
+    doubles = values.double().cpu()
+    return float(doubles @ torch.tensor(weights, dtype=torch.float64)) / sum(weights)

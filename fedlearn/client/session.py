@@ -8,7 +8,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from fedlearn.client.trainer import LocalTrainer, TrainContext
+from fedlearn.client.trainer import LocalTrainer, TaskControl, TrainContext, Unattended
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -20,7 +20,9 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ProtocolError
+from fedlearn.errors import Cancelled, ProtocolError
+
+_UNATTENDED = Unattended()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +41,10 @@ class ClientSession:
     client_id: ClientId
     trainer: LocalTrainer
 
-    def handle(self, data: bytes, state: bytes) -> tuple[bytes, bytes]:
-        """Answer one encoded request; never raises.
+    def handle(
+        self, data: bytes, state: bytes, *, control: TaskControl = _UNATTENDED
+    ) -> tuple[bytes, bytes]:
+        """Answer one encoded request; a failure is an answer, too.
 
         An error in user code is logged here and reaches the coordinator only as the name
         of its type, since a message could quote the data.
@@ -49,26 +53,32 @@ class ClientSession:
             data: The request on the wire.
             state: What this method returned the last time as its second value; empty
                 bytes at first.
+            control: How the task is called off and watched.
 
         Returns:
             The reply on the wire, and the state after it (unchanged by a failure).
+
+        Raises:
+            Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
         """
         try:
             match decode(data):
                 case TrainRequest() as request:
-                    reply, tensors = self._train(request, _unpack(state))
+                    reply, tensors = self._train(request, _unpack(state), control)
                     return encode(reply), _pack(tensors)
                 case EvaluateRequest() as request:
                     return encode(self._evaluate(request)), state
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
+        except Cancelled:
+            raise
         except Exception as error:  # noqa: BLE001 - the client boundary: one of two in the project
             log = structlog.get_logger(__name__)
             log.warning("request_failed", client_id=self.client_id, error=repr(error))
             return encode(Failure(reason=type(error).__name__)), state
 
     def _train(
-        self, request: TrainRequest, state: Mapping[str, Tensor]
+        self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
     ) -> tuple[Reply, Mapping[str, Tensor]]:
         context = TrainContext(
             client_id=self.client_id,
@@ -76,6 +86,7 @@ class ClientSession:
             settings=request.settings,
             seed=Seed(request.seed),
             state=state,
+            control=control,
         )
         result = self.trainer.train(request.tensors, context=context)
         delta = {

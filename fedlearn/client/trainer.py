@@ -1,13 +1,68 @@
 """The seam an application fills in: how one client trains and evaluates."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from fedlearn.core.messages import ClientId, Settings
 from fedlearn.core.randomness import Seed
+
+
+class TaskControl(Protocol):
+    """What a running task hears from outside, and what it tells."""
+
+    def check(self) -> None:
+        """Do nothing, or end the task: call it before every batch.
+
+        Raises:
+            Cancelled: The task was called off; let it pass.
+        """
+
+    def report(self, *, fraction: float, loss: float) -> None:
+        """Tell how far the task is.
+
+        Args:
+            fraction: Share of the work done, [0, 1].
+            loss: Mean training loss of the latest batch.
+        """
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """Return what :meth:`save` kept of this very task before a restart; empty at first."""
+
+    def save(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep ``tensors`` durably until the task is done, in place of what was kept before.
+
+        May be called after every step: a runtime keeps as many of them as it can afford.
+
+        Args:
+            tensors: The training's own, which it changes afterwards: what is kept is written
+                or copied before this returns.
+        """
+
+
+class Unattended:
+    """A task that nobody watches or calls off: simulated, or run to its end in one go.
+
+    Example:
+        >>> control = Unattended()
+        >>> control.check(), control.saved()
+        (None, {})
+    """
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def report(self, *, fraction: float, loss: float) -> None:
+        """Tell nobody."""
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def save(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +75,7 @@ class TrainContext:
         settings: How the coordinator asks to train.
         seed: Public seed of everything random that need not be secret.
         state: What this client returned as its state the last time; empty at first.
+        control: How the task hears that it is called off, and tells how far it is.
     """
 
     client_id: ClientId
@@ -27,6 +83,7 @@ class TrainContext:
     settings: Settings
     seed: Seed
     state: Mapping[str, Tensor]
+    control: TaskControl = field(default_factory=Unattended)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

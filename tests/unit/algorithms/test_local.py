@@ -82,7 +82,7 @@ def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
 def test_every_example_is_visited_once_an_epoch(batch_size: int | None, *, shuffle: bool) -> None:
     """Batches are cut from a permutation; only the last of an epoch is smaller."""
     local = replace(PLAIN, epochs=3, batch_size=batch_size, shuffle=shuffle)
-    batches = batch_positions(local, seed=Seed(0), round_num=2, client_id=5, num_examples=7)
+    batches = list(batch_positions(local, seed=Seed(0), round_num=2, client_id=5, num_examples=7))
     steps = int(local.steps_per_epoch(np.array([7]))[0])
     assert len(batches) == int(local.num_steps(np.array([7]))[0]) == 3 * steps
     for epoch in range(3):

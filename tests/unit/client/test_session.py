@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext, Unattended
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -19,6 +19,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
+from fedlearn.errors import Cancelled
 
 MODEL = {"w": torch.tensor([1.0, 2.0])}
 
@@ -140,3 +141,26 @@ def test_a_state_that_was_damaged_is_a_failure() -> None:
     assert isinstance(decode(reply), Failure)
     assert state == b"damaged"
     assert not trainer.contexts
+
+
+class CalledOff(Unattended):
+    """A control that has called its task off."""
+
+    def check(self) -> None:
+        raise Cancelled("the user revoked consent")
+
+
+class Attentive(Counting):
+    """A trainer that listens before it trains."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        context.control.check()
+        return super().train(tensors, context=context)
+
+
+def test_a_task_that_is_called_off_has_no_reply() -> None:
+    """Neither a result nor a failure: the coordinator or the user knows already."""
+    client = session(Attentive())
+    with pytest.raises(Cancelled, match="revoked"):
+        client.handle(train_request(), b"", control=CalledOff())
+    assert isinstance(decode(client.handle(train_request(), b"")[0]), TrainReply)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.client.local_data import TensorData
 from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.client.trainer import TrainContext
@@ -43,6 +44,13 @@ def examples(count: int) -> tuple[Tensor, Tensor]:
     return features, torch.randint(0, 3, (count,), generator=generator)
 
 
+def trainer_on(
+    features: Tensor, labels: Tensor, *, model: ResidentModel | None = None
+) -> TorchTrainer:
+    data = TensorData(features, labels, device=torch.device("cpu"))
+    return TorchTrainer(resident() if model is None else model, data)
+
+
 def context(local: LocalSgd = LOCAL, state: dict[str, Tensor] | None = None) -> TrainContext:
     return TrainContext(
         client_id=ClientId(1),
@@ -57,7 +65,7 @@ def test_kept_momentum_continues_torchs_sequence() -> None:
     """Two calls with the state between them are four steps of one optimiser."""
     features, labels = examples(6)
     module = make_model()
-    trainer = TorchTrainer(resident(), features, labels)
+    trainer = trainer_on(features, labels)
     tensors = Params.of(module).named()
     first = trainer.train(tensors, context=context())
     second = trainer.train(first.tensors, context=context(state=dict(first.state)))
@@ -72,7 +80,7 @@ def test_kept_momentum_continues_torchs_sequence() -> None:
 
 def test_nothing_is_kept_unless_asked_for() -> None:
     """Without ``keep_momentum`` a state is neither returned nor used."""
-    trainer = TorchTrainer(resident(), *examples(6))
+    trainer = trainer_on(*examples(6))
     tensors = Params.of(make_model()).named()
     local = replace(LOCAL, keep_momentum=False)
     first = trainer.train(tensors, context=context(local))
@@ -85,9 +93,9 @@ def test_nothing_is_kept_unless_asked_for() -> None:
 def test_trainers_share_a_model_without_sharing_results() -> None:
     """What one returned is not overwritten by the next."""
     model, tensors = resident(), Params.of(make_model()).named()
-    first = TorchTrainer(model, *examples(6)).train(tensors, context=context())
+    first = trainer_on(*examples(6), model=model).train(tensors, context=context())
     before = {name: value.clone() for name, value in first.tensors.items()}
-    TorchTrainer(model, *examples(8)).train(tensors, context=context())
+    trainer_on(*examples(8), model=model).train(tensors, context=context())
     assert all(torch.equal(first.tensors[name], before[name]) for name in before)
 
 
@@ -95,7 +103,7 @@ def test_the_request_is_not_modified() -> None:
     """The global model is the coordinator's."""
     tensors = Params.of(make_model()).named()
     before = {name: value.clone() for name, value in tensors.items()}
-    trainer = TorchTrainer(resident(), *examples(6))
+    trainer = trainer_on(*examples(6))
     trainer.train(tensors, context=context())
     trainer.evaluate(tensors)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
@@ -105,7 +113,7 @@ def test_evaluation_returns_means_over_the_examples() -> None:
     """Loss and accuracy of the model in the request."""
     features, labels = examples(6)
     module = make_model()
-    found = TorchTrainer(resident(), features, labels).evaluate(Params.of(module).named())
+    found = trainer_on(features, labels).evaluate(Params.of(module).named())
     outputs = module(features).detach()
     assert found.num_examples == 6
     assert found.metrics["loss"] == pytest.approx(float(F.cross_entropy(outputs, labels)))
@@ -118,11 +126,11 @@ def test_evaluation_returns_means_over_the_examples() -> None:
 def test_a_client_without_examples_is_an_error(num_features: int, num_labels: int) -> None:
     """As is one whose labels do not match them; the message has both counts."""
     with pytest.raises(DataError, match=f"{num_features} examples with {num_labels} labels"):
-        TorchTrainer(resident(), examples(9)[0][:num_features], examples(9)[1][:num_labels])
+        trainer_on(examples(9)[0][:num_features], examples(9)[1][:num_labels])
 
 
 def test_a_missing_tensor_is_an_error() -> None:
     """The session turns it into a failure."""
-    trainer = TorchTrainer(resident(), *examples(6))
+    trainer = trainer_on(*examples(6))
     with pytest.raises(KeyError, match="bias"):
         trainer.train({"weight": torch.zeros(3, 5)}, context=context())

@@ -50,9 +50,8 @@ def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int
     sizes.sort(reverse=True)
     made, rows = schedule_of(local, sizes), rows_of(sizes)
     for client, size in enumerate(sizes):
-        alone = batch_positions(
-            local, seed=Seed(1), round_num=3, client_id=client * 5 + 2, num_examples=size
-        )
+        of_client = {"round_num": 3, "client_id": client * 5 + 2, "num_examples": size}
+        alone = list(batch_positions(local, seed=Seed(1), **of_client))
         own = rows.rows[rows.offsets[client] : rows.offsets[client + 1]]
         counts = made.counts_TK[:, client]
         for step, positions in enumerate(alone):

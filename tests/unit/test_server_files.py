@@ -1,0 +1,573 @@
+"""What an operator deploys from server/: each file by its offline validator, and by the others.
+
+A validator accepts a file if it exits with 0. For each there is the control: the same file
+with one thing broken, which it refuses.
+"""
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedlearn.config import Config, CoordinatorSection, load, resolve_addresses
+from fedlearn.coordinator.telemetry import Snapshot, Telemetry
+from fedlearn.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SERVER = ROOT / "server"
+SQLITE = SERVER / "sqlite" / "coordinator.toml"
+POSTGRESQL = SERVER / "postgresql" / "coordinator.toml"
+UNIT = SERVER / "systemd" / "fedlearn-coordinator.service"
+DOCKERFILE = SERVER / "container" / "Dockerfile"
+WRAPPER = SERVER / "container" / "fedlearn"
+COMPOSE = SERVER / "compose" / "compose.yaml"
+MANIFESTS = SERVER / "kubernetes"
+
+BIN = Path(sys.prefix) / "bin"
+KUBERNETES_VERSIONS = ("1.29", "1.34")
+SECRET_URL = "postgresql+psycopg://fedlearn:PASSWORD@database:5432/fedlearn"  # noqa: S105 (nobody's)
+WORST_EXPOSURE = 20  # of systemd-analyze security, in tenths: 0 is sealed, 100 is open
+
+systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine"
+)
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a validator; bounded, so that none waits for a network."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def broken(text: str, good: str, bad: str) -> str:
+    """Return ``text`` with ``good`` replaced, which must be there."""
+    assert good in text
+    return text.replace(good, bad)
+
+
+# ---- TOML
+
+
+def configmap_toml() -> str:
+    """Return the configuration inside the Kubernetes ConfigMap."""
+    (found,) = (each for each in manifests() if each["kind"] == "ConfigMap")
+    text = found["data"]["coordinator.toml"]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "kubernetes"])
+def toml(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """One of the configurations."""
+    shipped = {"sqlite": SQLITE, "postgresql": POSTGRESQL}
+    if request.param in shipped:
+        return shipped[request.param]
+    path = tmp_path / "coordinator.toml"
+    path.write_text(configmap_toml())
+    return path
+
+
+def test_a_configuration_loads(toml: Path) -> None:
+    """It is one of a deployment: clients reach it, and its folders are where the others say."""
+    config = load(toml, overrides=())
+    section = config.coordinator
+    assert config.name == "federation"
+    assert section.address == "0.0.0.0:9440"
+    assert section.enrolment_address == "0.0.0.0:9441"
+    assert all(
+        "0.0.0.0" not in address  # noqa: S104 (looked for)
+        for address in (*section.public_addresses, *section.public_enrolment_addresses)
+    )
+    assert section.public_addresses
+    assert section.public_enrolment_addresses
+    assert section.folder == "/var/lib/fedlearn/coordinator"
+    assert config.store.runs_dir == "/var/lib/fedlearn/runs"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "complaint"),
+    [
+        ("enrolment_address =", "enrollment_address =", "enrolment_address"),
+        (":9441", ":9440", "another service listens"),
+        ("deadline_s = 60.0", "deadline_s = 0", "deadline_s"),
+    ],
+)
+def test_a_broken_configuration_does_not_load(
+    toml: Path, tmp_path: Path, good: str, bad: str, complaint: str
+) -> None:
+    """The control: an unknown key, two services on one port, a value out of range."""
+    path = tmp_path / "broken.toml"
+    path.write_text(broken(toml.read_text(), good, bad))
+    with pytest.raises(ConfigError, match=complaint):
+        load(path, overrides=())
+
+
+def test_kubernetes_runs_the_configuration_of_postgresql(tmp_path: Path) -> None:
+    """Except for the address of the probes, which come from outside the pod."""
+    path = tmp_path / "coordinator.toml"
+    path.write_text(configmap_toml())
+    kubernetes = load(path, overrides=())
+    postgresql = load(POSTGRESQL, overrides=["coordinator.http_address=0.0.0.0:9442"])
+    assert kubernetes == postgresql
+
+
+def password_in(config: Config, url: str) -> bool:
+    """Whether ``config`` uses the URL of the environment with its password."""
+    found = resolve_addresses(config, environ={"FEDLEARN_STORE_URL": url}).store_url
+    return found == url
+
+
+def test_the_url_with_the_password_is_the_configurations() -> None:
+    """As README, secret and comment give it; the control is the URL of another database."""
+    config = load(POSTGRESQL, overrides=())
+    assert password_in(config, SECRET_URL)
+    assert not password_in(config, SECRET_URL.replace("@database:", "@elsewhere:"))
+    assert SECRET_URL in POSTGRESQL.read_text()
+    (secret,) = documents(MANIFESTS / "examples" / "secret.yaml")
+    assert secret["stringData"]["url"] == SECRET_URL
+    prefix, suffix = SECRET_URL.split("PASSWORD")
+    assert prefix in (SERVER / "README.md").read_text()
+    assert suffix in (SERVER / "README.md").read_text()
+
+
+# ---- systemd
+
+
+class UnitParser(configparser.RawConfigParser):
+    """A parser of units; a key that stands there twice keeps its last value."""
+
+    def __init__(self) -> None:
+        super().__init__(strict=False, delimiters=("=",))
+
+    def optionxform(self, optionstr: str) -> str:
+        """Keep the case of keys."""
+        return optionstr
+
+
+def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
+    """Return what is wrong with a unit for a coordinator configured by ``section``."""
+    parser = UnitParser()
+    parser.read_string(text)
+    service = parser["Service"]
+    wanted = {
+        "User": "fedlearn",
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "StateDirectory": "fedlearn",
+        "StateDirectoryMode": "0700",
+        "Restart": "on-failure",
+        "KillSignal": "SIGTERM",
+        "CapabilityBoundingSet": "",
+    }
+    problems = [key for key, value in wanted.items() if service.get(key) != value]
+    if float(service.get("TimeoutStopSec", "0")) <= 2 * section.shutdown_grace_s:
+        problems.append("TimeoutStopSec")
+    if int(service.get("LimitNOFILE", "0")) < 4 * section.max_connected:
+        problems.append("LimitNOFILE")
+    if "MemoryDenyWriteExecute" in service:
+        problems.append("MemoryDenyWriteExecute")
+    return problems
+
+
+def test_the_unit_fits_the_configurations() -> None:
+    """Its bounds are above the coordinator's own, its folder holds the coordinator's."""
+    for path in (SQLITE, POSTGRESQL):
+        section = load(path, overrides=()).coordinator
+        assert unit_problems(UNIT.read_text(), section) == []
+        assert section.folder is not None
+        assert section.folder.startswith("/var/lib/fedlearn/")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ("TimeoutStopSec=30", "TimeoutStopSec=5", "TimeoutStopSec"),
+        ("LimitNOFILE=65536", "LimitNOFILE=1024", "LimitNOFILE"),
+        ("ProtectSystem=strict", "ProtectSystem=full", "ProtectSystem"),
+        ("NoNewPrivileges=yes", "", "NoNewPrivileges"),
+        ("Restart=on-failure", "Restart=no", "Restart"),
+    ],
+)
+def test_a_unit_that_does_not_fit_is_found(good: str, bad: str, problem: str) -> None:
+    """The control of the test above."""
+    text = broken(UNIT.read_text(), good, bad)
+    assert unit_problems(text, CoordinatorSection()) == [problem]
+
+
+def verify(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Let systemd read a unit, with a program that is on this machine."""
+    path = folder / UNIT.name
+    path.write_text(broken(text, "/opt/fedlearn/bin/fedlearn", str(BIN / "fedlearn")))
+    return run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", path)
+
+
+@systemd
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """Without a warning."""
+    done = verify(UNIT.read_text(), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@systemd
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("Restart=on-failure", "Restart=sometimes"),
+        ("LimitNOFILE=", "LimitNOFILES="),
+        ("SystemCallFilter=@system-service", "SystemCallFilter=@system-services"),
+    ],
+)
+def test_systemd_refuses_a_broken_unit(tmp_path: Path, good: str, bad: str) -> None:
+    """The control: an unknown value, key and group of system calls."""
+    done = verify(broken(UNIT.read_text(), good, bad), tmp_path)
+    assert done.returncode != 0 or done.stderr != ""
+
+
+def exposure(text: str, folder: Path) -> int:
+    """Return the exit code of systemd's judgement on how much a unit may touch."""
+    path = folder / UNIT.name
+    path.write_text(text)
+    options = ("--offline=true", f"--threshold={WORST_EXPOSURE}", "--no-pager")
+    return run("systemd-analyze", "security", *options, path).returncode
+
+
+@systemd
+def test_systemd_finds_the_unit_confined(tmp_path: Path) -> None:
+    """The control leaves its system calls and devices open."""
+    text = UNIT.read_text()
+    assert exposure(text, tmp_path) == 0
+    control = re.sub(r"(?m)^(SystemCall|Private|Protect|Restrict|Capability).*\n", "", text)
+    assert exposure(control, tmp_path) != 0
+
+
+# ---- container
+
+
+def lint(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run hadolint on a Dockerfile."""
+    path = folder / "Dockerfile"
+    path.write_text(text)
+    return run(BIN / "hadolint", "--no-color", path)
+
+
+def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
+    """With no rule ignored."""
+    done = lint(DOCKERFILE.read_text(), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "hadolint ignore" not in DOCKERFILE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "rule"),
+    [
+        ("USER 10001:10001", "USER root", "DL3002"),
+        ("pip install --no-cache-dir", "pip install", "DL3042"),
+        ('CMD ["coordinator"', 'CMD fedlearn ["coordinator"', "DL3025"),
+        ("python:${PYTHON}-slim AS", "python:latest AS", "DL3007"),
+        ("WORKDIR /src", "WORKDIRS /src", "missing whitespace"),
+    ],
+)
+def test_hadolint_refuses_a_broken_dockerfile(
+    tmp_path: Path, good: str, bad: str, rule: str
+) -> None:
+    """The control of the test above."""
+    done = lint(broken(DOCKERFILE.read_text(), good, bad), tmp_path)
+    assert done.returncode != 0
+    assert rule in done.stdout
+
+
+def sent_to_builder(path: str, ignore: list[str]) -> bool:
+    """Whether a file of the context passes the .dockerignore: its last rule that fits decides."""
+    sent = True
+    for rule in ignore:
+        pattern = rule.removeprefix("!")
+        parents = [path, *(str(each) for each in Path(path).parents if str(each) != ".")]
+        names = [Path(each).name for each in parents]
+        anywhere = pattern.startswith("**/")
+        candidates = names if anywhere else parents
+        if any(fnmatch(each, pattern.removeprefix("**/")) for each in candidates):
+            sent = rule.startswith("!")
+    return sent
+
+
+def test_what_the_dockerfile_copies_is_there_and_sent() -> None:
+    """And nothing else: no data, no caches, no secrets."""
+    lines = DOCKERFILE.with_suffix(".dockerignore").read_text().splitlines()
+    ignore = [line for line in lines if line and not line.startswith("#")]
+    copied = re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )*(.+) \S+$", DOCKERFILE.read_text())
+    sources = [source for words in copied for source in words.split()]
+    wrapper = str(WRAPPER.relative_to(ROOT))
+    assert sources == ["pyproject.toml", "README.md", "LICENSE", "fedlearn", wrapper]
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert sent_to_builder(source, ignore)
+    assert sent_to_builder("fedlearn/core/clock.py", ignore)
+    for kept in ("tests/conftest.py", "server/compose/secrets/store_url", ".git/config"):
+        assert not sent_to_builder(kept, ignore)
+    assert not sent_to_builder("fedlearn/core/__pycache__/clock.pyc", ignore)
+
+
+def test_the_image_has_the_torch_of_the_package() -> None:
+    """Or pip would install CUDA's over it; and a Python that the package supports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    assert f'"{torch}"' in DOCKERFILE.read_text()
+    versions = re.findall(r"ARG PYTHON=3\.(\d+)", DOCKERFILE.read_text())
+    assert project["requires-python"] == ">=3.11"
+    assert [int(minor) >= 11 for minor in versions] == [True]
+
+
+def health_check() -> list[str]:
+    """Return the arguments of Python that the image's HEALTHCHECK runs."""
+    (text,) = re.findall(r"HEALTHCHECK[^\[]*CMD (\[.*\])", DOCKERFILE.read_text())
+    command = yaml.safe_load(text)
+    assert command[0] == "python"
+    return [str(each) for each in command[1:]]
+
+
+def ask(command: list[str], address: str) -> int:
+    """Run a health check of the container against a server here; return its exit code."""
+    there = [broken(each, "127.0.0.1:9442", address) for each in command[1:]]
+    return run(sys.executable, command[0], *there).returncode
+
+
+def test_health_checks_ask_the_coordinator() -> None:
+    """A live one that waits for its turn is healthy to Docker and not ready to Compose."""
+    ready = services()["coordinator"]["healthcheck"]["test"]
+    assert ready[:2] == ["CMD", "python"]
+    snapshot = Snapshot(not_ready="another coordinator leads")
+    with Telemetry("127.0.0.1:0", lambda: snapshot) as telemetry:
+        assert ask(health_check(), telemetry.address) == 0
+        assert ask(ready[2:], telemetry.address) == 1
+    with Telemetry("127.0.0.1:0", lambda: Snapshot(not_alive="stuck")) as telemetry:
+        assert ask(health_check(), telemetry.address) == 1
+        assert ask(ready[2:], telemetry.address) == 0
+
+
+def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the container's wrapper around a program that prints what it was given."""
+    program = folder / "program"
+    program.write_text('#!/bin/sh\necho "$FEDLEARN_STORE_URL" "$@"\n')
+    program.chmod(0o700)
+    wrapper = folder / "wrapper"
+    wrapper.write_text(broken(WRAPPER.read_text(), "/opt/fedlearn/bin/fedlearn", str(program)))
+    wrapper.chmod(0o700)
+    return subprocess.run(
+        [wrapper, "invite", "clinic a"],
+        env={"PATH": os.environ["PATH"], **environ},
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+
+
+def test_the_container_reads_the_url_from_a_secret(tmp_path: Path) -> None:
+    """Or takes that of the environment; the control is a secret that is not there."""
+    assert os.access(WRAPPER, os.X_OK)
+    secret = tmp_path / "store_url"
+    secret.write_text(f"{SECRET_URL}\n")
+    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(secret)})
+    assert done.stdout == f"{SECRET_URL} invite clinic a\n"
+    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL": "sqlite:///here"})
+    assert done.stdout == "sqlite:///here invite clinic a\n"
+    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(tmp_path / "none")})
+    assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+# ---- Compose
+
+
+def services() -> dict[str, Any]:
+    """Return the services of the compose file."""
+    (document,) = documents(COMPOSE)
+    found = document["services"]
+    assert isinstance(found, dict)
+    return found
+
+
+def check_compose(text: str, folder: Path) -> int:
+    """Return the exit code of the Compose specification's schema."""
+    path = folder / "compose.yaml"
+    path.write_text(text)
+    return run(BIN / "check-jsonschema", "--builtin-schema=vendor.compose-spec", path).returncode
+
+
+def test_the_compose_file_follows_the_specification(tmp_path: Path) -> None:
+    """By the schema of the Compose specification."""
+    assert check_compose(COMPOSE.read_text(), tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("    ports:", "    port:"),
+        ("condition: service_healthy", "condition: service_is_healthy"),
+        ("read_only: true", "read_only: {}"),
+    ],
+)
+def test_a_broken_compose_file_is_refused(tmp_path: Path, good: str, bad: str) -> None:
+    """The control: an unknown key, value and type."""
+    assert check_compose(broken(COMPOSE.read_text(), good, bad), tmp_path) != 0
+
+
+def test_the_compose_file_holds_together() -> None:
+    """What it names is there, the database is waited for, and nobody outside reaches it."""
+    (document,) = documents(COMPOSE)
+    coordinator, database = document["services"]["coordinator"], document["services"]["database"]
+    assert (COMPOSE.parent / coordinator["build"]["context"]).resolve() == ROOT
+    assert ROOT / coordinator["build"]["dockerfile"] == DOCKERFILE
+    mounted, target, _ = coordinator["volumes"][0].split(":")
+    assert (COMPOSE.parent / mounted).resolve() == POSTGRESQL.parent
+    file, *rest = coordinator["command"][1:]
+    assert file == f"{target}/{POSTGRESQL.name}"
+    override = rest[rest.index("--set") + 1]
+    section = load(POSTGRESQL, overrides=[override]).coordinator
+    assert coordinator["depends_on"]["database"]["condition"] == "service_healthy"
+    assert "healthcheck" in database
+    assert "ports" not in database
+    assert document["networks"]["inside"]["internal"]
+    assert database["networks"] == ["inside"]
+    ports = [port.rpartition(":")[2] for port in coordinator["ports"]]
+    listening = (section.address, section.enrolment_address, section.http_address)
+    assert ports == [address.rpartition(":")[2] for address in listening]
+    assert float(coordinator["stop_grace_period"].removesuffix("s")) > 2 * section.shutdown_grace_s
+    assert set(coordinator["secrets"] + database["secrets"]) == set(document["secrets"])
+
+
+def test_secrets_of_the_compose_file_are_files_that_git_ignores() -> None:
+    """None is in the repository, and no password stands in the file."""
+    (document,) = documents(COMPOSE)
+    for secret in document["secrets"].values():
+        assert Path(secret["file"]).parts[0] == "secrets"
+    assert "/secrets/" in (COMPOSE.parent / ".gitignore").read_text().splitlines()
+    assert not re.search(r"PASSWORD: |://\w+:\w+@", COMPOSE.read_text())
+
+
+# ---- Kubernetes
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Return the YAML documents of a file."""
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def manifests() -> Iterator[dict[str, Any]]:
+    """Yield what ``kubectl apply -f server/kubernetes`` makes."""
+    for path in sorted(MANIFESTS.glob("*.yaml")):
+        yield from documents(path)
+
+
+def the(kind: str, name: str = "fedlearn-coordinator") -> dict[str, Any]:
+    """Return one manifest."""
+    (found,) = (
+        each for each in manifests() if each["kind"] == kind and each["metadata"]["name"] == name
+    )
+    return found
+
+
+def check_manifests(*paths: Path, version: str) -> int:
+    """Return the exit code of the API's schemas, which here refuse what they do not know."""
+    options = ("--strict", "--kubernetes-version", version)
+    return run(BIN / "kubernetes-validate", *options, *paths).returncode
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_the_manifests_follow_the_api(version: str) -> None:
+    """Of an old and of a recent cluster."""
+    paths = sorted(MANIFESTS.rglob("*.yaml"))
+    assert len(paths) == 7
+    assert check_manifests(*paths, version=version) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("configmap", "data:\n", "date:\n"),
+        ("deployment", "replicas: 2", "replicas: two"),
+        ("deployment", "readinessProbe", "readynessProbe"),
+        ("networkpolicy", "podSelector:", "podSelectors:"),
+        ("persistentvolumeclaim", "accessModes: [ReadWriteMany]", "accessModes: ReadWriteMany"),
+        ("poddisruptionbudget", "IfHealthyBudget", "[IfHealthyBudget]"),
+        ("service", "port: 9440", "port: door"),
+        ("examples/secret", "stringData:", "stringDate:"),
+    ],
+)
+def test_a_broken_manifest_is_refused(tmp_path: Path, name: str, good: str, bad: str) -> None:
+    """The control: of each manifest a variant with an unknown key or a wrong type."""
+    path = tmp_path / "manifest.yaml"
+    path.write_text(broken((MANIFESTS / f"{name}.yaml").read_text(), good, bad))
+    assert check_manifests(path, version=KUBERNETES_VERSIONS[-1]) != 0
+
+
+def test_the_manifests_select_the_same_pods() -> None:
+    """A label that differs in one of them would leave a Service without a pod."""
+    template = the("Deployment")["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert the("Deployment")["spec"]["selector"]["matchLabels"] == labels
+    for name in ("fedlearn-coordinator", "fedlearn-coordinator-metrics"):
+        assert the("Service", name)["spec"]["selector"] == labels
+    assert the("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    assert the("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    container, volumes = template["spec"]["containers"][0], template["spec"]["volumes"]
+    named = {port["name"] for port in container["ports"]}
+    for name in ("fedlearn-coordinator", "fedlearn-coordinator-metrics"):
+        ports = the("Service", name)["spec"]["ports"]
+        assert {port["targetPort"] for port in ports} <= named
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in volumes
+    }
+
+
+def test_the_deployment_fits_its_configuration(tmp_path: Path) -> None:
+    """Ports, probes, folders, secret and the time to stop."""
+    path = tmp_path / "coordinator.toml"
+    path.write_text(configmap_toml())
+    section = load(path, overrides=()).coordinator
+    spec = the("Deployment")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    listening = (section.address, section.enrolment_address, section.http_address)
+    ports = [port["containerPort"] for port in container["ports"]]
+    assert [int(address.rpartition(":")[2]) for address in listening] == ports
+    assert not section.http_address.startswith("127.")  # probes come from outside the pod
+    paths = {name: container[name]["httpGet"]["path"] for name in container if "Probe" in name}
+    expected = {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
+    assert paths == expected
+    assert spec["terminationGracePeriodSeconds"] > 2 * section.shutdown_grace_s
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {
+        "name": "fedlearn-store",
+        "key": "url",
+    }
+
+
+def test_two_coordinators_can_take_turns() -> None:
+    """One of two is ready at a time, which a rolling update or a budget of 1 would wait on."""
+    spec = the("Deployment")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["type"] == "Recreate"
+    assert the("PodDisruptionBudget")["spec"]["minAvailable"] == 0
+    assert the("PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_pod_may_do_little() -> None:
+    """It meets the restricted pod security standard, and more."""
+    spec = the("Deployment")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert f"USER {spec['securityContext']['runAsUser']}:" in DOCKERFILE.read_text()
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
