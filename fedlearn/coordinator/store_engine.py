@@ -215,7 +215,7 @@ def _only_process(engine: Engine) -> Iterator[None]:
     if engine.dialect.name != "sqlite":
         yield
         return
-    folder = Path(str(engine.url.database)).parent
+    folder = Path(str(engine.url.database).removeprefix("file:")).parent
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,0 +1,85 @@
+"""Which run a Flower run is, for the coordinator and for clients that try it out.
+
+What ``flwr run`` is given (``[tool.flwr.app.config]`` and ``--run-config``):
+
+=============== ==========================================================================
+``config``      the run's TOML file, in the app's folder
+``overrides``   ``a.b=value`` laid over it, separated by semicolons; may be empty
+``num-rounds``  rounds; 0: as the file says
+``min-clients`` clients that a round waits for; 0: as many as it asks
+``patience-s``  the longest that a round waits for clients to come, in seconds
+=============== ==========================================================================
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedlearn import build
+from fedlearn.client.torch_trainer import TorchTrainer
+from fedlearn.config import Config, load, resolve_addresses
+from fedlearn.core.messages import Settings
+from fedlearn.errors import ConfigError, DataError
+from fedlearn.transport.flower import Node
+
+
+def configuration(run_config: Settings, folder: Path) -> Config:
+    """Return the configuration that a Flower run names.
+
+    Raises:
+        ConfigError: It is missing or wrong.
+    """
+    name, overrides = run_config.get("config"), run_config.get("overrides", "")
+    if not isinstance(name, str) or not isinstance(overrides, str):
+        raise ConfigError(
+            f"config is {name!r} and overrides is {overrides!r} in the run's configuration; "
+            "both are texts: a TOML file in the app's folder, and a.b=value;c=value"
+        )
+    laid_over = [text for text in overrides.split(";") if text.strip()]
+    if num_rounds := number(run_config, "num-rounds"):
+        laid_over.append(f"num_rounds={num_rounds}")
+    return load(folder / name, overrides=laid_over)
+
+
+def number(run_config: Settings, name: str) -> int:
+    """Return a whole number of the run's settings, 0 where there is none.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    value = run_config.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{name} is {value!r} in the run's configuration; it is a number >= 0")
+    return value
+
+
+def partition_trainer(node: Node, folder: Path) -> TorchTrainer:
+    """Return a trainer on the part of the configuration's data that is this client's.
+
+    For a federation whose nodes all hold the same public data set, to try things out and to
+    compare with the simulation of the same file: a real client brings data of its own.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+        DataError: There is no such part.
+    """
+    torch.set_num_threads(1)  # sums as in a simulation, whatever the number of cores
+    config = configuration(node.run_config, folder)
+    data_dir = resolve_addresses(config, environ=os.environ).data_dir
+    data = build.federated_data(config, data_dir=data_dir)
+    if node.client_id >= data.population.num_clients:
+        raise DataError(
+            f"client {node.client_id} of {data.population.num_clients}: there are more nodes than "
+            "parts; raise data.partition.num_clients"
+        )
+    rows = data.population.load(np.asarray([node.client_id]))
+    index = torch.from_numpy(rows.rows)
+    return TorchTrainer.of(
+        build.model_factory(config, data),
+        rows.features[index],
+        rows.labels[index],
+        objective=build.objective(config.loss),
+        device="cpu",
+    )

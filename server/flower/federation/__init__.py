@@ -1,0 +1,1 @@
+"""A fedlearn run on a Flower federation."""

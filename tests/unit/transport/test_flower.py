@@ -1,0 +1,538 @@
+"""The Flower channel over a grid in this process: real messages, real ClientApps, virtual time."""
+
+import math
+import threading
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    RecordDict,
+    UserConfig,
+)
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedlearn.client.flower import Node
+from fedlearn.client.flower import client_app as trainer_app
+from fedlearn.client.trainer import LocalTrainer
+from fedlearn.core.clock import Clock, SystemClock, VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Request,
+    TrainRequest,
+)
+from fedlearn.errors import DataError, DeploymentError, ProtocolError
+from fedlearn.transport.base import Arrival
+from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
+
+RUN = 77
+REQUEST = EvaluateRequest(round_num=3, tensors={"w": torch.ones(2)})
+#: Node ids are unsigned 64-bit numbers.
+NODES = {2**64 - 1: 0, 12: 1, 13: 2}
+
+Tamper = Callable[[Message, Message], Message]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_server_app() -> None:
+    """What Flower sets in the process of a ServerApp."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
+
+
+def counting(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+    """A handler that replies how often it was asked before."""
+    request = decode(data)
+    assert isinstance(request, EvaluateRequest | TrainRequest)
+    reply = EvaluateReply(round_num=request.round_num, num_examples=len(state) + 1, metrics={})
+    return encode(reply), state + b"x"
+
+
+COUNTING = client_app(lambda _: counting)
+
+
+@dataclass
+class LocalGrid:
+    """A grid of nodes in this process that answer after so many seconds.
+
+    Attributes:
+        clock: Which seconds.
+        nodes: Partition by node id.
+        app: What answers.
+        latency_s: By partition; those of introductions are zero.
+        broken: Errors that the next calls raise, by method.
+        tamper: What a hostile SuperLink makes of a reply to which message.
+    """
+
+    clock: Clock
+    nodes: dict[int, int] = field(default_factory=lambda: dict(NODES))
+    app: ClientApp = COUNTING
+    latency_s: dict[int, float] = field(default_factory=dict)
+    broken: dict[str, int] = field(default_factory=dict)
+    tamper: Tamper = lambda _, reply: reply
+    node_config: dict[str, str] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    pushed: list[Message] = field(default_factory=list)
+    replies: dict[str, tuple[float, Message]] = field(default_factory=dict)
+
+    def get_node_ids(self) -> Iterable[int]:
+        self._break("get_node_ids")
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self._break("push_messages")
+        return [self._push(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self._break("pull_messages")
+        now_s = self.clock.now_s()
+        ready = [each for each in message_ids if self.replies[each][0] <= now_s]
+        return [self.replies.pop(each)[1] for each in ready]
+
+    def context(self, node_id: int) -> Context:
+        config: UserConfig = {"partition-id": self.nodes[node_id], **self.node_config}
+        fresh = Context(RUN, node_id, config, RecordDict(), {})
+        return self.contexts.setdefault(node_id, fresh)
+
+    def _push(self, message: Message) -> str:
+        node_id = message.metadata.dst_node_id
+        if node_id not in self.nodes:
+            return ""
+        self.pushed.append(message)
+        latency_s = self.latency_s.get(self.nodes[node_id], 0.0)
+        if message.metadata.message_type == "query":
+            latency_s = 0.0
+        message_id = f"message-{len(self.pushed)}"
+        message.metadata.__dict__["_message_id"] = message_id
+        reply = self.tamper(message, self.app(message, self.context(node_id)))
+        self.replies[message_id] = (self.clock.now_s() + latency_s, reply)
+        return message_id
+
+    def _break(self, method: str) -> None:
+        if self.broken.get(method, 0) > 0:
+            self.broken[method] -= 1
+            request = httpx.Request("POST", "http://superlink")
+            response = httpx.Response(500, text="database is locked", request=request)
+            raise httpx.HTTPStatusError("500", request=request, response=response)
+
+
+def at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+def channel(grid: LocalGrid, *, min_clients: int = 3) -> FlowerChannel:
+    made = FlowerChannel(
+        grid=grid,
+        run_id=f"flower-{RUN}",
+        clock=grid.clock,
+        min_clients=min_clients,
+        patience_s=30.0,
+        start=at_once,
+    )
+    made.available()
+    return made
+
+
+def ask(
+    made: FlowerChannel, request: Request = REQUEST, *, deadline_s: float = 100.0
+) -> dict[int, Arrival]:
+    """Ask all three clients and return what arrived, in that order."""
+    arrivals = made.exchange(
+        dict.fromkeys([ClientId(0), ClientId(1), ClientId(2)], request), deadline_s=deadline_s
+    )
+    return {arrival.client_id: arrival for arrival in arrivals}
+
+
+def reasons(arrivals: dict[int, Arrival]) -> dict[int, str]:
+    return {c: a.reply.reason for c, a in arrivals.items() if isinstance(a.reply, Failure)}
+
+
+def with_content(reply: Message, header: dict[str, bytes | int], data: bytes) -> Message:
+    """Return the reply with another header and payload."""
+    array = Array(dtype="uint8", shape=(len(data),), stype="fedlearn.message", data=data)
+    payload = ArrayRecord({"message": array})
+    reply.content = RecordDict({"fedlearn": ConfigRecord({**header}), "fedlearn.payload": payload})
+    return reply
+
+
+def header_of(message: Message) -> dict[str, bytes | int]:
+    record = message.content.config_records["fedlearn"]
+    return {name: value for name, value in record.items() if isinstance(value, bytes | int)}
+
+
+def payload_of(message: Message) -> bytes:
+    return message.content.array_records["fedlearn.payload"]["message"].data
+
+
+def of_client(client: int, change: Tamper) -> Tamper:
+    """Return ``change`` of one client's replies, introductions excepted."""
+    node = next(node_id for node_id, partition in NODES.items() if partition == client)
+
+    def tamper(message: Message, reply: Message) -> Message:
+        is_task = message.metadata.message_type != "query"
+        return change(message, reply) if is_task and message.metadata.dst_node_id == node else reply
+
+    return tamper
+
+
+# ---- Exchanges ----------------------------------------------------------------------------
+
+
+def test_clients_are_known_by_their_partition() -> None:
+    """Whatever their node ids."""
+    assert list(channel(LocalGrid(VirtualClock())).available()) == [0, 1, 2]
+
+
+def test_replies_come_in_order_of_arrival() -> None:
+    """Each with its time, to the pace of polling."""
+    grid = LocalGrid(VirtualClock(), latency_s={0: 3.0, 1: 1.0, 2: 2.0})
+    arrivals = ask(channel(grid))
+    assert list(arrivals) == [1, 2, 0]
+    assert not reasons(arrivals)
+    for client, latency_s in grid.latency_s.items():
+        assert latency_s <= arrivals[client].elapsed_s <= latency_s + 0.5
+
+
+@pytest.mark.parametrize("deadline_s", [0.05, 1.0, 7.77])
+def test_an_exchange_ends_at_its_deadline(deadline_s: float) -> None:
+    """To the tick of the clock, with what arrived before it."""
+    grid = LocalGrid(VirtualClock(), latency_s={0: math.inf, 1: 0.0, 2: math.inf})
+    made = channel(grid)
+    start_s = grid.clock.now_s()
+    assert list(ask(made, deadline_s=deadline_s)) == [1]
+    assert grid.clock.now_s() - start_s == pytest.approx(deadline_s)
+
+
+def test_messages_live_as_long_as_their_exchange() -> None:
+    """So that a straggler does not work for nothing; without a deadline Flower's default."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    ask(made, deadline_s=50.0)
+    ask(made, deadline_s=math.inf)
+    ttls = [message.metadata.ttl for message in grid.pushed[3:]]
+    assert ttls == [51.0] * 3 + [43200] * 3
+
+
+def test_late_replies_are_dropped_and_counted() -> None:
+    """And are no answer to the next exchange."""
+    grid = LocalGrid(VirtualClock(), latency_s={2: 5.0})
+    made = channel(grid)
+    assert list(ask(made, deadline_s=2.0)) == [0, 1]
+    grid.clock.sleep(4.0)
+    assert list(ask(made, deadline_s=20.0)) == [0, 1, 2]
+    assert made.counts.late == 1
+
+
+def test_a_round_that_is_closed_early_leaves_late_replies() -> None:
+    """The caller stops iterating; the others' replies count as late."""
+    grid = LocalGrid(VirtualClock(), latency_s={1: 1.0, 2: 1.0})
+    made = channel(grid)
+    arrivals = made.exchange(
+        dict.fromkeys([ClientId(0), ClientId(1), ClientId(2)], REQUEST), deadline_s=9.0
+    )
+    assert isinstance(arrivals, Generator)
+    assert next(arrivals).client_id == 0
+    arrivals.close()
+    grid.clock.sleep(2.0)
+    ask(made)
+    assert made.counts.late == 2
+
+
+def test_equal_requests_are_encoded_once() -> None:
+    """All messages share one content."""
+    grid = LocalGrid(VirtualClock())
+    ask(channel(grid))
+    assert len({id(message.content) for message in grid.pushed[3:]}) == 1
+
+
+def test_replies_are_pulled_as_they_are_taken() -> None:
+    """However many are ready: memory does not grow with the cohort."""
+    grid = LocalGrid(VirtualClock(), nodes={100 + number: number for number in range(40)})
+    made = channel(grid, min_clients=40)
+    requests = {ClientId(number): REQUEST for number in range(40)}
+    for num_taken, _ in enumerate(made.exchange(requests, deadline_s=5.0), start=1):
+        num_pulled = 40 - len(grid.replies)
+        assert num_pulled - num_taken <= 8
+    assert num_taken == 40
+
+
+def test_state_is_kept_between_the_exchanges_of_a_round() -> None:
+    """Several messages to the same clients, as in secure aggregation."""
+    made = channel(LocalGrid(VirtualClock()))
+    for count in (1, 2, 3):
+        replies = [arrival.reply for arrival in ask(made).values()]
+        assert [r.num_examples for r in replies if isinstance(r, EvaluateReply)] == [count] * 3
+
+
+def test_a_client_that_is_not_there_is_a_failure() -> None:
+    """It never was, or its node is gone."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    del grid.nodes[12]
+    requests = dict.fromkeys([ClientId(0), ClientId(1), ClientId(9)], REQUEST)
+    arrivals = {int(a.client_id): a for a in made.exchange(requests, deadline_s=5.0)}
+    assert reasons(arrivals).keys() == {1, 9}
+    assert list(made.available()) == [0, 2]
+
+
+@pytest.mark.parametrize(("code", "words"), [(2, "exception"), (8, "died"), (99, "unknown")])
+def test_an_error_of_flower_is_a_failure_in_our_words(code: int, words: str) -> None:
+    """Flower's own would quote the client's traceback."""
+
+    def fail(message: Message, _: Message) -> Message:
+        return Message(Error(code, "patient Alice has value 42"), reply_to=message)
+
+    arrivals = ask(channel(LocalGrid(VirtualClock(), tamper=of_client(1, fail))))
+    assert words in reasons(arrivals)[1]
+    assert "Alice" not in reasons(arrivals)[1]
+
+
+# ---- A SuperLink in trouble ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["get_node_ids", "push_messages", "pull_messages"])
+def test_errors_of_the_superlink_that_pass_are_waited_out(method: str) -> None:
+    """Its database is locked at times."""
+    grid = LocalGrid(VirtualClock(), broken={method: 3})
+    made = channel(grid)
+    grid.broken[method] = 3
+    made.available()
+    assert not reasons(ask(made))
+    assert made.counts.grid_errors == 6
+
+
+def test_a_superlink_that_takes_no_message_is_a_failure_of_the_exchange() -> None:
+    """After a few attempts, for whom it concerns."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    grid.broken["push_messages"] = 5
+    arrivals = ask(made)
+    assert list(reasons(arrivals)) == [0]
+    assert "HTTPStatusError" in reasons(arrivals)[0]
+
+
+def test_a_superlink_that_is_gone_ends_the_run() -> None:
+    """With words, after the patience that was asked for."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    grid.broken["get_node_ids"] = 10**9
+    with pytest.raises(DeploymentError, match="500"):
+        made.available()
+    assert grid.clock.now_s() == pytest.approx(30.0, abs=1.0)
+
+
+def test_available_waits_for_clients_with_patience() -> None:
+    """And says who is there when it is over."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid, min_clients=4)
+    assert grid.clock.now_s() == pytest.approx(30.0)
+    grid.nodes[14] = 3
+    assert list(made.available()) == [0, 1, 2, 3]
+    assert grid.clock.now_s() == pytest.approx(30.0)
+
+
+@dataclass
+class StallingGrid(LocalGrid):
+    """The reply of one node uploads for ever."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies:
+            if reply.metadata.src_node_id == 13 and reply.metadata.message_type != "query":
+                self.gate.wait(timeout=60.0)
+        return replies
+
+
+def test_a_stalled_upload_delays_nobody() -> None:
+    """Real threads and real time: others are heard, and the deadline holds."""
+    clock = SystemClock()
+    grid = StallingGrid(clock, latency_s={1: 0.3})
+    made = channel(grid)
+    made._postbox.start = in_a_thread  # noqa: SLF001 - introductions were at once
+    start_s = clock.now_s()
+    arrivals = ask(made, deadline_s=1.0)
+    assert clock.now_s() - start_s < 1.5
+    assert list(arrivals) == [0, 1]
+    grid.gate.set()
+
+
+def test_a_thread_that_dies_ends_the_run() -> None:
+    """An unforeseen error on the side is not waited for until the deadline."""
+
+    def broken(message: Message, _: Message) -> Message:
+        raise KeyError(message.metadata.message_id)
+
+    def start(work: Callable[[], None]) -> None:
+        with pytest.raises(KeyError):
+            work()
+
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    grid.tamper, made._postbox.start = broken, start  # noqa: SLF001
+    with pytest.raises(DeploymentError, match="no longer serves"):
+        ask(made)
+
+
+# ---- Who says so --------------------------------------------------------------------------
+
+
+def forged(message: Message, reply: Message) -> Message:
+    """Another model under the client's signature."""
+    lie = encode(EvaluateReply(round_num=3, num_examples=10**6, metrics={}))
+    return with_content(reply, header_of(reply), lie)
+
+
+def unsigned(message: Message, reply: Message) -> Message:
+    return with_content(reply, {"client_id": 1}, payload_of(reply))
+
+
+def garbage(message: Message, reply: Message) -> Message:
+    reply.content = RecordDict({"weights": ConfigRecord({"w": 1.0})})
+    return reply
+
+
+def oversized(message: Message, reply: Message) -> Message:
+    return with_content(reply, header_of(reply), b"x" * (1 << 21))
+
+
+@pytest.mark.parametrize("change", [forged, unsigned, garbage, oversized])
+def test_a_reply_that_is_not_the_clients_is_refused(change: Tamper) -> None:
+    """It is counted, and the round goes on without it."""
+    made = channel(LocalGrid(VirtualClock(), tamper=of_client(1, change)))
+    arrivals = ask(made)
+    assert reasons(arrivals).keys() == {1}
+    assert made.counts.refused == 1
+
+
+def test_an_earlier_reply_is_refused_when_it_is_replayed() -> None:
+    """Of the exchange before, of another round, or of another attempt."""
+    kept: list[tuple[dict[str, bytes | int], bytes]] = []
+
+    def replay(message: Message, reply: Message) -> Message:
+        kept.append((header_of(reply), payload_of(reply)))
+        return with_content(reply, *kept[0])
+
+    made = channel(LocalGrid(VirtualClock(), tamper=of_client(1, replay)))
+    assert not reasons(ask(made))
+    train = TrainRequest(round_num=3, attempt=0, tensors={}, settings={}, seed=0)
+    for request in (REQUEST, replace(REQUEST, round_num=4), train, replace(train, attempt=1)):
+        assert reasons(ask(made, request)).keys() == {1}
+
+
+def test_a_reply_of_another_client_is_refused() -> None:
+    """A SuperLink or node that swaps what two clients say."""
+    seen: dict[int, Message] = {}
+
+    def swap(message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "query":
+            return reply
+        seen[message.metadata.dst_node_id] = reply
+        return seen.get(12, reply) if message.metadata.dst_node_id == 13 else reply
+
+    made = channel(LocalGrid(VirtualClock(), tamper=swap))
+    assert reasons(ask(made)).keys() == {2}
+
+
+def test_the_first_key_of_a_run_stays() -> None:
+    """Another node cannot take a client's place, nor the same one without its key."""
+    grid = LocalGrid(VirtualClock())
+    made = channel(grid)
+    grid.nodes[99] = 1
+    assert list(made.available()) == [0, 1, 2]
+    del grid.nodes[12]  # the node of client 1 was restarted as 99, its state is lost
+    assert list(made.available()) == [0, 2]
+    assert made.counts.refused == 1
+
+
+def test_a_client_with_an_identity_folder_survives_its_node(tmp_path: Path) -> None:
+    """The key is the same under another node id."""
+    grid = LocalGrid(VirtualClock(), nodes={5: 1}, node_config={"identity": str(tmp_path / "id")})
+    made = channel(grid, min_clients=1)
+    grid.nodes = {6: 1}
+    assert list(made.available()) == [1]
+    arrivals = list(made.exchange({ClientId(1): REQUEST}, deadline_s=5.0))
+    assert isinstance(arrivals[0].reply, EvaluateReply)
+    assert (tmp_path / "id").stat().st_mode & 0o777 == 0o700
+    assert grid.context(6).state.config_records["fedlearn.state"]["identity"] == b""
+
+
+def test_an_introduction_at_another_node_is_refused() -> None:
+    """A card that was seen elsewhere."""
+    cards: list[tuple[dict[str, bytes | int], bytes]] = []
+
+    def copy(message: Message, reply: Message) -> Message:
+        cards.append((header_of(reply), payload_of(reply)))
+        return with_content(reply, *cards[0])
+
+    made = channel(LocalGrid(VirtualClock(), tamper=copy))
+    assert list(made.available()) == [1]
+    assert made.counts.refused == 2
+
+
+def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
+    """Its app may have been starting."""
+    failing = True
+
+    def fail(message: Message, reply: Message) -> Message:
+        return Message(Error(1, ""), reply_to=message) if failing else reply
+
+    grid = LocalGrid(VirtualClock(), tamper=fail)
+    made = channel(grid, min_clients=1)
+    assert list(made.available()) == []
+    failing = False
+    assert list(made.available()) == [0, 1, 2]
+
+
+# ---- The client ---------------------------------------------------------------------------
+
+
+def test_a_node_without_a_partition_has_a_client_id_of_its_own() -> None:
+    """Made of its node id, and within 63 bits."""
+    grid = LocalGrid(VirtualClock(), nodes={2**64 - 2: 0})
+    grid.contexts[2**64 - 2] = Context(RUN, 2**64 - 2, {}, RecordDict(), {})
+    assert list(channel(grid, min_clients=1).available()) == [2**63 - 2]
+
+
+def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
+    """Only its type's name reaches the coordinator."""
+
+    def make_trainer(node: Node) -> LocalTrainer:
+        raise DataError("patient Alice has value 42")
+
+    grid = LocalGrid(VirtualClock(), app=trainer_app(make_trainer))
+    assert set(reasons(ask(channel(grid))).values()) == {"DataError"}
+
+
+def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
+    """Else a coordinator could have any bytes signed as a card."""
+    grid = LocalGrid(VirtualClock())
+    query = Message(RecordDict(), 12, "train")
+    message = with_content(query, {}, encode(REQUEST))
+    message.content.config_records["fedlearn"] = ConfigRecord({"kind": "Hello"})
+    with pytest.raises(ProtocolError, match="kind 'Hello'"):
+        COUNTING(message, grid.context(12))
+
+
+@pytest.mark.parametrize("partition", [-1, "zero", 1.5])
+def test_a_partition_that_is_no_client_id_is_refused(partition: float | str) -> None:
+    """With what to write instead."""
+    grid = LocalGrid(VirtualClock())
+    context = Context(RUN, 12, {"partition-id": partition}, RecordDict(), {})
+    with pytest.raises(DeploymentError, match="partition-id"):
+        COUNTING(Message(RecordDict(), 12, "query"), context)
+    assert grid.nodes
