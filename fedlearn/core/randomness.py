@@ -150,3 +150,8 @@ class SecretBytes:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("secrets are not pickled")
+
+
+def jitter() -> float:
+    """Return a number in [0, 1) that nobody needs to reproduce: it spreads retries in time."""
+    return secrets.SystemRandom().random()

@@ -1,0 +1,219 @@
+"""When a device may train: on mains power, idle, on an unmetered network, at night."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeAlias
+
+from fedlearn.core.clock import Clock
+from fedlearn.errors import ConfigError
+
+#: Tells whether something holds; ``None``: it cannot tell.
+Probe: TypeAlias = Callable[[], bool | None]
+
+#: A device is idle while others use less than this share of its processors.
+_IDLE_SHARE = 0.25
+#: Seconds over which that share is averaged.
+_IDLE_WINDOW_S = 10.0
+_IDLE_SHORTEST_S = 0.5
+#: Seconds for which NetworkManager's answer holds.
+_METERED_AGE_S = 30.0
+_TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
+_NETWORK_MANAGER = "org.freedesktop.NetworkManager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of the device now; ``None``: it cannot tell.
+
+    Attributes:
+        on_power: Whether it runs on mains power.
+        idle: Whether nobody uses it.
+        unmetered: Whether its network costs nothing by volume.
+    """
+
+    on_power: bool | None = None
+    idle: bool | None = None
+    unmetered: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """What the application knows better than the operating system; polled in its process.
+
+    Attributes:
+        on_power: As in :class:`Facts`; ``None``: ask the operating system.
+        idle: The same.
+        unmetered: The same.
+    """
+
+    on_power: Probe | None = None
+    idle: Probe | None = None
+    unmetered: Probe | None = None
+
+    def facts(self) -> Facts:
+        """Ask every probe that there is."""
+        return Facts(
+            on_power=self.on_power() if self.on_power else None,
+            idle=self.idle() if self.idle else None,
+            unmetered=self.unmetered() if self.unmetered else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What must hold before and during training; what is not asked for need not be known.
+
+    Attributes:
+        on_power: Only on mains power.
+        idle: Only while nobody uses the device.
+        unmetered: Only on a network that costs nothing by volume.
+        between: Only from one local time until another, ``("22:00", "06:00")``; over midnight
+            if the second is earlier.
+
+    Raises:
+        ConfigError: ``between`` is not two different times of day.
+
+    Example:
+        >>> night = Conditions(on_power=True, between=("22:00", "06:00"))
+        >>> night.unmet(Facts(on_power=True), local=datetime(2026, 1, 1, 23, 30))
+        ()
+        >>> night.unmet(Facts(), local=datetime(2026, 1, 1, 6, 0))
+        ('on_power (unknown)', 'between 22:00 and 06:00')
+    """
+
+    on_power: bool = False
+    idle: bool = False
+    unmetered: bool = False
+    between: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.between is None:
+            return
+        if not all(_TIME.fullmatch(each) for each in self.between):
+            raise ConfigError(
+                f'conditions.between is {self.between!r}; write two times, ("22:00", "06:00")'
+            )
+        if self.between[0] == self.between[1]:
+            raise ConfigError(
+                f"conditions.between is never: both times are {self.between[0]}; leave it out to "
+                "train all day"
+            )
+
+    def unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
+        """Return what does not hold, in words; what is required and unknown does not."""
+        unmet = []
+        for name in ("on_power", "idle", "unmetered"):
+            value = getattr(facts, name)
+            if getattr(self, name) and not value:
+                unmet.append(f"{name} (unknown)" if value is None else name)
+        if self.between is not None and not _is_between(self.between, local):
+            unmet.append(f"between {self.between[0]} and {self.between[1]}")
+        return tuple(unmet)
+
+
+def _is_between(between: tuple[str, str], local: datetime) -> bool:
+    begin, end = between
+    now = f"{local.hour:02d}:{local.minute:02d}"  # of one width: compares as a time does
+    return begin <= now < end if begin < end else now >= begin or now < end
+
+
+def local_time(unix_s: float) -> datetime:
+    """Return seconds since 1970 as a time in this device's time zone."""
+    return datetime.fromtimestamp(unix_s, tz=UTC).astimezone()
+
+
+@dataclass
+class Device:
+    """Asks the operating system (Linux).
+
+    Attributes:
+        clock: When it was asked.
+        power_supplies: Where the kernel lists mains adapters and batteries.
+        processor_times: Where the kernel counts the processors' time.
+    """
+
+    clock: Clock
+    power_supplies: Path = Path("/sys/class/power_supply")
+    processor_times: Path = Path("/proc/stat")
+    _load: deque[tuple[float, float, float]] = field(default_factory=deque)
+    _metered: tuple[float, bool | None] | None = None
+
+    def facts(self) -> Facts:
+        """Return what can be told; to be called every second or so."""
+        return Facts(on_power=self._on_power(), idle=self._idle(), unmetered=self._unmetered())
+
+    def _on_power(self) -> bool | None:
+        """A device without a battery is on mains power; with one, a mains adapter must be."""
+        try:
+            supplies = sorted(self.power_supplies.iterdir())
+        except OSError:
+            return None
+        kinds = [(_line(each / "type"), each) for each in supplies]
+        mains = [_line(each / "online") == "1" for kind, each in kinds if kind != "Battery"]
+        batteries = [
+            _line(each / "status") == "Discharging"
+            for kind, each in kinds
+            if kind == "Battery" and _line(each / "scope") != "Device"  # a mouse's is none
+        ]
+        return any(mains) or not any(batteries)
+
+    def _idle(self) -> bool | None:
+        """Compare what others than this process have used of the processors' time."""
+        busy_s = self._busy_s()
+        if busy_s is None:
+            return None
+        own = os.times()
+        now_s = self.clock.now_s()
+        self._load.append((now_s, busy_s, own.user + own.system))
+        while now_s - self._load[1 if len(self._load) > 1 else 0][0] >= _IDLE_WINDOW_S:
+            self._load.popleft()
+        then_s, busy_then_s, own_then_s = self._load[0]
+        if now_s - then_s < _IDLE_SHORTEST_S:
+            return None  # the kernel counts in hundredths: too short to tell
+        others_s = (busy_s - busy_then_s) - (own.user + own.system - own_then_s)
+        return others_s < _IDLE_SHARE * (os.cpu_count() or 1) * (now_s - then_s)
+
+    def _busy_s(self) -> float | None:
+        # cpu user nice system idle iowait irq softirq steal …, in ticks
+        fields = _line(self.processor_times).split()
+        if len(fields) < 8 or fields[0] != "cpu":  # noqa: PLR2004 - as in the comment above
+            return None
+        user, nice, system, _, _, irq, soft_irq = (int(each) for each in fields[1:8])
+        ticks_per_s: int = os.sysconf("SC_CLK_TCK")
+        return (user + nice + system + irq + soft_irq) / ticks_per_s
+
+    def _unmetered(self) -> bool | None:
+        now_s = self.clock.now_s()
+        if self._metered is None or now_s - self._metered[0] > _METERED_AGE_S:
+            self._metered = (now_s, _ask_network_manager())
+        return self._metered[1]
+
+
+def _line(path: Path) -> str:
+    """Return the first line of a file, empty if it cannot be read."""
+    try:
+        return path.read_text().partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def _ask_network_manager() -> bool | None:
+    """Return whether the network is unmetered; ``None`` without NetworkManager or its guess."""
+    program = shutil.which("busctl")
+    if program is None:
+        return None
+    path = "/" + _NETWORK_MANAGER.replace(".", "/")
+    question = [program, "get-property", _NETWORK_MANAGER, path, _NETWORK_MANAGER, "Metered"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=2.0, check=False)  # noqa: S603 - fixed words
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # NMMetered: 1 yes, 2 no, 3 guessed yes, 4 guessed no
+    return {"u 1": False, "u 2": True, "u 3": False, "u 4": True}.get(answer.stdout.strip())

@@ -1,0 +1,329 @@
+"""What a client does next: a state machine without I/O, events in and actions out.
+
+::
+
+    Offered -> Start -> Answered -> Keep -> Kept -> Deliver -> Settled -> Drop
+                 |
+                 +-- called off (coordinator, conditions, user) -> CallOff -> Ended
+
+The work on a task (downloading, training) is one action; it ends with exactly one of
+:class:`Answered` and :class:`Ended`, also after it was called off, because training stops at
+the end of a batch and not at once. A task that came meanwhile waits for that.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
+
+# Events: what happened.
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The coordinator has welcomed this client to its run."""
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The session has ended, for whatever reason."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The coordinator has pushed a task."""
+
+    task: OpenTask
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The coordinator no longer waits for a task."""
+
+    key: TaskKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A receipt has come: the coordinator has the reply, or does not want it."""
+
+    key: TaskKey
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Work on a task has ended with a reply.
+
+    Attributes:
+        task: Which.
+        reply: The reply's bytes.
+        state: This client's state after it; ``None``: as before.
+    """
+
+    task: OpenTask
+    reply: bytes = field(repr=False)
+    state: bytes | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Work on a task has ended without a reply: called off, or the download broke."""
+
+    key: TaskKey
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A reply is durable."""
+
+    held: HeldReply
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A second has passed.
+
+    Attributes:
+        unmet: Conditions that do not hold now.
+        now_unix_s: The time.
+    """
+
+    unmet: tuple[str, ...]
+    now_unix_s: float
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The user or the operating system wants this process to end."""
+
+
+Event: TypeAlias = (
+    Connected
+    | Disconnected
+    | Offered
+    | Withdrawn
+    | Settled
+    | Answered
+    | Ended
+    | Kept
+    | Surveyed
+    | Stopped
+)
+
+# Actions: what to do about it.
+
+
+@dataclass(frozen=True)
+class Start:
+    """Work on a task, from what an earlier attempt at it has left."""
+
+    task: OpenTask
+
+
+@dataclass(frozen=True)
+class CallOff:
+    """Have the work on a task end at the next batch."""
+
+    key: TaskKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class Erase:
+    """Remove what the work on a task has left."""
+
+    key: TaskKey
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Make a reply durable, with the state after it."""
+
+    answered: Answered
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Send a reply."""
+
+    held: HeldReply
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget a reply."""
+
+    held: HeldReply
+    reason: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """End the session."""
+
+
+Action: TypeAlias = Start | CallOff | Erase | Keep | Deliver | Drop | Disconnect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Where a client stands.
+
+    Attributes:
+        is_connected: Whether there is a session.
+        is_stopping: Whether this process shall end.
+        unmet: Conditions that do not hold.
+        task: What is worked on, or was until it was called off.
+        is_called_off: Whether that work shall end.
+        is_withdrawn: Whether its reply would be of no use to anyone.
+        waiting: A task that came while a called off one has not ended yet.
+        held: The finished reply that is not settled.
+    """
+
+    is_connected: bool = False
+    is_stopping: bool = False
+    unmet: tuple[str, ...] = ("not looked at yet",)
+    task: OpenTask | None = None
+    is_called_off: bool = False
+    is_withdrawn: bool = False
+    waiting: OpenTask | None = None
+    held: HeldReply | None = None
+
+    @property
+    def may_connect(self) -> bool:
+        """Whether this client may go looking for its coordinator."""
+        return not self.unmet and not self.is_stopping
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process may end."""
+        return self.is_stopping and self.task is None
+
+
+Step: TypeAlias = tuple[Conversation, tuple[Action, ...]]
+
+
+def step(here: Conversation, event: Event) -> Step:  # noqa: C901, PLR0911 - one line per event
+    """Return where the client stands after ``event``, and what is to be done."""
+    match event:
+        case Connected(run_id):
+            return _connected(here, run_id)
+        case Disconnected():
+            return replace(here, is_connected=False), ()
+        case Offered(task):
+            return _offered(here, task)
+        case Withdrawn(key, reason):
+            return _withdrawn(here, key, reason)
+        case Settled(key):
+            return _forget_reply(here, key, "settled")
+        case Answered():
+            return _answered(here, event)
+        case Ended(key):
+            return _ended(here, key)
+        case Kept(held):
+            return replace(here, held=held), ((Deliver(held),) if here.is_connected else ())
+        case Surveyed():
+            return _surveyed(here, event)
+        case Stopped():
+            stopping = replace(here, is_stopping=True, waiting=None)
+            return _call_off(stopping, "stopped")
+
+
+def _connected(here: Conversation, run_id: str) -> Step:
+    here = replace(here, is_connected=True)
+    actions: list[Action] = []
+    if here.held is not None and here.held.key.run_id != run_id:
+        here, dropped = _forget_reply(here, here.held.key, "its run is over")
+        actions += dropped
+    if here.task is not None and here.task.key.run_id != run_id:
+        here, called_off = _withdrawn(here, here.task.key, "its run is over")
+        actions += called_off
+    if here.held is not None:
+        actions.append(Deliver(here.held))
+    return here, tuple(actions)
+
+
+def _offered(here: Conversation, task: OpenTask) -> Step:
+    if here.unmet or here.is_stopping:
+        return here, ()  # the session is about to end; the next one is offered it again
+    if here.held is not None and here.held.key == task.key:
+        return here, (Deliver(here.held),)
+    if here.task is None:
+        return _start(here, task)
+    if here.task.key == task.key and not here.is_called_off:
+        return here, ()  # offered again by a new session: the work goes on
+    # One thing is asked at a time: if this is another, the one in work has closed.
+    here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
+    return _call_off(here, "the coordinator has moved on")
+
+
+def _start(here: Conversation, task: OpenTask) -> Step:
+    here = replace(here, task=task, waiting=None, is_called_off=False, is_withdrawn=False)
+    return here, (Start(task),)
+
+
+def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Step:
+    if here.waiting is not None and here.waiting.key == key:
+        here = replace(here, waiting=None)
+    if here.task is not None and here.task.key == key:
+        return _call_off(replace(here, is_withdrawn=True), reason)
+    return _forget_reply(here, key, reason)
+
+
+def _call_off(here: Conversation, reason: str) -> Step:
+    if here.task is None or here.is_called_off:
+        return here, ()
+    return replace(here, is_called_off=True), (CallOff(here.task.key, reason),)
+
+
+def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Step:
+    if here.held is None or here.held.key != key:
+        return here, ()
+    return replace(here, held=None), (Drop(here.held, reason),)
+
+
+def _answered(here: Conversation, event: Answered) -> Step:
+    if here.is_withdrawn:
+        return _ended(here, event.task.key)
+    here = replace(here, task=None, is_called_off=False)
+    here, actions = _next(here)
+    return here, (Keep(event), *actions)
+
+
+def _ended(here: Conversation, key: TaskKey) -> Step:
+    erase = (Erase(key),) if here.is_withdrawn else ()
+    # Work that ended unasked lost its connection: the next session is offered it again.
+    leave = () if here.is_called_off or not here.is_connected else (Disconnect(),)
+    here = replace(here, task=None, is_called_off=False, is_withdrawn=False)
+    here, actions = _next(here)
+    return here, (*erase, *actions, *leave)
+
+
+def _next(here: Conversation) -> Step:
+    return (here, ()) if here.waiting is None else _start(here, here.waiting)
+
+
+def _surveyed(here: Conversation, event: Surveyed) -> Step:
+    here, actions = _expire(here, event.now_unix_s)
+    here = replace(here, unmet=event.unmet)
+    if not event.unmet:
+        return here, actions
+    here, called_off = _call_off(replace(here, waiting=None), "conditions")
+    # A reply that is on its way may arrive, unless it is the network that must not be used.
+    may_stay = here.held is not None and not any("unmetered" in each for each in event.unmet)
+    leave = (Disconnect(),) if here.is_connected and not may_stay else ()
+    return here, (*actions, *called_off, *leave)
+
+
+def _expire(here: Conversation, now_unix_s: float) -> Step:
+    actions: list[Action] = []
+    if here.task is not None and here.task.expires_unix_s < now_unix_s:
+        here, called_off = _withdrawn(here, here.task.key, "its deadline is long past")
+        actions += called_off
+    if here.held is not None and here.held.expires_unix_s < now_unix_s:
+        here, dropped = _forget_reply(here, here.held.key, "its deadline is long past")
+        actions += dropped
+    return here, tuple(actions)

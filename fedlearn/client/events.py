@@ -1,0 +1,50 @@
+"""What a client's process tells the application that it works for."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class EventKind(StrEnum):
+    """What has happened."""
+
+    ENROLLED = "enrolled"  # certified by the coordinator
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    OFFLINE = "offline"  # told once; it is tried again, ever less often
+    WAITING = "waiting"  # a condition does not hold
+    DOWNLOADING = "downloading"
+    TRAINING = "training"
+    PROGRESS = "progress"  # with fraction and loss
+    CANCELLED = "cancelled"  # the task was called off, by whom the message says
+    UPLOADING = "uploading"
+    ACCEPTED = "accepted"  # the reply counts
+    LATE = "late"  # the round had closed without it
+    REFUSED = "refused"  # the coordinator does not want the client or its reply
+    POLICY = "policy"  # the client does not want the task
+    FAILED = "failed"  # what goes wrong on this device
+    CRASHED = "crashed"  # the training process ended by itself; it is started again
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEvent:
+    """One step of a client's work.
+
+    Attributes:
+        kind: What has happened.
+        round_num: The round it is about, from 0; ``None``: none.
+        fraction: Share of the local training done, [0, 1].
+        loss: Mean training loss of the latest batch.
+        message: In words, where there is more to say.
+    """
+
+    kind: EventKind
+    round_num: int | None = None
+    fraction: float | None = None
+    loss: float | None = None
+    message: str = ""
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> "AgentEvent":  # Any: what JSON holds
+        """Return the event whose fields are ``values``."""
+        return cls(**{**values, "kind": EventKind(values["kind"])})

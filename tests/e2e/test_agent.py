@@ -1,0 +1,364 @@
+"""An application with an agent, its training process and a real door."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlearn.client.agent import Agent, AgentStatus
+from fedlearn.client.conditions import Conditions, Probes
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import Failure, TrainReply
+from fedlearn.testing.fake_coordinator import FakeCoordinator
+
+WAIT_S = 40.0
+CLOCK = SystemClock()
+MODEL = {"weight": torch.zeros(4)}
+
+#: Trains in steps of a hundredth of a second until a file ``free`` lies beside it.
+SOURCE = """
+import os
+import time
+from pathlib import Path
+
+import torch
+from fedlearn.client import LocalEvaluation, LocalResult
+
+HERE = Path(__file__).parent
+
+class Trainer:
+    num_examples = 5
+    device = "cpu"
+
+    def train(self, tensors, *, context):
+        if (HERE / "crash").exists():
+            os._exit(9)
+        step = int(context.control.saved().get("step", torch.tensor(0)))
+        (HERE / "threads").write_text(f"{torch.get_num_threads()} {os.nice(0)}")
+        (HERE / f"begun-at-{step}").touch()
+        while not (HERE / "free").exists():
+            context.control.check()
+            step += 1
+            context.control.save({"step": torch.tensor(step)})
+            context.control.report(fraction=0.5, loss=0.25)
+            time.sleep(0.01)
+        finished = context.state.get("finished", torch.tensor(0.0)) + 1
+        return LocalResult(
+            tensors={name: value + 1 for name, value in tensors.items()},
+            num_examples=5,
+            metrics={"loss": 0.25, "finished": float(finished)},
+            state={"finished": finished},
+        )
+
+    def evaluate(self, tensors):
+        return LocalEvaluation(num_examples=5, metrics={"loss": 1.0})
+
+class Deaf(Trainer):
+    def train(self, tensors, *, context):
+        (HERE / "begun-at-0").touch()
+        time.sleep(3600)
+"""
+
+
+class Application:
+    """What an application has: a folder, a trainer, and ears."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.trainer = folder / "trainer.py"
+        self.trainer.write_text(SOURCE)
+        self.events: queue.Queue[AgentEvent] = queue.Queue()
+
+    def agent(self, invitation: Path, **options: Any) -> Agent:  # Any: as of Agent
+        settings: dict[str, Any] = {"trainer": f"{self.trainer}:Trainer", **options}
+        return Agent(self.home, invitation=invitation, on_progress=self.events.put, **settings)
+
+    def wait_for(self, kind: EventKind) -> AgentEvent:
+        while True:
+            event = self.events.get(timeout=WAIT_S)
+            if event.kind is kind:
+                return event
+
+    def free(self) -> None:
+        (self.folder / "free").touch()
+
+    def begun(self) -> list[int]:
+        """Return the steps at which trainings began."""
+        return sorted(int(path.name[9:]) for path in self.folder.glob("begun-at-*"))
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Application:
+    return Application(tmp_path)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator() as coordinator:
+        yield coordinator
+
+
+@contextmanager
+def training(
+    coordinator: FakeCoordinator, *, deadline_s: float = WAIT_S
+) -> Iterator["Future[dict[str, TrainReply | Failure]]"]:
+    """Have the connected clients train, in the background."""
+    with ThreadPoolExecutor(1) as executor:
+        yield executor.submit(coordinator.train, MODEL, {"epochs": 1}, deadline_s=deadline_s)
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    """Wait for something that nobody tells us of."""
+    until_s = CLOCK.now_s() + WAIT_S
+    while not is_so():
+        assert CLOCK.now_s() < until_s, "it did not happen"
+        CLOCK.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def pid_of(agent: Agent) -> int:
+    status: AgentStatus = agent.status()
+    assert status.pid is not None
+    return status.pid
+
+
+@pytest.mark.slow
+def test_an_application_takes_part_after_consent_and_not_before(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Starting takes no time; progress is told on another thread; the update arrives."""
+    agent = application.agent(coordinator.invite("laptop"), niceness=5)
+    begin_s = CLOCK.now_s()
+    agent.start()
+    assert CLOCK.now_s() - begin_s < 0.2
+    try:
+        assert not agent.status().is_running
+        assert coordinator.door.counters.connections == 0
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            progress = application.wait_for(EventKind.PROGRESS)
+            assert (progress.round_num, progress.fraction, progress.loss) == (0, 0.5, 0.25)
+            application.free()
+        reply = replies.result()["laptop"]
+        assert isinstance(reply, TrainReply)
+        assert reply.delta["weight"].tolist() == [1.0] * 4
+        application.wait_for(EventKind.ACCEPTED)
+        eventually(lambda: agent.status().num_accepted == 1)
+        threads, niceness = (application.folder / "threads").read_text().split()
+        assert (int(threads), int(niceness)) == (1, os.nice(0) + 5)
+    finally:
+        agent.stop()
+    assert not agent.status().is_running
+
+
+@pytest.mark.slow
+def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """The training process is gone when the call returns."""
+    with application.agent(coordinator.invite("laptop")) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator, deadline_s=5.0) as replies:
+            application.wait_for(EventKind.PROGRESS)
+            pid, begin_s = pid_of(agent), CLOCK.now_s()
+            agent.revoke_consent()
+            assert CLOCK.now_s() - begin_s < 5.0
+            assert not is_alive(pid)
+        assert replies.result() == {}
+        left = sorted(path.name for path in application.home.iterdir())
+        assert left == ["consent", "identity", "lock"]
+        assert not agent.status().has_consent
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        agent.forget()
+        assert not application.home.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_training_process_comes_back_and_goes_on(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """From the checkpoint inside the task; its state counts the task once."""
+    with application.agent(coordinator.invite("laptop")) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            application.wait_for(EventKind.PROGRESS)
+            eventually((application.home / "task" / "checkpoint").exists)
+            os.kill(pid_of(agent), signal.SIGKILL)
+            assert "exit code -9" in application.wait_for(EventKind.CRASHED).message
+            eventually(lambda: len(application.begun()) == 2)
+            application.free()
+        reply = replies.result()["laptop"]
+        assert isinstance(reply, TrainReply)
+        assert reply.metrics["finished"] == 1.0
+        assert application.begun()[1] > 0
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_stopped_and_started_delivers_once(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """As when an application is closed and opened again in the middle of a round."""
+    invitation = coordinator.invite("laptop")
+    agent = application.agent(invitation)
+    with agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            application.wait_for(EventKind.PROGRESS)
+            eventually((application.home / "task" / "checkpoint").exists)
+            agent.stop()
+            application.free()
+            with application.agent(invitation):
+                reply = replies.result(timeout=WAIT_S)["laptop"]
+                application.wait_for(EventKind.ACCEPTED)
+    assert isinstance(reply, TrainReply)
+    assert application.begun()[1] > 0
+    assert not list((application.home / "spool").iterdir())
+
+
+@pytest.mark.slow
+def test_a_task_that_crashes_its_process_ends_as_a_failure(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """After three attempts: the device is not worn out by it."""
+    (application.folder / "crash").touch()
+    with application.agent(coordinator.invite("laptop")) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            reply = replies.result()["laptop"]
+        assert isinstance(reply, Failure)
+        assert "crashed 3 times" in reply.reason
+
+
+@pytest.mark.slow
+def test_the_application_knows_when_the_device_is_in_use(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Training ends with the batch, and goes on from there when the user has gone."""
+    is_idle = threading.Event()
+    agent = application.agent(
+        coordinator.invite("laptop"),
+        conditions=Conditions(idle=True),
+        probes=Probes(idle=is_idle.is_set),
+    )
+    with agent:
+        agent.give_consent()
+        assert application.wait_for(EventKind.WAITING).message.startswith("idle")
+        is_idle.set()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            application.wait_for(EventKind.PROGRESS)
+            is_idle.clear()
+            assert application.wait_for(EventKind.CANCELLED).message == "conditions"
+            application.wait_for(EventKind.DISCONNECTED)
+            assert not agent.status().is_connected
+            is_idle.set()
+            application.wait_for(EventKind.PROGRESS)
+            application.free()
+        assert isinstance(replies.result()["laptop"], TrainReply)
+        assert application.begun()[1] > 0
+
+
+@pytest.mark.slow
+def test_training_that_does_not_listen_is_ended(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """With its process, within a bound."""
+    trainer = f"{application.trainer}:Deaf"
+    with application.agent(coordinator.invite("laptop"), trainer=trainer) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator, deadline_s=5.0):
+            eventually(lambda: application.begun() == [0])
+            pid, begin_s = pid_of(agent), CLOCK.now_s()
+            agent.stop()
+            assert CLOCK.now_s() - begin_s < 15.0
+            assert not is_alive(pid)
+
+
+@pytest.mark.slow
+def test_no_training_process_outlives_its_application(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Although it was killed without a word."""
+    invitation = coordinator.invite("laptop")
+    script = f"""
+from fedlearn.client import Agent
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:Trainer"!r},
+              invitation={str(invitation)!r})
+agent.give_consent()
+agent.start()
+while not agent.status().pid:
+    pass
+print(agent.status().pid, flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator, deadline_s=5.0):
+            eventually(lambda: bool(application.begun()))
+            process.kill()
+            eventually(lambda: not is_alive(pid))
+
+
+@pytest.mark.slow
+def test_an_invitation_that_is_refused_is_not_tried_for_ever(
+    application: Application, coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    """The event says why, and the process ends."""
+    invitation = coordinator.invite("laptop")
+    with application.agent(invitation) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+    (tmp_path / "other").mkdir()
+    stolen = Application(tmp_path / "other")
+    with stolen.agent(invitation) as thief:
+        thief.give_consent()
+        assert stolen.wait_for(EventKind.FAILED).message
+        eventually(lambda: not thief.status().is_running)
+
+
+def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
+    """It is logged, and the next event is told as well."""
+    heard: queue.Queue[str] = queue.Queue()
+
+    def careless(event: AgentEvent) -> None:
+        heard.put(threading.current_thread().name)
+        raise RuntimeError("the application's own")
+
+    with Agent(tmp_path / "home", trainer="no.such:Trainer", on_progress=careless) as agent:
+        agent.give_consent()
+        assert heard.get(timeout=WAIT_S).startswith("fedlearn-progress")
+        eventually(lambda: not agent.status().is_running)
+        last = agent.status().last
+        assert last is not None
+        assert "no module no.such" in last.message
+        agent.give_consent()
+        assert heard.get(timeout=WAIT_S)

@@ -1,0 +1,145 @@
+"""What `join --check` finds, against a real door."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client.diagnosis import Finding, diagnose
+from fedlearn.client.home import Home
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.testing.fake_coordinator import FakeCoordinator
+from fedlearn.transport.grpc_client import enrol
+from fedlearn.transport.identity import Invitation
+
+SOURCE = """
+class Trainer:
+    num_examples = {num_examples}
+    def train(self, tensors, *, context): ...
+    def evaluate(self, tensors): ...
+"""
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator() as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def invitation(coordinator: FakeCoordinator) -> Path:
+    return coordinator.invite("laptop")
+
+
+def found(invitation: Path, tmp_path: Path, *, trainer: str | None = None) -> dict[str, Finding]:
+    findings = diagnose(invitation, home=tmp_path / "home", trainer=trainer)
+    return {finding.name: finding for finding in findings}
+
+
+def changed(invitation: Path, **values: object) -> Path:
+    """Return a copy of an invitation with other values."""
+    copy = invitation.with_suffix(".changed")
+    copy.write_text(json.dumps({**json.loads(invitation.read_text()), **values}))
+    return copy
+
+
+def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None:
+    """Every look, and the token is not redeemed."""
+    file = tmp_path / "trainer.py"
+    file.write_text(SOURCE.format(num_examples=17))
+    findings = found(invitation, tmp_path, trainer=f"{file}:Trainer")
+    assert list(findings) == [
+        "invitation",
+        "disk",
+        "door address",
+        "door TLS",
+        "clock",
+        "enrolment address",
+        "enrolment TLS",
+        "data",
+    ]
+    assert all(finding.is_fine for finding in findings.values()), findings
+    assert "17 examples" in findings["data"].message
+    assert Home(tmp_path / "home").enrolment() is None
+
+
+def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
+    """And is told so when it was revoked."""
+    home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
+    identity = home.coming_identity()
+    address = invited.enrolment_addresses[0]
+    certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
+    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    assert found(invitation, tmp_path)["session"].message.startswith("welcome to run")
+    with home.locked():
+        findings = found(invitation, tmp_path)
+    assert "in use" in findings["disk"].message
+    assert "session" not in findings, "it would have ended that of the process that runs"
+
+
+def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    """In the coordinator's words."""
+    home, invitation = Home(tmp_path / "home"), coordinator.invite("laptop")
+    invited = Invitation.load(invitation)
+    identity = home.coming_identity()
+    certificate_pem, client_id = asyncio.run(
+        enrol(invited.enrolment_addresses[0], invited, identity)
+    )
+    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    coordinator.revoke("laptop")
+    clock = SystemClock()
+    until_s = clock.now_s() + 10.0
+    while (finding := found(invitation, tmp_path)["session"]).is_fine:  # it looks every second
+        assert clock.now_s() < until_s, "the door still lets it in"
+    assert "revoked" in finding.message
+
+
+def test_an_address_where_nobody_listens_is_found(invitation: Path, tmp_path: Path) -> None:
+    """Or that is none."""
+    for address in ("127.0.0.1:1", "nonsense"):
+        finding = found(changed(invitation, addresses=[address]), tmp_path)["door address"]
+        assert not finding.is_fine
+        assert address in finding.message
+
+
+def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: Path) -> None:
+    """The client trusts the authority of its invitation and no other."""
+    with FakeCoordinator() as another:
+        address = another.address
+        finding = found(changed(invitation, addresses=[address]), tmp_path)["door TLS"]
+        assert not finding.is_fine
+        assert "not the coordinator of this invitation" in finding.message
+
+
+def test_a_clock_that_is_years_off_is_found(
+    invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the invitation, whatever else fails."""
+    monkeypatch.setattr("fedlearn.core.clock.SystemClock.unix_s", lambda _self: 4e9)
+    finding = found(invitation, tmp_path)["invitation"]
+    assert not finding.is_fine
+    assert "by this clock" in finding.message
+
+
+def test_a_file_that_is_no_invitation_ends_the_search(tmp_path: Path) -> None:
+    """There is nothing to look at."""
+    (tmp_path / "file").write_text("{}")
+    findings = found(tmp_path / "file", tmp_path)
+    assert [finding.is_fine for finding in findings.values()] == [False]
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "words"), [(0, "has 0 examples"), (None, "no class or function")]
+)
+def test_data_that_is_not_there_is_found(
+    invitation: Path, tmp_path: Path, num_examples: int | None, words: str
+) -> None:
+    """An empty one, and no trainer at all."""
+    file = tmp_path / "trainer.py"
+    file.write_text("" if num_examples is None else SOURCE.format(num_examples=num_examples))
+    finding = found(invitation, tmp_path, trainer=f"{file}:Trainer")["data"]
+    assert not finding.is_fine
+    assert words in finding.message

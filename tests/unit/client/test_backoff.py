@@ -1,0 +1,19 @@
+"""Waits grow, end somewhere, and are not those of the neighbours."""
+
+from fedlearn.client.backoff import Backoff
+
+
+def test_waits_double_up_to_five_minutes() -> None:
+    """Their upper bounds do; a success begins anew."""
+    waits = Backoff(jitter=lambda: 1.0)
+    assert [waits.next_s() for _ in range(11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    waits.reset()
+    assert waits.next_s() == 1.0
+
+
+def test_waits_differ_between_clients() -> None:
+    """All values below the bound are as likely."""
+    waits = [Backoff(first_s=8.0).next_s() for _ in range(400)]
+    assert min(waits) < 0.5
+    assert max(waits) > 7.5
+    assert 3.2 < sum(waits) / len(waits) < 4.8

@@ -1,0 +1,132 @@
+"""What is known of a device, and what must hold before it trains."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlearn.client.conditions import Conditions, Device, Facts, Probes, local_time
+from fedlearn.core.clock import VirtualClock
+from fedlearn.errors import ConfigError
+
+NOON = datetime(2026, 6, 1, 12, 0)  # noqa: DTZ001 - local
+
+
+@pytest.mark.parametrize("name", ["on_power", "idle", "unmetered"])
+@pytest.mark.parametrize(
+    ("value", "words"), [(True, ()), (False, ("{}",)), (None, ("{} (unknown)",))]
+)
+def test_what_is_required_must_be_known_to_hold(
+    name: str, value: object, words: tuple[str, ...]
+) -> None:
+    """Unknown counts as not met, and says so; what is not required may be anything."""
+    settings: dict[str, Any] = {name: True}  # Any: mypy cannot know which field
+    found: dict[str, Any] = {name: value}
+    required, facts = Conditions(**settings), Facts(**found)
+    assert required.unmet(facts, local=NOON) == tuple(each.format(name) for each in words)
+    assert Conditions().unmet(facts, local=NOON) == ()
+
+
+@pytest.mark.parametrize(
+    ("between", "time", "holds"),
+    [
+        (("09:00", "17:00"), (9, 0), True),
+        (("09:00", "17:00"), (16, 59), True),
+        (("09:00", "17:00"), (17, 0), False),
+        (("09:00", "17:00"), (8, 59), False),
+        (("22:00", "06:00"), (22, 0), True),
+        (("22:00", "06:00"), (23, 59), True),
+        (("22:00", "06:00"), (0, 0), True),
+        (("22:00", "06:00"), (5, 59), True),
+        (("22:00", "06:00"), (6, 0), False),
+        (("22:00", "06:00"), (12, 0), False),
+    ],
+)
+def test_times_of_day_may_pass_midnight(
+    between: tuple[str, str], time: tuple[int, int], holds: object
+) -> None:
+    """The first is included, the second is not."""
+    local = NOON.replace(hour=time[0], minute=time[1])
+    assert (Conditions(between=between).unmet(Facts(), local=local) == ()) is holds
+
+
+@pytest.mark.parametrize("between", [("9:00", "17:00"), ("22:00", "24:00"), ("08:00", "08:00")])
+def test_times_that_are_none_are_refused(between: tuple[str, str]) -> None:
+    """With what to write instead."""
+    with pytest.raises(ConfigError, match=r"conditions\.between"):
+        Conditions(between=between)
+
+
+def test_local_time_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is where its user sleeps."""
+    assert local_time(0.0).utcoffset() == local_time(0.0).astimezone().utcoffset()
+
+
+def supplies(folder: Path, **kinds: dict[str, str]) -> Path:
+    """Write what the kernel shows of power supplies."""
+    for name, files in kinds.items():
+        (folder / name).mkdir(parents=True)
+        for file, text in files.items():
+            (folder / name / file).write_text(f"{text}\n")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+MAINS_IN, MAINS_OUT = {"type": "Mains", "online": "1"}, {"type": "Mains", "online": "0"}
+FULL, DRAINING = {"type": "Battery", "status": "Full"}, {"type": "Battery", "status": "Discharging"}
+MOUSE = {**DRAINING, "scope": "Device"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "on_power"),
+    [
+        ({"AC": MAINS_IN, "BAT0": FULL}, True),
+        ({"AC": MAINS_OUT, "BAT0": DRAINING}, False),
+        ({"BAT0": DRAINING}, False),
+        ({"BAT0": FULL}, True),
+        ({}, True),
+        ({"AC": MAINS_IN, "hid": MOUSE}, True),
+        ({"hid": MOUSE}, True),
+    ],
+)
+def test_power_is_read_from_the_kernel(
+    tmp_path: Path, kinds: dict[str, dict[str, str]], on_power: object
+) -> None:
+    """A mouse's battery is not the machine's; a machine without one is on mains."""
+    folder = supplies(tmp_path / "power_supply", **kinds)
+    assert Device(VirtualClock(), power_supplies=folder).facts().on_power is on_power
+
+
+def test_what_the_kernel_does_not_show_is_unknown(tmp_path: Path) -> None:
+    """On another operating system."""
+    nowhere = tmp_path / "nothing"
+    facts = Device(VirtualClock(), power_supplies=nowhere, processor_times=nowhere).facts()
+    assert (facts.on_power, facts.idle) == (None, None)
+
+
+def test_a_device_is_idle_while_others_use_little_of_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too soon to tell at first; afterwards over a window of seconds."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)
+    clock, file = VirtualClock(), tmp_path / "stat"
+    device = Device(clock, processor_times=file)
+    busy_ticks = 0
+    seen = []
+    for ticks_per_s in (0, *[0] * 5, *[200] * 12, *[0] * 12):
+        busy_ticks += ticks_per_s
+        file.write_text(f"cpu  {busy_ticks} 0 0 {10**6} 0 0 0 0 0 0\ncpu0 1\n")
+        seen.append(device.facts().idle)
+        clock.sleep(1.0)
+    assert seen[0] is None
+    assert seen[1:6] == [True] * 5
+    assert seen[17] is False
+    assert seen[-1] is True
+
+
+def test_probes_are_asked_and_may_not_know() -> None:
+    """Those that there are."""
+    probes = Probes(idle=lambda: True, unmetered=lambda: None)
+    assert probes.facts() == Facts(idle=True)

@@ -1,0 +1,84 @@
+"""What a running task hears and keeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.client.control import WorkControl
+from fedlearn.client.home import Home
+from fedlearn.core.clock import VirtualClock
+from fedlearn.errors import Cancelled
+
+
+class SlowDisk(Home):
+    """Takes a second for each checkpoint."""
+
+    clock = VirtualClock()
+
+    def set_checkpoint(self, content: bytes) -> None:
+        """Let the second pass."""
+        self.clock.sleep(1.0)
+        super().set_checkpoint(content)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    (tmp_path / "task").mkdir()
+    return Home(tmp_path)
+
+
+def silent(home: Home, clock: VirtualClock) -> WorkControl:
+    return WorkControl(home, clock, on_report=lambda _fraction, _loss: None)
+
+
+def test_a_task_ends_at_its_next_check(home: Home) -> None:
+    """Not before it was called off."""
+    control = silent(home, VirtualClock())
+    control.check()
+    control.call_off()
+    with pytest.raises(Cancelled):
+        control.check()
+
+
+def test_what_is_saved_is_found_by_the_next_attempt(home: Home) -> None:
+    """Tensors may share memory, as views of one vector do."""
+    vector = torch.arange(6.0)
+    silent(home, VirtualClock()).save({"a": vector[:3], "b": vector[3:], "c": vector})
+    found = silent(home, VirtualClock()).saved()
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "a": [0.0, 1.0, 2.0],
+        "b": [3.0, 4.0, 5.0],
+        "c": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+    }
+
+
+def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
+    """The task begins at its beginning."""
+    control = silent(home, VirtualClock())
+    assert control.saved() == {}
+    home.set_checkpoint(b"nonsense")
+    assert control.saved() == {}
+
+
+def test_checkpoints_take_a_small_share_of_the_time(home: Home) -> None:
+    """A slow disk gets fewer of them."""
+    clock = SlowDisk.clock
+    control = silent(SlowDisk(home.folder), clock)
+    for step in range(200):
+        control.save({"step": torch.tensor(step)})
+        clock.sleep(1.0)
+    assert clock.now_s() <= 200 * 1.06
+    assert int(control.saved()["step"]) > 170
+
+
+def test_reports_are_few_and_the_last_one_comes(home: Home) -> None:
+    """Whatever the rate of batches."""
+    heard: list[float] = []
+    clock = VirtualClock()
+    control = WorkControl(home, clock, on_report=lambda fraction, _loss: heard.append(fraction))
+    for step in range(1, 1001):
+        control.report(fraction=step / 1000, loss=0.0)
+        clock.sleep(0.001)
+    assert len(heard) <= 12
+    assert heard[-1] == 1.0

@@ -1,0 +1,282 @@
+"""A client's folder survives crashes between any two of its steps."""
+
+import json
+import math
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client.home import Home
+from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import DeploymentError
+from fedlearn.transport.identity import Invitation
+
+
+def task(round_num: int = 0, *, sha256: bytes = b"\1" * 32) -> OpenTask:
+    return OpenTask(
+        key=TaskKey(run_id="run", kind="TrainRequest", round_num=round_num, attempt=0, exchange=0),
+        sha256=sha256,
+        num_bytes=7,
+        data=b"",
+        expires_unix_s=math.inf,
+        max_reply_bytes=0,
+        max_inline_bytes=0,
+    )
+
+
+def invitation(token: bytes) -> Invitation:
+    return Invitation(
+        name="laptop",
+        addresses=("127.0.0.1:1",),
+        enrolment_addresses=("127.0.0.1:2",),
+        ca_pem=b"authority",
+        token=token,
+        expires_utc="2030-01-01T00:00:00Z",
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "client")
+
+
+def test_consent_is_off_until_it_is_given_and_survives(home: Home) -> None:
+    """Also when it is withdrawn."""
+    assert not home.has_consent()
+    home.set_consent(granted=True)
+    assert Home(home.folder).has_consent()
+    home.set_consent(granted=False)
+    assert not Home(home.folder).has_consent()
+
+
+def test_the_folder_is_private(home: Home) -> None:
+    """Nobody else reads a model trained on somebody's data."""
+    home.set_consent(granted=True)
+    home.open_task(task())
+    home.set_checkpoint(b"tensors")
+    held = home.hold(task(), reply=b"reply", state=b"state")
+    for path in (home.folder, home.folder / "state", held.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(held.path.stat().st_mode) == 0o600
+
+
+def test_one_process_works_in_a_folder(home: Home) -> None:
+    """The next may when it has left."""
+    with home.locked(), pytest.raises(DeploymentError, match="in use by another"), home.locked():
+        pass
+    with home.locked():
+        pass
+
+
+def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
+    """For as long as was said."""
+    is_held, ends = threading.Event(), threading.Event()
+
+    def predecessor() -> None:
+        with home.locked():
+            is_held.set()
+            ends.wait()
+
+    thread = threading.Thread(target=predecessor)
+    thread.start()
+    is_held.wait()
+    with pytest.raises(DeploymentError), home.locked(timeout_s=0.1):
+        pass
+    threading.Timer(0.2, ends.set).start()
+    with home.locked(timeout_s=10.0):
+        pass
+    thread.join()
+
+
+def test_an_interrupted_task_is_continued(home: Home) -> None:
+    """Its request and checkpoint are there; another task begins with nothing."""
+    home.open_task(task())
+    home.request.write_bytes(b"requ")
+    home.set_checkpoint(b"half way")
+    home.open_task(task())
+    assert (home.request.read_bytes(), home.checkpoint()) == (b"requ", b"half way")
+    home.open_task(task(1))
+    assert (home.request.exists(), home.checkpoint()) == (False, b"")
+
+
+def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
+    """Even under the same key."""
+    home.open_task(task())
+    home.set_checkpoint(b"half way")
+    home.open_task(task(sha256=b"\2" * 32))
+    assert home.checkpoint() == b""
+
+
+def test_crashes_inside_a_task_are_counted(home: Home) -> None:
+    """Work that ends in order is none; another task begins at zero."""
+    assert home.open_task(task()) == 0
+    home.begin_work()
+    home.end_work()
+    assert home.open_task(task()) == 0
+    home.begin_work()
+    assert home.open_task(task()) == 1
+    home.begin_work()
+    assert home.open_task(task()) == 2
+    assert home.open_task(task(1)) == 0
+
+
+def test_a_reply_and_its_state_appear_together(home: Home) -> None:
+    """And the task is gone."""
+    home.open_task(task())
+    held = home.hold(task(), reply=b"reply", state=b"after")
+    assert (held.path.read_bytes(), home.state("run")) == (b"reply", b"after")
+    assert not home.request.parent.exists()
+    assert Home(home.folder).recover() == held
+
+
+def test_a_reply_without_state_leaves_the_state_alone(home: Home) -> None:
+    """An evaluation, or a failure."""
+    home.hold(task(), reply=b"reply", state=b"after")
+    home.hold(task(1), reply=b"failure", state=None)
+    assert home.state("run") == b"after"
+
+
+def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
+    """There is one at a time, and none once it is settled."""
+    home.hold(task(), reply=b"first", state=b"1")
+    second = home.hold(task(1), reply=b"second", state=b"2")
+    assert home.recover() == second
+    assert home.state("run") == b"2"
+    home.drop(second)
+    assert home.recover() is None
+    assert home.state("run") == b"2"
+
+
+class Killed(BaseException):
+    """Stands for the end of the process at this instruction."""
+
+
+DURABLE = ("rename", "replace", "fsync", "rmtree")
+
+
+@pytest.mark.parametrize("name", DURABLE)
+@pytest.mark.parametrize("step", range(12))
+def test_a_crash_at_any_step_loses_and_doubles_nothing(
+    home: Home, monkeypatch: pytest.MonkeyPatch, name: str, step: int
+) -> None:
+    """Either the old state with the task, or the new state with the reply."""
+    home.hold(task(), reply=b"old reply", state=b"before")
+    home.open_task(task(1))
+    calls = iter(range(1000))
+    places: dict[str, tuple[object, Callable[..., object]]] = {
+        "rename": (Path, Path.rename),
+        "replace": (Path, Path.replace),
+        "fsync": (os, os.fsync),
+        "rmtree": (shutil, shutil.rmtree),
+    }
+    owner, real = places[name]
+
+    def killed_at(*args: object, **kwargs: object) -> object:
+        if next(calls) == step:
+            raise Killed
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed_at)
+        with suppress(Killed):
+            home.hold(task(1), reply=b"new reply", state=b"after")
+    again = Home(home.folder)
+    held = again.recover()
+    assert held is not None
+    if held.key == task(1).key:
+        assert (held.path.read_bytes(), again.state("run")) == (b"new reply", b"after")
+        assert not again.request.parent.exists(), "it would be worked on again"
+    else:
+        assert (held.path.read_bytes(), again.state("run")) == (b"old reply", b"before")
+        assert again.open_task(task(1)) == 0
+    assert len(list((home.folder / "spool").iterdir())) == 1
+
+
+def test_a_damaged_reply_is_dropped(home: Home) -> None:
+    """It could not be delivered."""
+    held = home.hold(task(), reply=b"reply", state=None)
+    (held.path.parent / "reply.json").write_text("{")
+    assert home.recover() is None
+
+
+def test_a_held_reply_is_described_whole(home: Home) -> None:
+    """With and without a deadline."""
+    for expires in (math.inf, 17.5):
+        held = home.hold(replace(task(), expires_unix_s=expires), reply=b"reply", state=None)
+        values = json.loads(json.dumps(held.values()))
+        assert HeldReply.from_values(values, path=held.path) == held
+
+
+def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
+    """Here a folder that cannot be written to, for lack of a folder."""
+    home.folder.mkdir()
+    (home.folder / "spool").write_text("in the way")
+    with pytest.raises(DeploymentError, match="spool"):
+        home.hold(task(), reply=b"reply", state=None)
+
+
+def test_erasing_keeps_identity_and_consent(home: Home) -> None:
+    """Forgetting keeps nothing."""
+    home.set_consent(granted=False)
+    home.coming_identity()
+    home.enrol(invitation(b"t"), certificate_pem=b"certificate", client_id=ClientId(3))
+    home.open_task(task(1))
+    home.hold(task(), reply=b"reply", state=b"state")
+    home.erase()
+    assert sorted(path.name for path in home.folder.iterdir()) == ["consent", "identity"]
+    home.forget()
+    assert not home.folder.exists()
+
+
+def test_trainings_of_the_last_day_are_counted(home: Home) -> None:
+    """Older ones are not."""
+    home.set_consent(granted=True)
+    for now_unix_s in (0.0, 50_000.0, 80_000.0):
+        home.count_task(now_unix_s)
+    assert home.num_tasks_today(80_000.0) == 3
+    assert home.num_tasks_today(90_000.0) == 2
+
+
+def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
+    """The token works once: it is of no use here, and of use to a thief until it is redeemed."""
+    identity = home.coming_identity()
+    assert home.enrolment() is None
+    assert home.coming_identity().public_key == identity.public_key, "tried again with these"
+    home.enrol(invitation(b"token"), certificate_pem=b"certificate", client_id=ClientId(3))
+    found = Home(home.folder).enrolment()
+    assert found is not None
+    assert (found.client_id, found.certificate_pem) == (3, b"certificate")
+    assert found.identity.public_key == identity.public_key
+    assert found.invitation == invitation(b"")
+
+
+def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
+    """A crash between the two renames leaves the new ones."""
+    home.coming_identity()
+    first = home.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
+    home.coming_identity()
+    second = home.enrol(invitation(b"2"), certificate_pem=b"second", client_id=ClientId(3))
+    assert second.identity.public_key != first.identity.public_key
+    (home.folder / "identity").rename(home.folder / "identity.new")
+    shutil.copytree(home.folder / "identity.new", home.folder / "identity.old")
+    found = home.enrolment()
+    assert found is not None
+    assert found.certificate_pem == b"second"
+    assert not (home.folder / "identity.old").exists()
+
+
+def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
+    """Nothing is guessed."""
+    home.coming_identity()
+    home.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
+    (home.folder / "identity" / "enrolment.json").write_text("{}")
+    with pytest.raises(DeploymentError, match="join with a new invitation"):
+        home.enrolment()

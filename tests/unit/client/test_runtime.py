@@ -1,0 +1,644 @@
+"""The runtime in this process, with a scripted door over real gRPC."""
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from fedlearn.client.conditions import Conditions, Facts
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.client.policy import Policy
+from fedlearn.client.runtime import Runtime
+from fedlearn.client.tasks import OpenTask
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Request,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.errors import DeploymentError
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify
+
+WAIT_S = 20.0
+
+
+class ScriptedDoor:
+    """Answers one client as the test says; listens on a loopback port of its own."""
+
+    def __init__(self) -> None:
+        self.run_id = "run"
+        self.heard: queue.Queue[wire_pb2.FromClient] = queue.Queue()
+        self.uploads: queue.Queue[tuple[wire_pb2.Envelope, bytes]] = queue.Queue()
+        self.blobs: dict[bytes, bytes] = {}
+        self.offsets: list[int] = []
+        self.cut_downloads_after: int | None = None
+        self._pushed: queue.Queue[wire_pb2.FromCoordinator | None] = queue.Queue()
+        self._server = grpc.server(ThreadPoolExecutor(16))
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {  # Any: of several calls
+            "Session": grpc.stream_stream_rpc_method_handler(
+                self._session, wire_pb2.FromClient.FromString, _bytes
+            ),
+            "Download": grpc.unary_stream_rpc_method_handler(
+                self._download, wire_pb2.DownloadRequest.FromString, _bytes
+            ),
+            "Upload": grpc.stream_stream_rpc_method_handler(
+                self._upload, wire_pb2.UploadPart.FromString, _bytes
+            ),
+        }
+        enrol = grpc.unary_unary_rpc_method_handler(
+            lambda _request, _context: wire_pb2.EnrolReply(client_id=3),
+            wire_pb2.EnrolRequest.FromString,
+            _bytes,
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(wire.DOOR, handlers),
+                grpc.method_handlers_generic_handler(wire.ENROLMENT, {"Enrol": enrol}),
+            )
+        )
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def close(self) -> None:
+        """End every call."""
+        self._pushed.put(None)
+        self._server.stop(grace=0).wait()
+
+    def end_session(self) -> None:
+        """End the session from this side."""
+        self._pushed.put(None)
+
+    def push(self, **what: Any) -> None:  # Any: one of the kinds of messages
+        self._pushed.put(wire_pb2.FromCoordinator(**what))
+
+    def offer(self, request: Request, *, round_num: int = 0, inline: bool = True) -> bytes:
+        """Push a task; returns the SHA-256 of its request."""
+        data = encode(request)
+        sha256 = hashlib.sha256(data).digest()
+        self.blobs[sha256] = data
+        task = wire_pb2.Task(
+            key=key(request, round_num),
+            sha256=sha256,
+            num_bytes=len(data),
+            data=data if inline else b"",
+            remaining_s=60.0,
+            max_reply_bytes=1 << 24,
+            max_inline_bytes=wire.MAX_INLINE_BYTES,
+        )
+        self.push(task=task)
+        return sha256
+
+    def settle(self, request: Request, *, round_num: int = 0) -> None:
+        """Accept a reply."""
+        accepted = wire_pb2.Receipt(key=key(request, round_num), verdict=wire_pb2.Receipt.ACCEPTED)
+        self.push(receipt=accepted)
+
+    def hear(self, kind: str) -> Any:  # Any: one of the kinds of messages
+        """Return the next message of a kind."""
+        while True:
+            message = self.heard.get(timeout=WAIT_S)
+            if message.WhichOneof("what") == kind:
+                return getattr(message, kind)
+
+    def _session(
+        self, messages: Iterator[wire_pb2.FromClient], context: grpc.ServicerContext
+    ) -> Iterator[wire_pb2.FromCoordinator]:
+        self._pushed = pushed = queue.Queue[wire_pb2.FromCoordinator | None]()
+        welcome = wire_pb2.Welcome(protocol=wire.PROTOCOL, client_id=3, run_id=self.run_id)
+        yield wire_pb2.FromCoordinator(welcome=welcome)
+
+        def listen() -> None:
+            try:
+                for message in messages:
+                    self.heard.put(message)
+            except grpc.RpcError:
+                pass
+            pushed.put(None)
+
+        threading.Thread(target=listen, daemon=True).start()
+        while (message := pushed.get()) is not None:
+            yield message
+
+    def _download(
+        self, request: wire_pb2.DownloadRequest, context: grpc.ServicerContext
+    ) -> Iterator[wire_pb2.Chunk]:
+        self.offsets.append(request.offset)
+        data = self.blobs[request.sha256]
+        for start in range(request.offset, len(data), 1000):
+            if self.cut_downloads_after is not None and start >= self.cut_downloads_after:
+                self.cut_downloads_after = None
+                context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            yield wire_pb2.Chunk(data=data[start : start + 1000])
+
+    def _upload(
+        self, parts: Iterator[wire_pb2.UploadPart], context: grpc.ServicerContext
+    ) -> Iterator[wire_pb2.UploadStatus]:
+        envelope = next(parts).envelope
+        yield wire_pb2.UploadStatus(offset=0)
+        data = b"".join(part.data for part in parts)
+        self.uploads.put((envelope, data))
+        receipt = wire_pb2.Receipt(key=envelope.key, verdict=wire_pb2.Receipt.ACCEPTED)
+        yield wire_pb2.UploadStatus(receipt=receipt)
+
+
+def _bytes(message: Any) -> bytes:  # Any: one of the kinds of messages
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def key(request: Request, round_num: int) -> wire_pb2.TaskKey:
+    return wire_pb2.TaskKey(run_id="run", kind=type(request).__name__, round_num=round_num)
+
+
+def train_request(*, size: int = 3, epochs: int = 1) -> TrainRequest:
+    return TrainRequest(
+        round_num=0,
+        attempt=0,
+        tensors={"weight": torch.zeros(size)},
+        settings={"epochs": epochs},
+        seed=1,
+    )
+
+
+@dataclass
+class Stepper:
+    """Trains in steps that the test lets go; remembers where it began.
+
+    Its state counts the tasks that it has finished, and each step adds 1 to the model.
+    """
+
+    num_steps: int = 3
+    is_free: threading.Event = field(default_factory=threading.Event)
+    begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        first = int(context.control.saved().get("step", torch.tensor(0)))
+        self.begun.put(first)
+        step = first
+        while step < self.num_steps:
+            while not self.is_free.wait(0.01):
+                context.control.check()
+            context.control.check()
+            context.control.save({"step": torch.tensor(step + 1)})
+            context.control.report(fraction=(step + 1) / self.num_steps, loss=1.0)
+            if step == 0:
+                self.is_free.clear()
+            step += 1
+        finished = context.state.get("finished", torch.tensor(0)) + 1
+        return LocalResult(
+            tensors={name: value + self.num_steps for name, value in tensors.items()},
+            num_examples=5,
+            metrics={"loss": 1.0},
+            state={"finished": finished},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=5, metrics={"loss": 1.0})
+
+
+class Quick:
+    """Has no data and is done at once."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        finished = context.state.get("finished", torch.tensor(0)) + 1
+        return LocalResult(
+            tensors=tensors, num_examples=1, metrics={}, state={"finished": finished}
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={"loss": 1.0})
+
+
+class Client:
+    """A runtime in a thread, and what it says."""
+
+    def __init__(self, home: Home, trainer: Any, **options: Any) -> None:  # Any: as of Runtime
+        self.events: queue.Queue[AgentEvent] = queue.Queue()
+        settings: dict[str, Any] = {
+            "invitation": None,
+            "conditions": Conditions(),
+            "policy": Policy(),
+            **options,
+        }
+        self.runtime = Runtime(home, trainer, on_event=self.events.put, **settings)
+        self._loop: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
+        thread = ThreadPoolExecutor(1)
+        self.future = thread.submit(asyncio.run, self._run())
+        thread.shutdown(wait=False)
+
+    async def _run(self) -> bool:
+        self._loop.put(asyncio.get_running_loop())
+        return await self.runtime.run()
+
+    def call(self, function: Callable[..., None], *args: object) -> None:
+        loop = self._loop.get(timeout=WAIT_S)
+        self._loop.put(loop)
+        loop.call_soon_threadsafe(function, *args)
+
+    def wait_for(self, kind: EventKind) -> AgentEvent:
+        while True:
+            event = self.events.get(timeout=WAIT_S)
+            if event.kind is kind:
+                return event
+
+    def stop(self) -> None:
+        if not self.future.done():
+            self.call(self.runtime.stop)
+        self.future.result(timeout=WAIT_S)
+
+
+@contextmanager
+def client(home: Home, trainer: Any, **options: Any) -> Iterator[Client]:  # Any: as of Runtime
+    running = Client(home, trainer, **options)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def door() -> Iterator[ScriptedDoor]:
+    door = ScriptedDoor()
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path, door: ScriptedDoor) -> Home:
+    """An enrolled client's folder, with consent."""
+    home = Home(tmp_path / "client")
+    home.set_consent(granted=True)
+    home.coming_identity()
+    home.enrol(invitation_to(door), certificate_pem=b"", client_id=ClientId(3))
+    return home
+
+
+def invitation_to(door: ScriptedDoor) -> Invitation:
+    return Invitation(
+        name="laptop",
+        addresses=(door.address,),
+        enrolment_addresses=(door.address,),
+        ca_pem=b"",
+        token=b"token",
+        expires_utc="2030-01-01T00:00:00Z",
+    )
+
+
+def finished(home: Home) -> int:
+    """Return how many tasks the client's state has seen."""
+    state = home.state("run")
+    return int(load(state)["finished"]) if state else 0
+
+
+def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -> None:
+    """The reply is the session's, bound to its task; a receipt ends it."""
+    request = train_request()
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request)
+        result = door.hear("result")
+        reply = decode(result.data)
+        assert isinstance(reply, TrainReply)
+        envelope = result.envelope
+        assert envelope.key == key(request, 0)
+        assert envelope.sha256 == hashlib.sha256(result.data).digest()
+        identity = home.enrolment()
+        assert identity is not None
+        signed = signed_bytes(envelope.key, client_id=3, sha256=envelope.sha256)
+        assert verify(identity.identity.public_key, envelope.signature, signed)
+        assert not verify(Identity.create().public_key, envelope.signature, signed)
+        door.settle(request)
+        assert running.wait_for(EventKind.ACCEPTED).round_num == 0
+    assert finished(home) == 1
+    assert home.recover() is None
+
+
+def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: ScriptedDoor) -> None:
+    """Beside the session, in chunks."""
+    request = train_request(size=100_000)
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        sha256 = door.offer(request, inline=False)
+        envelope, data = door.uploads.get(timeout=WAIT_S)
+        assert envelope.sha256 == hashlib.sha256(data).digest()
+        assert isinstance(decode(data), TrainReply)
+        running.wait_for(EventKind.ACCEPTED)
+    assert door.offsets == [0]
+    assert sha256 in door.blobs
+
+
+def test_a_cut_download_goes_on_where_it_stopped(home: Home, door: ScriptedDoor) -> None:
+    """In the next session, which is offered the task again."""
+    request = train_request(size=10_000)
+    door.cut_downloads_after = 5000
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request, inline=False)
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request, inline=False)
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+    assert door.offsets == [0, 5000]
+
+
+def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) -> None:
+    """It is a task like any other."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)}))
+        assert isinstance(decode(door.hear("result").data), EvaluateReply)
+    assert home.state("run") == b""
+
+
+def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """The same bytes are delivered again, and the task is not trained twice."""
+    request, trainer = train_request(), Quick()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request)
+        first = door.hear("result")
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        assert door.hear("hello").held == [key(request, 0)]
+        door.offer(request)
+        assert door.hear("result") == first
+        door.settle(request)
+        running.wait_for(EventKind.ACCEPTED)
+    assert finished(home) == 1
+
+
+def test_training_goes_on_without_a_connection(home: Home, door: ScriptedDoor) -> None:
+    """And its reply is delivered by the next session."""
+    trainer = Stepper()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        trainer.begun.get(timeout=WAIT_S)
+        door.end_session()
+        running.wait_for(EventKind.CONNECTED)
+        trainer.num_steps = 1
+        trainer.is_free.set()
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+        assert trainer.begun.empty()
+
+
+def test_a_cancelled_task_ends_within_a_batch(home: Home, door: ScriptedDoor) -> None:
+    """Nothing of it is left, and the next task is taken."""
+    trainer = Stepper()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
+        assert running.wait_for(EventKind.CANCELLED).message == "round closed"
+        trainer.num_steps = 1
+        trainer.is_free.set()
+        door.offer(train_request(), round_num=1)
+        result = door.hear("result")
+        assert result.envelope.key.round_num == 1
+    assert finished(home) == 1
+
+
+def test_stopping_keeps_the_checkpoint_and_the_next_start_goes_on(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """From the step after the last that was kept."""
+    trainer = Stepper()
+    trainer.is_free.set()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        running.wait_for(EventKind.PROGRESS)
+    trainer.is_free.set()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert trainer.begun.get(timeout=WAIT_S) == 1
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+    assert finished(home) == 1
+
+
+def test_a_condition_that_breaks_ends_the_batch_and_one_that_holds_resumes(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Meanwhile nothing is connected."""
+    trainer = Stepper()
+    trainer.is_free.set()
+    conditions = Conditions(on_power=True)
+    with client(home, trainer, conditions=conditions) as running:
+        running.call(running.runtime.tell, Facts(on_power=True))
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        running.wait_for(EventKind.PROGRESS)
+        running.call(running.runtime.tell, Facts(on_power=False))
+        assert running.wait_for(EventKind.WAITING).message == "on_power"
+        assert running.wait_for(EventKind.CANCELLED).message == "conditions"
+        trainer.is_free.set()
+        running.call(running.runtime.tell, Facts(on_power=True))
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert trainer.begun.get(timeout=WAIT_S) == 1
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+
+
+def test_a_required_condition_that_is_unknown_does_not_hold(
+    home: Home, door: ScriptedDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing connects, and the event says which."""
+    monkeypatch.setenv("PATH", "")  # no program that could ask
+    with client(home, Quick(), conditions=Conditions(unmetered=True)) as running:
+        assert running.wait_for(EventKind.WAITING).message == "unmetered (unknown)"
+        running.call(running.runtime.tell, Facts(unmetered=True))
+        running.wait_for(EventKind.CONNECTED)
+        assert door.hear("hello").eligibility.unmetered
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_", "words"),
+    [
+        (Policy(max_epochs=2), train_request(epochs=3), "policy: max_epochs is 2"),
+        (Policy(max_tasks_per_day=0), train_request(), "policy: max_tasks_per_day is 0"),
+        (Policy(require_secure_aggregation=True), train_request(), "policy: require_secure"),
+        (Policy(evaluate=False), EvaluateRequest(round_num=0, tensors={}), "policy: evaluate"),
+    ],
+)
+def test_what_is_below_the_floor_is_refused_by_name(
+    home: Home, door: ScriptedDoor, policy: Policy, request_: Request, words: str
+) -> None:
+    """The coordinator hears the rule, and so does the application."""
+    with client(home, Quick(), policy=policy) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request_)
+        assert running.wait_for(EventKind.POLICY).message.startswith(words)
+        reply = decode(door.hear("result").data)
+        assert isinstance(reply, Failure)
+        assert reply.reason.startswith(words)
+
+
+def test_trainings_beyond_the_days_number_are_refused(home: Home, door: ScriptedDoor) -> None:
+    """The first is not."""
+    with client(home, Quick(), policy=Policy(max_tasks_per_day=1)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+        door.offer(train_request(), round_num=1)
+        assert isinstance(decode(door.hear("result").data), Failure)
+
+
+def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) -> None:
+    """It is not sent; the state stays as it was."""
+    data = encode(train_request())
+    task = wire_pb2.Task(
+        key=key(train_request(), 0),
+        sha256=hashlib.sha256(data).digest(),
+        num_bytes=len(data),
+        data=data,
+        max_reply_bytes=10,
+        max_inline_bytes=1000,
+    )
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(task=task)
+        reply = decode(door.hear("result").data)
+        assert isinstance(reply, Failure)
+        assert "at most 10" in reply.reason
+    assert home.state("run") == b""
+
+
+def test_a_request_with_other_bytes_than_announced_is_a_failure(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Whoever altered it."""
+    data = encode(train_request())
+    task = wire_pb2.Task(
+        key=key(train_request(), 0),
+        sha256=b"\0" * 32,
+        num_bytes=len(data),
+        data=data,
+        max_inline_bytes=1000,
+    )
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(task=task)
+        assert decode(door.hear("result").data) == Failure("ProtocolError")
+
+
+def test_a_request_that_would_fill_the_disk_is_a_failure(home: Home, door: ScriptedDoor) -> None:
+    """Nothing of it is downloaded."""
+    task = wire_pb2.Task(
+        key=key(train_request(), 0), sha256=bytes(32), num_bytes=1 << 60, max_inline_bytes=1000
+    )
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(task=task)
+        assert "free some space" in running.wait_for(EventKind.FAILED).message
+        assert decode(door.hear("result").data) == Failure("DeploymentError")
+    assert door.offsets == []
+
+
+def test_a_run_id_that_is_a_path_ends_the_session(home: Home, door: ScriptedDoor) -> None:
+    """It would name a file."""
+    task = wire_pb2.Task(key=wire_pb2.TaskKey(run_id="../../etc", kind="TrainRequest"))
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(task=task)
+        assert "run id" in running.wait_for(EventKind.REFUSED).message
+
+
+def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoor) -> None:
+    """After three crashes, so that the device can go on to the next round."""
+    request = train_request()
+    data = encode(request)
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(cancel=wire_pb2.Cancel(key=key(request, 0), reason="not yet"))
+        task = wire_pb2.Task(
+            key=key(request, 0), sha256=hashlib.sha256(data).digest(), num_bytes=len(data)
+        )
+        home.open_task(OpenTask.of(task, now_unix_s=0.0))
+        for _ in range(3):
+            home.begin_work()
+        door.offer(request)
+        reply = decode(door.hear("result").data)
+        assert isinstance(reply, Failure)
+        assert "crashed 3 times" in reply.reason
+
+
+def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -> None:
+    """For as long as it was told."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(come_back=wire_pb2.ComeBack(after_s=1.5))
+        begin_s = SystemClock().now_s()
+        running.wait_for(EventKind.CONNECTED)
+        assert SystemClock().now_s() - begin_s >= 1.4
+
+
+def test_revoking_consent_ends_the_runtime_and_erases_its_state(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Within a batch and a second, whoever revokes it."""
+    trainer = Stepper()
+    running = Client(home, trainer)
+    running.wait_for(EventKind.CONNECTED)
+    door.offer(train_request())
+    trainer.begun.get(timeout=WAIT_S)
+    home.set_consent(granted=False)
+    assert running.future.result(timeout=WAIT_S)
+    running.stop()
+    assert sorted(path.name for path in home.folder.iterdir()) == ["consent", "identity", "lock"]
+
+
+def test_nothing_runs_without_consent(home: Home) -> None:
+    """However it is started."""
+    home.set_consent(granted=False)
+    running = Client(home, Quick())
+    with pytest.raises(DeploymentError, match="no consent"):
+        running.future.result(timeout=WAIT_S)
+
+
+def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
+    """Once: the next start is enrolled already."""
+    home, file = Home(tmp_path / "client"), tmp_path / "laptop.invitation"
+    home.set_consent(granted=True)
+    invitation_to(door).save(file)
+    with client(home, Quick(), invitation=file) as running:
+        running.wait_for(EventKind.ENROLLED)
+        running.wait_for(EventKind.CONNECTED)
+    enrolment = home.enrolment()
+    assert enrolment is not None
+    assert enrolment.client_id == 3
+    with client(home, Quick(), invitation=file) as running:
+        assert running.events.get(timeout=WAIT_S).kind is EventKind.CONNECTED
+
+
+def test_a_client_that_is_not_enrolled_says_so(tmp_path: Path) -> None:
+    """Instead of waiting for ever."""
+    home = Home(tmp_path / "client")
+    home.set_consent(granted=True)
+    running = Client(home, Quick())
+    with pytest.raises(DeploymentError, match="not enrolled"):
+        running.future.result(timeout=WAIT_S)
