@@ -1,0 +1,295 @@
+"""Large requests out, large replies in: chunked, resumable, bounded; the disk in threads."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from fedlearn.coordinator.door_counters import DoorCounters
+from fedlearn.coordinator.door_state import Judgement, Key, Phase, Ruling, Standing, Verdict
+from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.coordinator.service_desk import TRY_AGAIN, WRONG_HASH, Desk, Offer, key_of, receipt
+from fedlearn.coordinator.service_hall import Context, Ending, read
+from fedlearn.coordinator.spool import PartialUpload, partial_path
+from fedlearn.core.messages import ClientId
+from fedlearn.transport import wire, wire_pb2
+
+#: Downloads and uploads of one client at once.
+_MAX_TRANSFERS = 2
+
+_NOT_AS_ANNOUNCED = Ruling(Verdict.REFUSED, "not as many bytes came as were announced", "size")
+
+_log = structlog.get_logger(__name__)
+
+
+class _Ended(Exception):
+    """A transfer is over before its end."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.ending = Ending(code, reason)
+
+
+@dataclass(kw_only=True, eq=False)
+class Transfers:
+    """Downloads and uploads.
+
+    Attributes:
+        desk: Knows what may be moved.
+        files: Threads for the disk.
+        stall_timeout_s: A transfer in which nothing moves for so long is ended.
+        counters: Of the door.
+    """
+
+    desk: Desk
+    files: Executor
+    stall_timeout_s: float
+    counters: DoorCounters
+    _running: Counter[ClientId] = field(default_factory=Counter)
+    _uploads: dict[ClientId, asyncio.Task[Ruling]] = field(default_factory=dict)
+
+    async def download(self, client: EnrolledClient, context: Context) -> None:
+        """Send the bytes of a request from an offset on."""
+        try:
+            with self._slot(client.client_id):
+                request = _parsed_request(await self._read(context))
+                offer = self.desk.offer_to(client.client_id, request.sha256)
+                if offer is None:
+                    reason = "this request is not asked of this client (any more)"
+                    raise _Ended(grpc.StatusCode.NOT_FOUND, reason)
+                self.counters.downloads += 1
+                self.desk.moved(client.client_id, Phase.DOWNLOADING)
+                await self._send(offer, request.offset, context)
+        except _Ended as error:
+            await context.abort(error.ending.code, error.ending.reason)
+
+    async def upload(self, client: EnrolledClient, context: Context) -> None:
+        """Receive a reply and, in the end, send its receipt."""
+        try:
+            with self._slot(client.client_id):
+                envelope = _parsed_part(await self._read(context)).envelope
+                ruling = await self._ruling(client, envelope, context)
+                status = wire_pb2.UploadStatus(receipt=receipt(envelope.key, ruling))
+                await self._write(context, status.SerializeToString())
+        except _Ended as error:
+            await context.abort(error.ending.code, error.ending.reason)
+
+    def cut(self, client_id: ClientId) -> None:
+        """End the upload of a client that was turned away."""
+        if client_id in self._uploads:
+            self._uploads[client_id].cancel()
+
+    async def _send(self, offer: Offer, offset: int, context: Context) -> None:
+        loop = asyncio.get_running_loop()
+        if offer.path is None:
+            for begin in range(offset, offer.num_bytes, wire.CHUNK_BYTES):
+                await self._write_chunk(context, offer.data[begin : begin + wire.CHUNK_BYTES])
+            return
+        descriptor = os.open(offer.path, os.O_RDONLY)
+        try:
+            while offset < offer.num_bytes:
+                read = loop.run_in_executor(
+                    self.files, os.pread, descriptor, wire.CHUNK_BYTES, offset
+                )
+                try:
+                    data = await read
+                finally:
+                    await asyncio.wait({read})  # nothing may read a descriptor that is closed
+                await self._write_chunk(context, data)
+                offset += len(data)
+        finally:
+            os.close(descriptor)
+
+    async def _write_chunk(self, context: Context, data: bytes) -> None:
+        await self._write(context, wire_pb2.Chunk(data=data).SerializeToString())
+        self.counters.bytes_out += len(data)
+
+    async def _ruling(
+        self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
+    ) -> Ruling:
+        """Return what becomes of a reply, whose bytes are asked for where they are missing."""
+        client_id, key = client.client_id, key_of(envelope.key)
+        await self._supersede(client_id)
+        judgement = self.desk.admit(client, envelope)
+        if isinstance(judgement, Ruling):
+            if judgement.verdict is not Verdict.REFUSED and not self.desk.is_leader():
+                raise _Ended(grpc.StatusCode.UNAVAILABLE, "this coordinator stands by; try again")
+            return judgement
+        if judgement is Standing.UNKNOWN:
+            raise _Ended(grpc.StatusCode.UNAVAILABLE, "no such exchange is open; try again later")
+        if judgement is Standing.TAKEN:
+            return await self._settled(key, client_id)
+        task = asyncio.create_task(self._receive(client, envelope, context))
+        self._uploads[client_id] = task
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            if self._uploads.get(client_id) is task:
+                del self._uploads[client_id]
+        if task.cancelled():
+            raise _Ended(grpc.StatusCode.ABORTED, "this client has begun another upload")
+        return task.result()
+
+    async def _supersede(self, client_id: ClientId) -> None:
+        """End the upload that a client has begun before and not finished."""
+        old = self._uploads.pop(client_id, None)
+        if old is not None:
+            old.cancel()
+            await asyncio.wait({old})
+
+    async def _receive(
+        self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
+    ) -> Ruling:
+        upload = await self._opened(client.client_id, envelope)
+        is_taken = False
+        try:
+            self.counters.uploads += 1
+            self.counters.uploads_resumed += upload.offset > 0
+            self.desk.moved(client.client_id, Phase.UPLOADING)
+            offset = wire_pb2.UploadStatus(offset=upload.offset)
+            await self._write(context, offset.SerializeToString())
+            judgement = await self._filled(upload, client, envelope, context)
+            if judgement is Standing.OPEN:
+                judgement = self.desk.admit(client, envelope)  # it may have closed meanwhile
+            if judgement is Standing.OPEN:
+                self.desk.take(client.client_id, envelope, upload)
+                is_taken = True  # and the file is the log's
+        finally:
+            if not is_taken:
+                upload.close()
+        if isinstance(judgement, Ruling):
+            return judgement
+        return await self._settled(key_of(envelope.key), client.client_id)
+
+    async def _opened(self, client_id: ClientId, envelope: wire_pb2.Envelope) -> PartialUpload:
+        """Return what is here of an upload."""
+        folder, loop = self.desk.folder(), asyncio.get_running_loop()
+
+        def opened() -> PartialUpload:
+            path = partial_path(folder, client_id=client_id, sha256=envelope.sha256)
+            return PartialUpload(path, num_bytes=envelope.num_bytes)
+
+        opening = loop.run_in_executor(self.files, opened)
+        try:
+            return await asyncio.shield(opening)
+        except OSError as error:
+            raise self._no_space(client_id, error) from error
+        except asyncio.CancelledError:
+            (upload,) = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(upload, PartialUpload):
+                upload.close()
+            raise
+
+    async def _filled(
+        self,
+        upload: PartialUpload,
+        client: EnrolledClient,
+        envelope: wire_pb2.Envelope,
+        context: Context,
+    ) -> Judgement:
+        """Receive what is missing, the next chunk while the last one is written and hashed."""
+        loop, missing = asyncio.get_running_loop(), upload.num_bytes - upload.offset
+        writing: asyncio.Future[None] | None = None
+        try:
+            while missing > 0:
+                data = _parsed_part(await self._read(context)).data
+                missing -= len(data)
+                if missing < 0 or not data:
+                    break
+                if writing is not None:
+                    await asyncio.shield(writing)
+                writing = loop.run_in_executor(self.files, upload.write, data)
+            if writing is not None:
+                await asyncio.shield(writing)
+        except OSError as error:
+            raise self._no_space(client.client_id, error) from error
+        finally:
+            if writing is not None:
+                await asyncio.wait({writing})  # the file is not closed under it
+        if missing == 0 and upload.digest() == envelope.sha256:
+            return Standing.OPEN
+        upload.discard()
+        if missing == 0 and upload.was_resumed:
+            reason = "the bytes that were here did not fit the rest; begin again"
+            raise _Ended(grpc.StatusCode.ABORTED, reason)
+        ruling = WRONG_HASH if missing == 0 else _NOT_AS_ANNOUNCED
+        self.desk.refused(client, ruling)
+        return ruling
+
+    async def _settled(self, key: Key, client_id: ClientId) -> Ruling:
+        """Wait for the verdict on a reply that is here."""
+        future = self.desk.settled(key, client_id)
+        try:
+            await asyncio.wait({future})
+        finally:
+            self.desk.unsettled(key, client_id, future)
+        if future.cancelled():
+            raise _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, TRY_AGAIN)
+        return future.result()
+
+    def _no_space(self, client_id: ClientId, error: OSError) -> _Ended:
+        self.counters.disk_full += 1
+        _log.error("upload_not_stored", client_id=client_id, reason=str(error))
+        return _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, TRY_AGAIN)
+
+    async def _read(self, context: Context) -> bytes:
+        try:
+            async with asyncio.timeout(self.stall_timeout_s):
+                data = await read(context)
+        except TimeoutError as error:
+            raise self._stalled() from error
+        if data is None:
+            reason = "the client ended the call before its end; go on with it later"
+            raise _Ended(grpc.StatusCode.ABORTED, reason)
+        self.counters.bytes_in += len(data)
+        return data
+
+    async def _write(self, context: Context, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self.stall_timeout_s):
+                await context.write(data)
+        except TimeoutError as error:
+            raise self._stalled() from error
+
+    def _stalled(self) -> _Ended:
+        self.counters.stalled += 1
+        reason = f"nothing has moved for {self.stall_timeout_s:g} s; go on with it later"
+        return _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+
+    @contextmanager
+    def _slot(self, client_id: ClientId) -> Iterator[None]:
+        """Count a transfer; one too many is turned down."""
+        if self._running[client_id] >= _MAX_TRANSFERS:
+            self.counters.refused["transfers"] += 1
+            reason = f"{_MAX_TRANSFERS} transfers of this client are running; wait for one to end"
+            raise _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        self._running[client_id] += 1
+        try:
+            yield
+        finally:
+            self._running[client_id] -= 1
+            if not self._running[client_id]:
+                del self._running[client_id]
+
+
+def _parsed_request(data: bytes) -> wire_pb2.DownloadRequest:
+    try:
+        return wire_pb2.DownloadRequest.FromString(data)
+    except DecodeError as error:
+        raise _Ended(grpc.StatusCode.INVALID_ARGUMENT, "not a DownloadRequest") from error
+
+
+def _parsed_part(data: bytes) -> wire_pb2.UploadPart:
+    try:
+        return wire_pb2.UploadPart.FromString(data)
+    except DecodeError as error:
+        raise _Ended(grpc.StatusCode.INVALID_ARGUMENT, "not an UploadPart") from error
