@@ -27,6 +27,7 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.simulation import behaviour as devices
@@ -72,6 +73,72 @@ class Simulation:
     def seed(self) -> Seed:
         """The seed of everything random in the run."""
         return Seed(self.config.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The pieces of a deployed run, before they are given a channel and a store.
+
+    Attributes:
+        make_model: Builds the network.
+        objective: Loss and metrics of the central evaluation.
+        test: What the model is measured on centrally; ``None``: the coordinator has no data,
+            and the clients measure it.
+        algorithm: Local update, aggregator, server optimiser.
+        sampler: Who is asked.
+        policy: When a round closes, in real seconds.
+        requirements: Which clients may be asked.
+        config: Everything else: rounds, evaluation, addresses, store.
+    """
+
+    make_model: Callable[[], nn.Module]
+    objective: Objective
+    test: sources.Examples | None
+    algorithm: recipes.Algorithm
+    sampler: CohortSampler
+    policy: StragglerPolicy
+    requirements: Requirements
+    config: cf.Config
+
+    @property
+    def seed(self) -> Seed:
+        """The seed of everything random in the run that need not be secret."""
+        return Seed(self.config.seed)
+
+
+def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
+    """Return the pieces that ``config`` names for a coordinator.
+
+    Args:
+        config: The resolved tree; its devices and engine describe a simulation and count for
+            nothing here.
+        data_dir: Where data sets lie that the configuration names without a path.
+
+    Raises:
+        ConfigError: A factory cannot be imported, or pieces do not fit together.
+        DataError: Data are missing.
+    """
+    if config.centralized:
+        raise ConfigError(
+            "centralized is true, but a coordinator has no pooled examples; remove it, or run "
+            "`fedlearn simulate`"
+        )
+    has_data = not isinstance(config.data, cf.NoData)
+    data = federated_data(config, data_dir=data_dir) if has_data else None
+    if data is not None:
+        _require_fitting(config.loss, data.test)
+    minimised = objective(config.loss)
+    _require_watched(config.early_stopping, minimised)
+    return Deployment(
+        make_model=model_factory(config, data),
+        objective=minimised,
+        test=None if data is None else data.test,
+        algorithm=algorithm(config),
+        sampler=sampler(config.cohort),
+        policy=config.straggler_policy(),
+        requirements=Requirements(**config.coordinator.eligibility.model_dump()),
+        config=config,
+    )
 
 
 def simulation(config: cf.Config, *, data_dir: Path) -> Simulation:
@@ -184,6 +251,11 @@ def federated_data(config: cf.Config, *, data_dir: Path) -> FederatedData:
             return _parquet(data)
         case cf.PythonData():
             return _python(data, seed)
+        case cf.NoData():
+            raise ConfigError(
+                'data.source is "none", which is for a coordinator whose clients have all the '
+                "data; name the data to simulate, as with --set data.source=digits"
+            )
 
 
 def division(section: cf.Partition) -> Division:
@@ -259,8 +331,8 @@ def _python(data: cf.PythonData, seed: Seed) -> FederatedData:
     return made
 
 
-def model_factory(config: cf.Config, data: FederatedData) -> Callable[[], nn.Module]:
-    """Return a function that builds the network, shaped for ``data``.
+def model_factory(config: cf.Config, data: FederatedData | None) -> Callable[[], nn.Module]:
+    """Return a function that builds the network, shaped for ``data``, if there are any.
 
     Raises:
         ConfigError: The network cannot take the data, or a factory cannot be imported or
@@ -270,6 +342,7 @@ def model_factory(config: cf.Config, data: FederatedData) -> Callable[[], nn.Mod
     if isinstance(model, cf.PythonModel):
         make = user_call("model.factory", model.factory, model.args)
         return partial(_user_model, model.factory, make)
+    assert data is not None  # the configuration requires a model of the user's without data
     _require_float_features(model, data.test)
     shape, num_outputs = data.feature_shape, _num_outputs(config.loss, data.test)
     match model:

@@ -7,7 +7,9 @@
     |- DataError          the examples cannot be trained on as they are
     |- RoundError         one round failed; the server state is unchanged
     |  |- CohortTooSmall    fewer clients are available than the round asks
-    |  `- TooFewReports     the round closed below its minimum
+    |  |- TooFewReports     the round closed below its minimum
+    |  `- AggregationAborted  a session of secure aggregation ended; nothing was released
+    |- PolicyViolation    a client is asked for less safety than its own policy demands
     |- ProtocolError      bytes from a peer that are not a valid message
     |- StoreError         the record of a run cannot be read or written
     |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
@@ -68,6 +70,39 @@ class TooFewReports(RoundError):
         self.round_num = round_num
         self.received = received
         self.minimum = minimum
+
+
+class AggregationAborted(RoundError):
+    """A session of secure aggregation ended without a sum; a retry begins with fresh keys.
+
+    Attributes:
+        stage: Where: ``advertise``, ``share``, ``mask``, ``confirm`` or ``unmask``.
+        reason: Why; never a key, a share or a parameter.
+    """
+
+    def __init__(self, *, stage: str, reason: str) -> None:
+        super().__init__(f"secure aggregation ended at the stage {stage!r}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+
+class PolicyViolation(FedlearnError):
+    """A client refuses a session of secure aggregation that its own policy does not allow.
+
+    Attributes:
+        rule: The policy's field.
+        asked: What the coordinator asked.
+        limit: What the policy allows.
+    """
+
+    def __init__(self, *, rule: str, asked: str, limit: str) -> None:
+        super().__init__(
+            f"this client's policy on secure aggregation, `{rule}`: asked {asked}, allowed "
+            f"{limit}; the client's operator may change its policy, or the coordinator its terms"
+        )
+        self.rule = rule
+        self.asked = asked
+        self.limit = limit
 
 
 class ProtocolError(FedlearnError):

@@ -16,12 +16,24 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from fedlearn.cli import deployed
 from fedlearn.cli.failures import Reporter
 from fedlearn.cli.logs import configure_logs
+from fedlearn.cli.options import (
+    COORDINATOR_TOML,
+    ConfigFile,
+    DataDir,
+    Json,
+    Output,
+    Overrides,
+    RunArgument,
+    RunsDir,
+)
 
 _EPILOG = """\b
-The main job, on data that come with it, in less than a minute:
+On data that come with it, each in less than a minute:
   fedlearn simulate
+  fedlearn demo
 
 \b
 Exit codes: 0 done, 2 bad configuration or input, 3 a run failed,
@@ -34,7 +46,7 @@ Environment: FEDLEARN_STORE_URL, FEDLEARN_RUNS_DIR, FEDLEARN_DATA_DIR.
 
 app = typer.Typer(
     name="fedlearn",
-    help="Federated learning on PyTorch: simulate, look at the runs, compare them.",
+    help="Federated learning on PyTorch: simulate, deploy, look at the runs, compare them.",
     epilog=_EPILOG,
     add_completion=False,
     rich_markup_mode=None,  # plain help: the same everywhere, and rich is not imported for it
@@ -48,31 +60,6 @@ Experiment: TypeAlias = Annotated[
         help="The configuration; without it, the main job on the digits.",
         show_default=False,
     ),
-]
-RunArgument: TypeAlias = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, as `fedlearn runs` lists it.")
-]
-Overrides: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a key of the configuration, such as client.epochs=3; may be repeated.",
-    ),
-]
-Json: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="One JSON object a line on standard output.")
-]
-RunsDir: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="DIR", help="Directory of the runs.", show_default=False),
-]
-DataDir: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--data-dir", metavar="DIR", help="Directory of the data sets."),
-]
-Output: TypeAlias = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]
 
 
@@ -208,10 +195,24 @@ def compare(
     commands.do_compare((a, b), target=target, places=commands.Places(runs_dir=runs_dir))
 
 
-@app.command()
+@app.command(
+    epilog="""\b
+Examples:
+  fedlearn resume calm-otter-17
+  fedlearn resume
+"""
+)
 def resume(
-    run: RunArgument,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="Name of a simulated run; without it, the deployed run that is paused.",
+            show_default=False,
+        ),
+    ] = None,
     *,
+    config: ConfigFile = COORDINATOR_TOML,
     from_previous: Annotated[
         bool,
         typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged."),
@@ -220,11 +221,14 @@ def resume(
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Go on with a run that was interrupted.
+    """Go on with a run that was interrupted, or with the deployed run that is paused.
 
-    It was killed, interrupted or failed; it goes on from its last commit, and ends as if
-    nothing had happened.
+    A simulated run was killed, interrupted or failed; it goes on from its last commit, and
+    ends as if nothing had happened.
     """
+    if run is None:
+        deployed.control(config, "run")
+        return
     from fedlearn.cli import commands
 
     places = commands.Places(runs_dir=runs_dir, data_dir=data_dir)
@@ -270,6 +274,9 @@ def export(
 
     places = commands.Places(runs_dir=runs_dir)
     commands.do_export(run, output=output, last=last, force=force, places=places)
+
+
+app.add_typer(deployed.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,11 +13,11 @@ from safetensors.torch import save
 from fedlearn.cli.failures import RunEnded, resume_command
 from fedlearn.cli.overview import run_line, run_object, run_page, runs_table
 from fedlearn.config import Config, load, render, resolve_addresses
-from fedlearn.coordinator.checkpoints import write_durably
 from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.coordinator.store import Database
 from fedlearn.core.clock import SystemClock
-from fedlearn.errors import ConfigError
+from fedlearn.core.files import write_durably
+from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import Summary, compare
 from fedlearn.experiment.plot import plot
 from fedlearn.experiment.progress import Progress, progress_to
@@ -55,8 +55,11 @@ class Places:
 class FollowedProgress:
     """Passes everything on, and lets an error within say which run it ended."""
 
-    def __init__(self, inner: Progress, *, runs_dir: Path | None) -> None:
+    def __init__(
+        self, inner: Progress, *, runs_dir: Path | None, resume: str | None = None
+    ) -> None:
         self._inner = inner
+        self._resume = resume
         self._runs_dir = None if runs_dir is None else str(runs_dir)
         self._run: str | None = None
 
@@ -87,7 +90,7 @@ class FollowedProgress:
         if isinstance(error, BrokenPipeError):  # who reads has gone away: no failure of the run
             return
         if self._run is not None and isinstance(error, Exception | KeyboardInterrupt):
-            command = resume_command(self._run, runs_dir=self._runs_dir)
+            command = self._resume or resume_command(self._run, runs_dir=self._runs_dir)
             raise RunEnded(self._run, resume=command) from error
 
 
@@ -178,7 +181,7 @@ def do_export(name: str, *, output: Path | None, last: bool, force: bool, places
         raise ConfigError(f"{path} is there already; give --force to replace it")
     with _database(places) as database:
         weights = open_run(name, database).weights(best=not last)
-    write_durably(path, content=save(weights))
+    write_durably(path, save(weights), raises=StoreError)
     _print(str(path))
 
 

@@ -9,7 +9,16 @@ from typing import Protocol, runtime_checkable
 
 import typer
 
-from fedlearn.errors import BudgetExhausted, ConfigError, DataError, FedlearnError, StoreError
+from fedlearn.errors import (
+    BudgetExhausted,
+    ConfigError,
+    ConnectionRefused,
+    DataError,
+    DeploymentError,
+    EnrolmentRefused,
+    FedlearnError,
+    StoreError,
+)
 
 BAD_INPUT, RUN_FAILED, BUDGET_EXHAUSTED, INTERRUPTED = 2, 3, 4, 130
 
@@ -17,7 +26,8 @@ BAD_INPUT, RUN_FAILED, BUDGET_EXHAUSTED, INTERRUPTED = 2, 3, 4, 130
 _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
     ((KeyboardInterrupt, typer.Abort), INTERRUPTED),
     ((BudgetExhausted,), BUDGET_EXHAUSTED),
-    ((ConfigError, DataError, StoreError), BAD_INPUT),
+    ((ConfigError, DataError, StoreError, DeploymentError), BAD_INPUT),
+    ((EnrolmentRefused, ConnectionRefused), BAD_INPUT),
 )
 
 

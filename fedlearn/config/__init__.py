@@ -22,6 +22,11 @@ from fedlearn.config.cohort import (
     TracesBandwidth,
     UniformCohort,
 )
+from fedlearn.config.coordinator import (
+    TAG_PATTERN,
+    CoordinatorSection,
+    EligibilitySection,
+)
 from fedlearn.config.data import (
     BootstrapPartition,
     Data,
@@ -30,6 +35,7 @@ from fedlearn.config.data import (
     IidPartition,
     MnistByWriterData,
     NaturalPartition,
+    NoData,
     NpzData,
     ParquetData,
     Partition,
@@ -45,6 +51,7 @@ from fedlearn.config.section import (
     Problem,
     Section,
 )
+from fedlearn.config.template import template
 from fedlearn.config.toml import (
     Key,
     key_lines,
@@ -78,6 +85,7 @@ from fedlearn.config.tree import (
 )
 
 __all__ = [
+    "TAG_PATTERN",
     "Addresses",
     "Algorithm",
     "Bandwidth",
@@ -86,11 +94,13 @@ __all__ = [
     "CnnModel",
     "Cohort",
     "Config",
+    "CoordinatorSection",
     "Data",
     "Devices",
     "DigitsData",
     "DirichletPartition",
     "EarlyStoppingSection",
+    "EligibilitySection",
     "EngineSection",
     "EvaluationSection",
     "FedAdagradAlgorithm",
@@ -111,6 +121,7 @@ __all__ = [
     "MnistByWriterData",
     "Model",
     "NaturalPartition",
+    "NoData",
     "NpzData",
     "ParquetData",
     "Partition",
@@ -132,4 +143,5 @@ __all__ = [
     "load",
     "render",
     "resolve_addresses",
+    "template",
 ]

@@ -164,7 +164,13 @@ class PythonData(Section):
     )
 
 
+class NoData(Section):
+    """No examples at the coordinator: a deployment whose clients evaluate, too."""
+
+    source: Literal["none"] = Field("none", description="Where the examples come from.")
+
+
 Data: TypeAlias = Annotated[
-    DigitsData | MnistByWriterData | NpzData | ParquetData | PythonData,
+    DigitsData | MnistByWriterData | NpzData | ParquetData | PythonData | NoData,
     Field(discriminator="source"),
 ]

@@ -16,7 +16,8 @@ from fedlearn.config.cohort import (
     StragglersSection,
     UniformCohort,
 )
-from fedlearn.config.data import Data, DigitsData
+from fedlearn.config.coordinator import CoordinatorSection
+from fedlearn.config.data import Data, DigitsData, NoData
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.redaction import without_password
 from fedlearn.config.section import Count, PathText, Problem, RunName, Section
@@ -49,6 +50,11 @@ class EvaluationSection(Section):
         "0: none.",
     )
     batch_size: int = Field(1024, ge=1, description="Examples evaluated at a time, >= 1.")
+    deadline_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a deployed coordinator waits for the clients that evaluate, > 0.",
+    )
 
 
 class EarlyStoppingSection(Section):
@@ -157,7 +163,11 @@ class Config(Section):
         (10, 13)
     """
 
-    name: RunName | None = Field(None, description="Name of the run; without it, one is drawn.")
+    name: RunName | None = Field(
+        None,
+        description="Name of the run; without it, one is drawn, and a deployed run is called "
+        '"federation".',
+    )
     seed: int = Field(
         0, ge=0, le=_MAX_SEED, description="Seed of all that is random, 0 to 2**63 - 1."
     )
@@ -183,6 +193,9 @@ class Config(Section):
     )
     engine: EngineSection = Field(EngineSection(), description="The simulation engine.")
     store: StoreSection = Field(StoreSection(), description="The record of the run.")
+    coordinator: CoordinatorSection = Field(
+        CoordinatorSection(), description="The deployed coordinator."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -198,6 +211,7 @@ class Config(Section):
     def problems(self) -> Iterator[Problem]:
         """Return what sections say against each other."""
         yield from self._too_few_clients()
+        yield from self._without_data()
         if self.algorithm.name == "fedsgd" and self.client.epochs != 1:
             text = f'is {self.client.epochs}, but FedSGD takes one step; give 1, or use "fedavg"'
             yield Problem(("client.epochs", "algorithm.name"), text)
@@ -212,6 +226,26 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _without_data(self) -> Iterator[Problem]:
+        """Refuse what needs examples where the coordinator has none."""
+        if not isinstance(self.data, NoData):
+            return
+        if self.model.kind != "python":
+            text = (
+                f"is {shown(self.model.kind)}, which takes its shape from the data, but "
+                'data.source is "none"; set it to "python" and name model.factory'
+            )
+            yield Problem(("model.kind", "data.source"), text)
+        if self.centralized:
+            text = 'is true, but data.source is "none"; remove it, or name the data'
+            yield Problem(("centralized", "data.source"), text)
+        if self.evaluation.clients == 0:
+            text = (
+                'is 0, but data.source is "none": nobody would measure the model; raise it, or '
+                "name the data"
+            )
+            yield Problem(("evaluation.clients", "data.source"), text)
 
     def _too_few_clients(self) -> Iterator[Problem]:
         wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports

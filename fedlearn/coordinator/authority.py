@@ -25,16 +25,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedlearn.core.clock import utc_now
+from fedlearn.core.files import create_private, make_private_folder, write_private
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
 from fedlearn.transport.identity import (
     SERVER_NAME,
     common_name,
-    create_private,
     is_p256,
     load_certificate,
-    make_private_folder,
     private_pem,
-    write_private,
 )
 
 _log = structlog.get_logger(__name__)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load
 
 from fedlearn.coordinator.records import Checkpoint
+from fedlearn.core.files import disk_errors, sync_folder
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
 
 _FORMAT = 1
@@ -49,18 +50,19 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
         StoreError: The disk is full or cannot be written; nothing half-written is left.
     """
     temporary = folder / f".round-{checkpoint.round_num:06d}.tmp"
-    try:
-        _serialize(checkpoint, temporary)
-        with temporary.open("rb+") as stream:
-            digest = file_digest(stream, "sha256").hexdigest()
-            num_bytes = stream.tell()
-            os.fsync(stream.fileno())
-        path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
-        temporary.rename(path)
+    with disk_errors(temporary, raises=StoreError):
+        try:
+            _serialize(checkpoint, temporary)
+            with temporary.open("rb+") as stream:
+                digest = file_digest(stream, "sha256").hexdigest()
+                num_bytes = stream.tell()
+                os.fsync(stream.fileno())
+            path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
+            temporary.rename(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         sync_folder(folder)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _unwritable(temporary, error) from error
     return CheckpointFile(
         round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=num_bytes
     )
@@ -87,45 +89,6 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
             f"{remedy}"
         )
     return _decode(content, path=file.path)
-
-
-def write_durably(path: Path, *, content: bytes) -> None:
-    """Write a file so that after a crash it is whole under its name, or not there.
-
-    Raises:
-        StoreError: It could not be written (disk full, folder missing or read-only); the
-            temporary file is removed.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.rename(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
-    )
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable: fsync of a file does not cover its name.
-
-    Raises:
-        OSError: The folder cannot be opened or synchronised.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(file: CheckpointFile, *, remedy: str) -> bytes:

@@ -9,7 +9,7 @@ the seed, ends in the same model.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -102,6 +102,8 @@ class RunPlan(Generic[StateT]):
         num_rounds: Rounds at the most.
         checkpoint_every_s: Real seconds between two commits.
         clock: Real time.
+        first_attempts: By round, the attempt to begin with where an earlier process has
+            tried and failed; all others begin with 0.
     """
 
     round: RoundPlan[StateT]
@@ -111,6 +113,7 @@ class RunPlan(Generic[StateT]):
     num_rounds: int
     checkpoint_every_s: float
     clock: Clock
+    first_attempts: Mapping[int, int] = field(default_factory=dict)
 
     def is_over(self, state: RunState) -> bool:
         """Whether no further round is due; a run stops early only where it was measured."""
@@ -165,7 +168,8 @@ def train(
 
 
 def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[RunState, RoundRecord]:
-    server, collected, attempt, duration_s = _attempts(state.server, plan.round)
+    first = plan.first_attempts.get(state.server.round_num, 0)
+    server, collected, attempt, duration_s = _attempts(state.server, plan.round, first=first)
     moved = server.round_num > state.server.round_num
     server = replace(server, round_num=state.server.round_num + 1)
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
@@ -188,11 +192,11 @@ def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[Run
 
 
 def _attempts(
-    server: ServerState, plan: RoundPlan[StateT]
+    server: ServerState, plan: RoundPlan[StateT], *, first: int
 ) -> tuple[ServerState, Collected[StateT], int, float]:
     """Try a round until it succeeds or the policy gives up; add up its virtual time."""
     duration_s = 0.0
-    for attempt in range(plan.policy.max_retries + 1):
+    for attempt in range(first, first + plan.policy.max_retries + 1):
         after, collected = run_round(server, plan, attempt=attempt)
         duration_s += collected.duration_s
         if after is not server:

@@ -399,6 +399,7 @@ class Door:
             software=_SOFTWARE,
             client_id=client.client_id,
             run_id=self._run_id,
+            unix_s=self._clock.unix_s(),
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
         self._desk.answer_held(session)  # also if there is no room

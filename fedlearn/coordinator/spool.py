@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, TypeAlias
 
-from fedlearn.coordinator.checkpoints import sync_folder
+from fedlearn.core.files import sync_folder
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 

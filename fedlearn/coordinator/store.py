@@ -25,9 +25,7 @@ from torch import Tensor
 from fedlearn.coordinator.checkpoints import (
     CheckpointFile,
     read_checkpoint,
-    sync_folder,
     write_checkpoint,
-    write_durably,
 )
 from fedlearn.coordinator.names import memorable_names
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus
@@ -39,6 +37,7 @@ from fedlearn.coordinator.store_rounds import (
     summarise_rounds,
 )
 from fedlearn.coordinator.store_schema import Base, CheckpointRow, RunRow
+from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Fenced, StoreError, StoreUnavailable
 
@@ -446,7 +445,8 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 def _write_config(folder: Path, *, config: Mapping[str, object]) -> None:
     (folder / "checkpoints").mkdir()
-    write_durably(folder / "config.json", content=json.dumps(config, indent=2).encode() + b"\n")
+    content = json.dumps(config, indent=2).encode() + b"\n"
+    write_durably(folder / "config.json", content, raises=StoreError)
     sync_folder(folder.parent)
 
 

@@ -2,11 +2,12 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.build import Simulation, measures_accuracy
@@ -19,6 +20,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import (
     Choice,
@@ -150,7 +152,7 @@ def _executor(
     if engine.transport == "memory":
         reason = "real client sessions train one at a time"
         return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
-    job = job_of(simulation, initial_params(simulation, device), num_workers)
+    job = job_of(simulation, _initial_params(simulation, device), num_workers)
     if engine.executor == "auto":
         choice = choose(job, clock=clock, cache=cache)
     else:
@@ -163,12 +165,16 @@ def _executor(
     return replace(choice, block_size=-(-share // num_blocks))
 
 
-def initial_params(simulation: Simulation, device: torch.device) -> Params:
+def _initial_params(simulation: Simulation, device: torch.device) -> Params:
+    return initial_params(simulation.make_model, simulation.seed, device)
+
+
+def initial_params(make_model: Callable[[], nn.Module], seed: Seed, device: torch.device) -> Params:
     """Return the global model before the first round: a function of the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generator_devices):
-        torch.manual_seed(simulation.seed.derive("model").value)
-        params = Params.of(simulation.make_model())
+        torch.manual_seed(seed.derive("model").value)
+        params = Params.of(make_model())
     constants = {name: value.to(device) for name, value in params.constants.items()}
     return Params(params.layout, params.vector.to(device), constants)
 
@@ -205,7 +211,7 @@ def assemble(
         device: This process's.
         clock: Real time.
     """
-    config, params = simulation.config, initial_params(simulation, device)
+    config, params = simulation.config, _initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
     channel = _channel(simulation, model)

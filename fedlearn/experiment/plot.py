@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fedlearn.coordinator.checkpoints import write_durably
 from fedlearn.coordinator.records import RoundRecord
 from fedlearn.core.collecting import Status
+from fedlearn.core.files import write_durably
+from fedlearn.errors import StoreError
 from fedlearn.experiment.comparison import (
     Counts,
     History,
@@ -66,7 +67,7 @@ def plot(runs: Sequence[History], path: Path) -> Path:
     figure = draw(runs)
     content = BytesIO()
     figure.savefig(content, format="png")
-    write_durably(path, content=content.getvalue())
+    write_durably(path, content.getvalue(), raises=StoreError)
     return path
 
 

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
-from fedlearn.coordinator.checkpoints import write_durably
 from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord
 from fedlearn.core.collecting import Status
+from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import (
     CLIENT_PARTS,
     Counts,
@@ -58,7 +58,7 @@ def report(record: RunRecord, rounds: Sequence[RoundRecord], path: Path) -> Path
     Raises:
         StoreError: The file cannot be written.
     """
-    write_durably(path, content=page(record, rounds).encode())
+    write_durably(path, page(record, rounds).encode(), raises=StoreError)
     return path
 
 

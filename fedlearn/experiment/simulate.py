@@ -16,7 +16,7 @@ from torch import nn
 
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.recipes import Algorithm
-from fedlearn.build import Simulation, around, simulation
+from fedlearn.build import Deployment, Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.coordinator.run import train
@@ -208,11 +208,11 @@ def _as_recorded(pieces: Simulation, name: str, site: Site) -> Resolved:
     return Resolved(simulation=replace(pieces, config=config), notes=())
 
 
-def new_record(pieces: Simulation, *, extra: Mapping[str, object]) -> RunRecord:
+def new_record(pieces: Simulation | Deployment, *, extra: Mapping[str, object]) -> RunRecord:
     """Return the record of a run that is about to begin, without a name if none is configured.
 
     Args:
-        pieces: The simulation, its engine settings resolved.
+        pieces: The run; the engine settings of a simulation resolved.
         extra: What to record in place of the tables that Python's arguments replace.
     """
     config = pieces.config
@@ -279,7 +279,7 @@ def _execute(
             )
             return None
         stored = opened(site.database())
-        with _outcome_told(stored, site.progress):
+        with outcome_told(stored, site.progress):
             site.progress.start(stored.record, stored.path, resolved.notes)
             checkpoint = cluster.broadcast((checkpoint_of(stored),))
             _train(
@@ -326,7 +326,7 @@ class _Follower:
 
 
 @contextmanager
-def _outcome_told(stored: StoredRun, progress: Progress) -> Iterator[None]:
+def outcome_told(stored: StoredRun, progress: Progress) -> Iterator[None]:
     """Record a failure of the run, and tell how it ended, be it done, failed or interrupted.
 
     If not even that can be written or read back, the cause is what is raised.

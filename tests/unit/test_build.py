@@ -201,7 +201,10 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
         data = _built({"data": {"source": source} | settings}).data
         assert data.population.num_clients == num_clients, source
         assert data.feature_shape == shape
-    assert {each.model_fields["source"].default for each in _kinds(cf.Data)} == {*sources}
+    assert {each.model_fields["source"].default for each in _kinds(cf.Data)} == {
+        *sources,
+        "none",  # of a coordinator
+    }
 
 
 def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_commands_of_the_documentation_parse(page: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["fedlearn simulte", "fedlearn simulate --round 3", "fedlearn resume", "fedlearn runs x"],
+    ["fedlearn simulte", "fedlearn simulate --round 3", "fedlearn show", "fedlearn runs x"],
 )
 def test_commands_that_do_not_exist_do_not_parse(text: str) -> None:
     """The control of the test above."""

@@ -17,7 +17,6 @@ from fedlearn.coordinator.checkpoints import (
     CheckpointFile,
     read_checkpoint,
     write_checkpoint,
-    write_durably,
 )
 from fedlearn.coordinator.records import Checkpoint
 from fedlearn.core.messages import Scalar
@@ -148,7 +147,7 @@ def test_a_later_format_is_refused_by_name(tmp_path: Path) -> None:
     head = json.dumps({"format": 2, "state": "of another shape"})
     content = save({"w": torch.zeros(1)}, {"fedlearn": head})
     file = written(tmp_path)
-    write_durably(file.path, content=content)
+    file.path.write_bytes(content)
     digest = sha256(content).hexdigest()
     newer = CheckpointFile(round_num=7, path=file.path, sha256=digest, num_bytes=len(content))
     with pytest.raises(NewerStore, match=r"format 2.*up to 1.*upgrade"):

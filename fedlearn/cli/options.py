@@ -1,0 +1,42 @@
+"""Arguments and options that several commands take, with their help texts."""
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+RunArgument: TypeAlias = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, as `fedlearn runs` lists it.")
+]
+Overrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key of the configuration, such as client.epochs=3; may be repeated.",
+    ),
+]
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="One JSON object a line on standard output.")
+]
+RunsDir: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--runs-dir", metavar="DIR", help="Directory of the runs.", show_default=False),
+]
+DataDir: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--data-dir", metavar="DIR", help="Directory of the data sets."),
+]
+Output: TypeAlias = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+]
+ConfigFile: TypeAlias = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="The coordinator's configuration.")
+]
+Insecure: TypeAlias = Annotated[
+    bool,
+    typer.Option("--insecure", help="Plaintext, on loopback only, for trying things out."),
+]
+
+#: Where the commands about a deployment look for its configuration.
+COORDINATOR_TOML = Path("coordinator.toml")

@@ -1,0 +1,147 @@
+"""A deployed coordinator: where it listens, whom it asks, and how long it waits."""
+
+from collections.abc import Iterator
+from typing import Annotated, TypeAlias
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from fedlearn.config.section import PathText, Problem, Section
+from fedlearn.config.toml import shown
+
+Address: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"),
+    WithJsonSchema({"type": "string", "allowed": '"host:port"'}),
+]
+AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
+#: What a tag is: a key and a value.
+TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._:/-]+$"
+Tag: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=TAG_PATTERN, max_length=100),
+    WithJsonSchema({"type": "string", "allowed": '"key=value"'}),
+]
+Tags: TypeAlias = Annotated[tuple[Tag, ...], Field(strict=False)]
+Names: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=100)], ...], Field(strict=False)
+]
+
+
+class EligibilitySection(Section):
+    """What a client must be and say of itself before it is asked."""
+
+    tags: Tags = Field(
+        (),
+        description="Tags that its invitation must have given it, all of them; empty: any client.",
+    )
+    min_examples: int = Field(
+        0, ge=0, description="Fewest examples that it must say it has, >= 0; 0: it need not say."
+    )
+    devices: Names = Field(
+        (), description='Devices it may train on, such as "cpu", "cuda"; empty: any.'
+    )
+    on_power: bool = Field(False, description="Whether it must say that it is on mains power.")
+    idle: bool = Field(False, description="Whether it must say that nobody is using it.")
+    unmetered: bool = Field(False, description="Whether it must say that its network is unmetered.")
+
+
+class CoordinatorSection(Section):
+    """The deployed coordinator; a simulation ignores it."""
+
+    address: Address = Field(
+        "127.0.0.1:9440",
+        description="Where clients are served, by mutual TLS; 0.0.0.0 as host is every interface, "
+        "port 0 any free one.",
+    )
+    enrolment_address: Address = Field(
+        "127.0.0.1:9441", description="Where invitations are redeemed, by TLS."
+    )
+    http_address: Address = Field(
+        "127.0.0.1:9442",
+        description="Where /livez, /readyz and /metrics are, without TLS: keep it off the "
+        "clients' network.",
+    )
+    public_addresses: AddressList = Field(
+        (),
+        description="Addresses of clients' door that invitations name, tried in turn; "
+        "empty: coordinator.address.",
+    )
+    public_enrolment_addresses: AddressList = Field(
+        (),
+        description="Enrolment addresses that invitations name; "
+        "empty: coordinator.enrolment_address.",
+    )
+    folder: PathText | None = Field(
+        None,
+        description="Folder of the certificate authority's keys and of updates on their way, "
+        'shared by those that take over; without it, "coordinator" beside the runs directory.',
+    )
+    max_connected: int = Field(
+        2000,
+        ge=1,
+        description="Clients connected at a time, >= 1; others are told when to come back.",
+    )
+    come_back_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds after which a client that is not needed shall come back, > 0; each "
+        "is given some more or less.",
+    )
+    recovery_grace_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that a round which a restart interrupted waits for its clients at "
+        "least, >= 0.",
+    )
+    lease_ttl_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds of silence after which another coordinator on the same database "
+        "takes over, > 0.",
+    )
+    shutdown_grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that a stop gives uploads on their way, >= 0; then the round is "
+        "parked.",
+    )
+    stall_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds without progress that end a client's upload or download, > 0; it "
+        "may resume.",
+    )
+    certificate_days: int = Field(
+        365, ge=1, description="Days that a client's certificate is valid, >= 1."
+    )
+    invitation_valid_h: float = Field(
+        72.0, gt=0, description="Hours within which an invitation must be used, > 0."
+    )
+    eligibility: EligibilitySection = Field(
+        EligibilitySection(), description="Which clients may be asked."
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse ports that there are not, and two services on one address."""
+        for name in ("address", "enrolment_address", "http_address"):
+            yield from self._no_port(name, getattr(self, name))
+        for name in ("public_addresses", "public_enrolment_addresses"):
+            for address in getattr(self, name):
+                yield from self._no_port(name, address)
+        served = [self.address, self.enrolment_address, self.http_address]
+        for place, name in enumerate(("enrolment_address", "http_address"), start=1):
+            if served[place] in served[:place] and _port(served[place]):
+                text = f"is {shown(served[place])}, where another service listens; take other ports"
+                yield Problem((name, "address"), text)
+
+    def _no_port(self, name: str, address: str) -> Iterator[Problem]:
+        if _port(address) > _MAX_PORT:
+            text = f"is {shown(address)}, but ports end at {_MAX_PORT}; take a smaller one"
+            yield Problem((name,), text)
+
+
+_MAX_PORT = 65535
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,79 @@
+"""A tree as a TOML file that explains itself: every key with its description above it."""
+
+import textwrap
+from collections.abc import Collection, Iterator
+from typing import get_args
+
+from pydantic.fields import FieldInfo
+
+from fedlearn.config.keys import kinds_of, members_of
+from fedlearn.config.section import Section, tag_of
+from fedlearn.config.toml import dotted, toml, toml_key
+from fedlearn.config.tree import Config
+
+_WIDTH = 98
+
+
+def template(config: Config, *, omit: Collection[str], heading: str) -> str:
+    """Return ``config`` as TOML that loads to an equal tree, each key explained.
+
+    A key that is not set stands there as a comment.
+
+    Args:
+        config: The tree; what is in ``omit`` has its default value.
+        omit: Keys and tables of the top that are left out.
+        heading: What stands above all, without comment signs.
+
+    Example:
+        >>> text = template(Config(seed=3), omit=["data", "name"], heading="An example.")
+        >>> print(text[:69])
+        # An example.
+        <BLANKLINE>
+        # Seed of all that is random, 0 to 2**63 - 1.
+        seed = 3
+    """
+    lines = [*_comment(heading), *_table(config, (), frozenset(omit))]
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> Iterator[str]:
+    """Yield the lines of the keys of ``section``, then of the tables in it."""
+    fields = {key: info for key, info in type(section).model_fields.items() if key not in omit}
+    for key, info in fields.items():
+        if not members_of(info):
+            yield ""
+            yield from _key(key, info, getattr(section, key))
+    for key, info in fields.items():
+        inner = getattr(section, key)
+        if members_of(info):
+            assert isinstance(inner, Section)
+            yield from ("", "")
+            yield from _comment(_about(info, inner))
+            yield f"[{dotted((*path, key))}]"
+            yield from _table(inner, (*path, key), frozenset())
+
+
+def _key(key: str, info: FieldInfo, value: object) -> Iterator[str]:
+    assert info.description  # every field of the configuration has one
+    yield from _comment(info.description)
+    if value is None:
+        yield f"# {toml_key(key)} ="
+    else:
+        yield f"{toml_key(key)} = {toml(value)}"
+
+
+def _about(info: FieldInfo, inner: Section) -> str:
+    """Return what a table is for, and which other kinds of it there are."""
+    tag = tag_of(info)
+    summary = (type(inner).__doc__ or "").partition("\n")[0]
+    if tag is None:
+        return summary
+    kinds = [kind for member in members_of(info) for kind in kinds_of(member, tag)]
+    mine = get_args(type(inner).model_fields[tag].annotation)
+    others = ", ".join(toml(kind) for kind in kinds if kind not in mine)
+    return f"{summary} Other kinds, with keys of their own: {others}." if others else summary
+
+
+def _comment(text: str) -> list[str]:
+    plain = text.replace("``", "`")
+    return [f"# {line}" for line in textwrap.wrap(plain, _WIDTH, break_on_hyphens=False)]

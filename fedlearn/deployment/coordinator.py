@@ -1,0 +1,356 @@
+"""The coordinator process: it serves clients and runs rounds until the run is done.
+
+The main thread runs the rounds, as a simulation does. Beside it are the door with its event
+loop, the heart (lease, status, the operator's wishes), the HTTP server, and a thread for
+signals; whatever ends the run reaches the main thread as an :class:`Interruption`.
+
+Whoever is killed here, at any line, loses nothing that a client was told is accepted: the
+next start goes on inside the same round.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from fedlearn import build
+from fedlearn.config import Config
+from fedlearn.coordinator.journal import JournaledSampler
+from fedlearn.coordinator.patience import PatientJournal, PatientStore, patient
+from fedlearn.coordinator.records import RunRecord, RunStatus
+from fedlearn.coordinator.service import Door, DoorSettings
+from fedlearn.coordinator.store import Database, StoredRun
+from fedlearn.coordinator.store_journal import StoredJournal
+from fedlearn.coordinator.store_lease import Lease, deployment
+from fedlearn.coordinator.store_registry import StoredRegistry
+from fedlearn.coordinator.telemetry import Snapshot, Telemetry
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.deployment.board import Board, Phase
+from fedlearn.deployment.gate import Announced, Gate
+from fedlearn.deployment.heart import Heart
+from fedlearn.deployment.interruption import Interruption, StopSignals
+from fedlearn.deployment.places import Places, host_of
+from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
+from fedlearn.deployment.rounds import run_over
+from fedlearn.errors import ConfigError, FedlearnError, Fenced, Parked, StoreError
+from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.progress import Progress
+from fedlearn.simulation.cluster import one_thread
+
+ResultT = TypeVar("ResultT")
+
+#: How long the database may be away in the middle of a run.
+_DATABASE_AWAY_S = 3600.0
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HOLDER_BYTES = 4
+
+
+def coordinate(places: Places, *, insecure: bool, serve_on: bool, progress: Progress) -> None:
+    """Serve the deployment until its run is done or it is told to stop.
+
+    A stop, by SIGTERM or Ctrl-C, parks the round: this returns, and the next start goes on.
+
+    Args:
+        places: Where its parts are.
+        insecure: Plaintext on loopback, clients named by themselves: for trying things out.
+        serve_on: Whether to stay when the run is done, and tell clients to come back later.
+        progress: Told of the run.
+
+    Raises:
+        Aborted: The operator has ended the run.
+        ConfigError: The configuration cannot be built, or is not that of the run.
+        DataError: Data are missing or cannot be trained on.
+        DeploymentError: An address cannot be listened on, or keys are damaged.
+        Fenced: Another coordinator has taken over.
+        RoundError: A round failed and the policy says to fail the run.
+        StoreError: The run cannot be recorded.
+    """
+    if insecure:
+        _require_loopback(places.config)
+    pieces = build.deployment(places.config, data_dir=places.addresses.data_dir)
+    coordinator = Coordinator(
+        places, pieces, insecure=insecure, serve_on=serve_on, progress=progress
+    )
+    with StopSignals(coordinator.interruption), one_thread():
+        try:
+            coordinator.serve()
+        except Parked as parked:
+            structlog.get_logger(__name__).info("parked", reason=str(parked))
+
+
+def _require_loopback(config: Config) -> None:
+    for name in ("address", "enrolment_address"):
+        address = getattr(config.coordinator, name)
+        if host_of(address) not in _LOOPBACK:
+            raise ConfigError(
+                f"coordinator.{name} is {address!r}, but --insecure serves this machine only; "
+                "take 127.0.0.1, or leave --insecure out"
+            )
+
+
+def _holder() -> str:
+    """Return a name for this process that no other one has or had."""
+    drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
+    return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
+
+
+@dataclass(frozen=True)
+class InterruptibleClock(SystemClock):
+    """The system's clock; a sleep ends early where there is a reason to stop.
+
+    Attributes:
+        interruption: Gives the reason.
+    """
+
+    interruption: Interruption
+
+    def sleep(self, seconds: float) -> None:
+        """Let ``seconds`` pass.
+
+        Raises:
+            FedlearnError: The interruption's reason.
+        """
+        self.interruption.sleep(seconds)
+
+
+class Coordinator:
+    """One coordinator process.
+
+    Attributes:
+        interruption: Ends it.
+        board: What it says of itself.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        pieces: build.Deployment,
+        *,
+        insecure: bool,
+        serve_on: bool,
+        progress: Progress,
+    ) -> None:
+        self.interruption = Interruption()
+        self.board = Board(
+            num_rounds=places.config.num_rounds,
+            num_wanted=pieces.policy.num_wanted,
+            min_reports=pieces.policy.min_reports,
+            deadline_s=pieces.policy.deadline_s,
+        )
+        self._places = places
+        self._pieces = pieces
+        self._insecure = insecure
+        self._serve_on = serve_on
+        self._progress = progress
+        self._clock = InterruptibleClock(self.interruption)
+        self._paused = threading.Event()
+        self._lease: Lease | None = None
+        self._door: Door | None = None
+        self._door_lock = threading.Lock()  # nobody asks a door that is being closed
+        self._log = structlog.get_logger(__name__)
+
+    # ---- The process ----------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Wait for the lease, then serve and run; see :func:`coordinate`."""
+        section, name = self._places.config.coordinator, self._places.run_name
+        with ExitStack() as stack:
+            telemetry = stack.enter_context(Telemetry(section.http_address, self.snapshot))
+            self._log.info("http", address=telemetry.address)
+            database = stack.enter_context(self._patiently(self._places.database))
+            self._patiently(
+                lambda: ensure_deployed(database, self._pieces, name=name, clock=self._clock)
+            )
+            with self._holding(database) as lease:
+                self._lead(database, lease)
+
+    @contextmanager
+    def _holding(self, database: Database) -> Iterator[Lease]:
+        """Wait for the lease, and hold it."""
+        name, section = self._places.run_name, self._places.config.coordinator
+        lease = Lease(
+            database, name, holder=_holder(), ttl_s=section.lease_ttl_s, clock=self._clock
+        )
+        if not self._patiently(lease.try_acquire):
+            self.board.phase = Phase.STANDBY
+            self._log.info("standby", run=name, holder=deployment(database, name).holder)
+            lease.acquire(is_stopped=self.interruption.is_given)
+            self.interruption.check()
+        self._log.info("leading", run=name)
+        heart = Heart(
+            lease,
+            status=self.status,
+            paused=self._paused,
+            interruption=self.interruption,
+            clock=SystemClock(),
+        )
+        self._lease = lease
+        try:
+            with heart:
+                yield lease
+        finally:
+            self._lease = None
+            with suppress(StoreError):  # then others wait for the beat to stand still
+                lease.release()
+
+    def _lead(self, database: Database, lease: Lease) -> None:
+        """Run the rounds that are due, and record how that ended."""
+        stored = database.run(self._places.run_name, guard=lease.guard)
+        record = self._patiently(lambda: stored.record)
+        if record.status is RunStatus.DONE:
+            self._log.info("done_before", run=record.name)
+            self.board.num_finished = record.num_rounds
+            self.board.phase = Phase.DONE
+        with self._serving(database, lease) as door:
+            if record.status is not RunStatus.DONE:
+                with self._told(stored):
+                    self._run(database, lease, stored, record, door)
+            self.board.phase = Phase.DONE
+            if self._serve_on:
+                self._log.info("serving_on", run=record.name)
+                self._wait_for_a_stop()
+
+    def _wait_for_a_stop(self) -> None:
+        while True:
+            self.interruption.sleep(_DATABASE_AWAY_S)
+
+    @contextmanager
+    def _serving(self, database: Database, lease: Lease) -> Iterator[Door]:
+        """Keep the door open."""
+        section = self._places.config.coordinator
+        run_id = deployment(database, self._places.run_name).run_id
+        door = Door(
+            DoorSettings(
+                address=section.address,
+                enrolment_address=section.enrolment_address,
+                max_connected=section.max_connected,
+                come_back_s=section.come_back_s,
+                recovery_grace_s=section.recovery_grace_s,
+                stall_timeout_s=section.stall_timeout_s,
+                certificate_days=section.certificate_days,
+            ),
+            registry=StoredRegistry(database, SystemClock()),
+            run_id=run_id,
+            spool_dir=self._places.folder / "spool" / run_id,
+            authority=None if self._insecure else self._places.authority(),
+            eligible=self._pieces.requirements.admits,
+            is_leader=lease.is_held,
+            clock=SystemClock(),
+        )
+        door.start()
+        self._door = door
+        self._log.info(
+            "serving",
+            address=door.address,
+            enrolment=door.enrolment_address,
+            insecure=self._insecure,
+        )
+        try:
+            yield door
+        finally:
+            if self.board.phase is not Phase.DONE:
+                self.board.phase = Phase.STOPPING
+            with self._door_lock:
+                self._door = None
+            door.stop(grace_s=section.shutdown_grace_s)
+
+    # ---- The run --------------------------------------------------------------------------
+
+    def _run(
+        self, database: Database, lease: Lease, stored: StoredRun, record: RunRecord, door: Door
+    ) -> None:
+        journal = PatientJournal(
+            journal=StoredJournal(database, record.name, guard=lease.guard),
+            clock=self._clock,
+            give_up_s=_DATABASE_AWAY_S,
+            log=self._log,
+        )
+        store = PatientStore(
+            store=stored, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log
+        )
+        checkpoint = self._patiently(stored.load)
+        self.board.num_finished = 0 if checkpoint is None else checkpoint.round_num
+        first = first_attempts(journal.last(), record.status, self._pieces.policy)
+        self._patiently(stored.set_running)
+        channel = door.channel(check=self.interruption.check)
+        self._progress.start(record, stored.path, (f"clients are served at {door.address}",))
+        run_over(
+            channel,
+            self._pieces,
+            sampler=Announced(
+                sampler=JournaledSampler(
+                    sampler=Gate(
+                        sampler=self._pieces.sampler,
+                        channel=channel,
+                        board=self.board,
+                        paused=self._paused,
+                        interruption=self.interruption,
+                    ),
+                    journal=journal,
+                    clock=self._clock,
+                ),
+                board=self.board,
+            ),
+            store=ForgettingStore(
+                store=store, journal=journal, forget=channel.forget, board=self.board
+            ),
+            checkpoint=checkpoint,
+            clock=self._clock,
+            progress=self._progress.round,
+            first_attempts=first,
+        )
+
+    @contextmanager
+    def _told(self, stored: StoredRun) -> Iterator[None]:
+        """Record a failure of the run, and tell how it ended; a parked run goes on later."""
+        try:
+            yield
+        except (Parked, Fenced):
+            raise
+        except FedlearnError as error:
+            with suppress(StoreError):
+                stored.finish(RunStatus.FAILED, error=str(error))
+            raise
+        finally:
+            with suppress(StoreError):
+                self._progress.end(summarize(stored.record, stored.rounds()))
+
+    def _patiently(self, operation: Callable[[], ResultT]) -> ResultT:
+        return patient(operation, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log)
+
+    # ---- What it says of itself -----------------------------------------------------------
+
+    def status(self) -> dict[str, object]:
+        """Return what operators are told, as JSON values."""
+        return self.board.status() | {"process": os.getpid()} | self._door_status()
+
+    def snapshot(self) -> Snapshot:
+        """Return what monitors are told."""
+        lease, door = self._lease, self._door
+        counters, gauges = self.board.counters(), self.board.gauges()
+        gauges["lease_held"] = float(lease is not None and lease.is_held())
+        if door is not None:
+            counters |= door.counters.values()
+        for name, value in self._door_status().items():
+            if isinstance(value, int | float):
+                gauges[name] = float(value)
+        return Snapshot(not_ready=self._not_ready(), counters=counters, gauges=gauges)
+
+    def _door_status(self) -> dict[str, object]:
+        with self._door_lock:
+            return {} if self._door is None else self._door.status()
+
+    def _not_ready(self) -> str:
+        lease = self._lease
+        if lease is None:
+            return f"this coordinator does not hold the lease: it is {self.board.phase}"
+        if not lease.is_held():
+            return "the lease could not be renewed in time"
+        return "" if self._door is not None else "the door is not open"

@@ -1,0 +1,256 @@
+"""A whole deployment on this machine: a coordinator, five clients, and the simulation beside it.
+
+Every part is a process of its own and does what it does across a network: the clients are
+invited, enrol, connect by mutual TLS and train on images that only they hold.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from fedlearn.client.home import Home
+from fedlearn.config import Config, load, render, resolve_addresses
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment import demo_client
+from fedlearn.deployment.operator import Operator
+from fedlearn.deployment.places import Places
+from fedlearn.deployment.starter import starter
+from fedlearn.errors import DeploymentError
+from fedlearn.experiment.comparison import number_text, summarize
+from fedlearn.experiment.progress import PlainProgress
+from fedlearn.experiment.simulate import Site, run_config
+from fedlearn.transport.grpc_client import enrol
+
+_NUM_CLIENTS = 5
+_READY_S = 60.0
+_LOOK_S = 0.2
+_STOP_S = 15.0
+_TAIL_LINES = 5
+
+
+def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[str, str]) -> None:
+    """Run the demo; everything it has started is stopped at the end, however it ends.
+
+    Args:
+        num_rounds: Rounds of the run.
+        keep: Folder for all files, made if need be; ``None``: a temporary one, removed.
+        out: Told how it goes, in lines.
+        environ: Environment of the processes.
+
+    Raises:
+        DeploymentError: A process ended that should not have.
+    """
+    with ExitStack() as stack:
+        if keep is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedlearn-demo-")))
+        else:
+            folder = keep.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "coordinator.toml"
+        file.write_text(render(_config(folder, num_rounds)))
+        stage = Stage(folder, out=out, environ=_surroundings(environ, file))
+        deployed = _deployed(stage, file)
+        simulated = _simulated(load(file, overrides=()), out, stage.environ)
+        _say(out, f"accuracy of the deployed run   {number_text(deployed)}")
+        _say(out, f"accuracy of its simulation     {number_text(simulated)}")
+
+
+def _config(folder: Path, num_rounds: int) -> Config:
+    """Return the starter's configuration, on ports that are free now."""
+    config = starter()
+    door, enrolment, http = (f"127.0.0.1:{port}" for port in _free_ports(3))
+    section = config.coordinator.model_copy(
+        update={"address": door, "enrolment_address": enrolment, "http_address": http}
+    )
+    store = config.store.model_copy(update={"runs_dir": str(folder / "runs")})
+    changes = {"num_rounds": num_rounds, "coordinator": section, "store": store}
+    return config.model_copy(update=changes)
+
+
+def _free_ports(num: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
+    """Return the environment less what would lead the processes out of the folder."""
+    ours = {name: value for name, value in environ.items() if not name.startswith("FEDLEARN_STORE")}
+    ours.pop("FEDLEARN_RUNS_DIR", None)
+    return ours | {demo_client.CONFIG: str(file)}
+
+
+@dataclass
+class Stage:
+    """The processes of a demo.
+
+    Attributes:
+        folder: Of all files.
+        out: Told how it goes.
+        environ: Of the processes.
+    """
+
+    folder: Path
+    out: TextIO
+    environ: dict[str, str]
+    _running: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
+
+    def start(self, name: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+        """Start ``fedlearn`` with ``arguments``; what it logs goes to a file."""
+        with (self.folder / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(  # noqa: S603 (ourselves)
+                [sys.executable, "-m", "fedlearn", *arguments],
+                env=self.environ | variables,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if name == "coordinator" else log,
+                stderr=log,
+                text=True,
+            )
+        self._running[name] = process
+        return process
+
+    def check(self) -> None:
+        """Check that all that should run does.
+
+        Raises:
+            DeploymentError: One does not; with what it logged last.
+        """
+        for name, process in self._running.items():
+            if process.poll() is not None:
+                log = self.folder / f"{name}.log"
+                tail = "\n".join(log.read_text().splitlines()[-_TAIL_LINES:])
+                raise DeploymentError(
+                    f"{name} ended with exit code {process.returncode}; its log says:\n{tail}"
+                )
+
+    def stop(self) -> None:
+        """Stop all processes; one that does not listen is killed."""
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._running.clear()
+
+
+def _deployed(stage: Stage, file: Path) -> float | None:
+    """Run the deployment and return its accuracy."""
+    config = load(file, overrides=())
+    places = Places.of(config, environ=stage.environ)
+    try:
+        coordinator = stage.start("coordinator", "coordinator", str(file), "--json")
+        _wait_until_ready(config.coordinator.http_address, stage)
+        _say(stage.out, f"the coordinator serves at {config.coordinator.address}")
+        for number in range(_NUM_CLIENTS):
+            _join(places, number, stage)
+        _say(stage.out, f"{_NUM_CLIENTS} clients have enrolled and are starting")
+        return _followed(coordinator, stage)
+    finally:
+        stage.stop()
+
+
+def _wait_until_ready(address: str, stage: Stage) -> None:
+    clock = SystemClock()
+    ends_s = clock.now_s() + _READY_S
+    while True:
+        try:
+            with urlopen(f"http://{address}/readyz", timeout=_READY_S):
+                return
+        except (URLError, ConnectionError) as error:
+            stage.check()
+            if clock.now_s() > ends_s:
+                raise DeploymentError(
+                    f"the coordinator was not ready within {_READY_S:g} s: {error}"
+                ) from error
+            clock.sleep(_LOOK_S)
+
+
+def _join(places: Places, number: int, stage: Stage) -> None:
+    """Invite and enrol a client, and start its process.
+
+    They enrol one after the other, so that client 3 holds part 3 of the data, as in the
+    simulation.
+    """
+    name = f"client-{number}"
+    path, home = stage.folder / f"{name}.invitation", Home(stage.folder / name)
+    with places.database() as database:
+        invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
+    address = invitation.enrolment_addresses[0]
+    certificate_pem, client_id = asyncio.run(enrol(address, invitation, home.coming_identity()))
+    home.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    task = f"{demo_client.__name__}:trainer"
+    arguments = ("join", str(path), "--task", task, "--home", str(home.folder))
+    stage.start(name, *arguments, **{demo_client.CLIENT: str(number)})
+
+
+def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | None:
+    """Print the coordinator's rounds until it ends; return the last accuracy."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    assert coordinator.stdout is not None  # it was asked for
+    reader = threading.Thread(target=_read, args=(coordinator.stdout, lines), daemon=True)
+    reader.start()
+    accuracy: float | None = None
+    while True:
+        try:
+            line = lines.get(timeout=_LOOK_S)
+        except Empty:
+            stage.check()
+            continue
+        if line is None:
+            break
+        event: dict[str, Any] = json.loads(line)  # Any: the coordinator's JSON
+        accuracy = event.get("accuracy", accuracy)
+        if event["event"] == "round":
+            told = number_text(event["accuracy"])
+            _say(
+                stage.out,
+                f"round {event['round']}/{event['rounds']}: accuracy {told}, "
+                f"{event['reported']} reported, {event['late']} late, {event['failed']} failed",
+            )
+    if coordinator.wait(timeout=_STOP_S) != 0:
+        stage.check()
+    return accuracy
+
+
+def _read(stream: TextIO, lines: "SimpleQueue[str | None]") -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _simulated(config: Config, out: TextIO, environ: Mapping[str, str]) -> float | None:
+    """Simulate the same configuration and return its accuracy."""
+    _say(out, "now the simulation of the same configuration")
+    named = config.model_copy(update={"name": "simulation"})
+    addresses = resolve_addresses(named, environ=environ)
+    with Path(os.devnull).open("w") as nowhere:
+        site = Site(addresses, environ, SystemClock(), PlainProgress(nowhere))
+        run = run_config(named, site)
+    return summarize(run.record, run.history).accuracy
+
+
+def _say(out: TextIO, line: str) -> None:
+    out.write(f"{line}\n")
+    out.flush()

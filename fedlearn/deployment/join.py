@@ -1,0 +1,108 @@
+"""A client in the foreground: ``fedlearn join``."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from fedlearn.client.conditions import Conditions
+from fedlearn.client.diagnosis import diagnose
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.policy import Policy
+from fedlearn.client.runtime import Runtime, make_runtime
+from fedlearn.errors import DeploymentError
+from fedlearn.transport.identity import Invitation
+
+#: What the process ends with when the user's training does not listen.
+_STUCK = 3
+
+
+def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
+    """Return the folder of the client called ``name``, by the XDG convention.
+
+    Example:
+        >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
+        PosixPath('/data/fedlearn/clinic-a')
+    """
+    base = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "fedlearn" / name
+
+
+def join(invitation: Path, *, task: str, home: Path | None, out: TextIO = sys.stdout) -> None:
+    """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
+
+    Args:
+        invitation: The operator's file.
+        task: The trainer, ``module:Class`` or ``path/to/file.py:Class``.
+        home: The client's folder; ``None``: see :func:`default_home`.
+        out: Told what happens, a line for each step.
+
+    Raises:
+        DeploymentError: The invitation, the trainer or the folder is of no use.
+        EnrolmentRefused: The coordinator does not take the invitation.
+    """
+    folder = home or _home(invitation)
+    Home(folder).set_consent(granted=True)  # the command is the consent
+    sys.path.insert(0, str(Path.cwd()))  # as for a script: a module that lies here is found
+    options = RuntimeOptions(
+        home=folder,
+        trainer=task,
+        invitation=invitation,
+        conditions=Conditions(),
+        policy=Policy(),
+        num_threads=1,
+        niceness=0,
+    )
+
+    def tell(event: AgentEvent) -> None:
+        if (line := _line(event)) is not None:
+            out.write(f"{line}\n")
+            out.flush()
+
+    if not asyncio.run(_run(make_runtime(options, on_event=tell))):
+        os._exit(_STUCK)  # a training thread that does not end would keep the process
+
+
+def check_before(
+    invitation: Path, *, task: str | None, home: Path | None, out: TextIO = sys.stdout
+) -> None:
+    """Look whether this machine could take part, a line for each thing; joins nothing.
+
+    Raises:
+        DeploymentError: Something is in the way; the lines say what.
+    """
+    folder = home or _home(invitation)
+    problems = []
+    for finding in diagnose(invitation, home=folder, trainer=task):
+        out.write(f"{'ok  ' if finding.is_fine else 'BAD '} {finding.name}: {finding.message}\n")
+        out.flush()
+        problems += [] if finding.is_fine else [finding.name]
+    if problems:
+        raise DeploymentError(
+            f"this device cannot take part yet: {', '.join(problems)}; see the lines above"
+        )
+
+
+def _home(invitation: Path) -> Path:
+    return default_home(Invitation.load(invitation).name, environ=os.environ)
+
+
+async def _run(runtime: Runtime) -> bool:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, runtime.stop)
+    return await runtime.run()
+
+
+def _line(event: AgentEvent) -> str | None:
+    """Return what is worth a line; progress within a task is not."""
+    if event.kind is EventKind.PROGRESS:
+        return None
+    place = "" if event.round_num is None else f"round {event.round_num + 1}: "
+    words = f": {event.message}" if event.message else ""
+    return f"{place}{event.kind}{words}"

@@ -1,0 +1,85 @@
+"""Where a deployment's parts are, by its configuration and this machine's environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedlearn.config import Addresses, Config, resolve_addresses
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.store import Database, sqlite_url
+
+#: What a deployed run is called that the configuration does not name.
+DEFAULT_NAME = "federation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the parts of a deployment are.
+
+    Attributes:
+        config: The deployment's.
+        addresses: Store, runs and data.
+    """
+
+    config: Config
+    addresses: Addresses
+
+    @classmethod
+    def of(
+        cls, config: Config, *, environ: Mapping[str, str], data_dir: Path | None = None
+    ) -> "Places":
+        """Return the places of ``config`` on this machine.
+
+        Args:
+            config: The deployment's.
+            environ: Environment variables.
+            data_dir: Directory of the data sets; ``None``: as the environment says.
+        """
+        addresses = resolve_addresses(config, environ=environ)
+        return cls(
+            config=config,
+            addresses=replace(addresses, data_dir=data_dir or addresses.data_dir),
+        )
+
+    @property
+    def run_name(self) -> str:
+        """Name of the deployed run."""
+        return self.config.name or DEFAULT_NAME
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the keys and of updates on their way."""
+        given = self.config.coordinator.folder
+        return self.addresses.runs_dir.parent / "coordinator" if given is None else Path(given)
+
+    def database(self) -> Database:
+        """Open the database.
+
+        Raises:
+            StoreError: It cannot be opened.
+        """
+        runs_dir = self.addresses.runs_dir
+        url = self.addresses.store_url or sqlite_url(runs_dir / "fedlearn.db")
+        return Database.open(url, runs_dir=runs_dir)
+
+    def authority(self) -> Authority:
+        """Open the deployment's certificate authority; make it if there is none.
+
+        Raises:
+            DeploymentError: Its files are damaged or cannot be written.
+        """
+        section = self.config.coordinator
+        named = (*section.public_addresses, *section.public_enrolment_addresses)
+        listening = (section.address, section.enrolment_address)
+        hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
+        return Authority.open(self.folder / "authority", host_names=tuple(hosts))
+
+
+def host_of(address: str) -> str:
+    """Return the host of ``host:port``.
+
+    Example:
+        >>> host_of("fl.example.org:9440"), host_of("[::1]:9440")
+        ('fl.example.org', '::1')
+    """
+    return address.rpartition(":")[0].strip("[]")

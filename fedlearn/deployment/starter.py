@@ -1,0 +1,52 @@
+"""The configuration that ``fedlearn init`` writes and ``fedlearn demo`` runs."""
+
+from pathlib import Path
+
+from fedlearn.config import Config, from_mapping, template
+from fedlearn.errors import DeploymentError
+
+_HEADING = """\
+A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
+All keys are here with their values; delete what you do not change. \
+It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
+brings images of its own. With data.source = "none" the coordinator holds no data, and the clients \
+evaluate."""
+
+#: What describes simulated devices only.
+_OF_SIMULATIONS = ("centralized", "devices", "engine")
+
+
+def starter() -> Config:
+    """Return a small deployment that works: digits, five clients."""
+    config = from_mapping(
+        {
+            "name": "federation",
+            "num_rounds": 10,
+            "data": {"partition": {"kind": "iid", "num_clients": 5}},
+            "client": {"batch_size": 10, "learning_rate": 0.1},
+            "cohort": {"num_wanted": 4},
+            "stragglers": {"over_selection": 1.25, "deadline_s": 60.0},
+        },
+        source="the starter",
+    )
+    # Relative to the file, so that operators' commands find it from anywhere.
+    store = config.store.model_copy(update={"runs_dir": "runs"})
+    return config.model_copy(update={"store": store})
+
+
+def write_starter(path: Path) -> None:
+    """Write a commented ``coordinator.toml``.
+
+    Raises:
+        DeploymentError: The file is there already, or cannot be written.
+    """
+    text = template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING)
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise DeploymentError(
+            f"{path} is there already; name another file, or move it away"
+        ) from error
+    except OSError as error:
+        raise DeploymentError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,296 @@
+"""A run through the gRPC door equals one in memory, for the same order of arrival."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.client.conditions import Conditions
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.client.policy import Policy
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.client.runtime import Runtime
+from fedlearn.client.torch_trainer import TorchTrainer
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.collection import PlainCollector
+from fedlearn.coordinator.eligibility import Requirements
+from fedlearn.coordinator.registry import MemoryRegistry
+from fedlearn.coordinator.round import RoundPlan, run_round
+from fedlearn.coordinator.service import Door, DoorSettings
+from fedlearn.core.clock import SystemClock, utc
+from fedlearn.core.collecting import Collector, Status
+from fedlearn.core.messages import EvaluateReply, EvaluateRequest, TrainReply, TrainRequest
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.simulation.sessions import session_channel
+from fedlearn.transport.base import Channel
+from fedlearn.transport.identity import Invitation
+
+SIZES = [8, 14, 3, 11]
+NUM_ROUNDS = 3
+LOCAL = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
+KEEPING = replace(LOCAL, momentum=0.9, keep_momentum=True)
+POLICY = StragglerPolicy(
+    num_wanted=3,
+    over_selection=1.3,
+    deadline_s=60.0,
+    min_reports=1,
+    below_minimum=BelowMinimum.FAIL,
+    max_retries=0,
+)
+#: torch's generator belongs to the process: clients of one process train in turn.
+_TURN = threading.Lock()
+
+
+def make_model() -> nn.Module:
+    """A reply is larger than what travels inside a session's stream: it is uploaded."""
+    return nn.Sequential(nn.Linear(5, 12_000), nn.Dropout(0.3), nn.ReLU(), nn.Linear(12_000, 3))
+
+
+def population() -> ArrayPopulation:
+    generator, num_examples = torch.Generator().manual_seed(1), sum(SIZES)
+    return ArrayPopulation(
+        features=torch.randn(num_examples, 5, generator=generator),
+        labels=torch.randint(0, 3, (num_examples,), generator=generator),
+        partition=Partition(np.arange(num_examples), np.cumsum([0, *SIZES])),
+        num_classes=3,
+    )
+
+
+class OneAtATime:
+    """A trainer whose clients share a process."""
+
+    def __init__(self, client: int) -> None:
+        rows = population().load(np.asarray([client]))
+        index = torch.from_numpy(rows.rows)
+        features, labels = rows.features[index], rows.labels[index]
+        self._trainer = TorchTrainer.of(make_model, features, labels, device="cpu")
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        with _TURN:
+            return self._trainer.train(tensors, context=context)
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        with _TURN:
+            return self._trainer.evaluate(tensors, control=control)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Devices whose replies arrive in an order that was seen, the others never."""
+
+    orders: Sequence[Sequence[int]]
+
+    def durations_s(
+        self,
+        client_ids: NDArray[np.int64],
+        *,
+        round_num: int,
+        attempt: int,
+        num_examples_processed: NDArray[np.int64],
+        download_bytes: int,
+        upload_bytes: int,
+        seed: Seed,
+    ) -> NDArray[np.float64]:
+        place = {client: 1.0 + index for index, client in enumerate(self.orders[round_num])}
+        return np.asarray([place.get(client, 1e9) for client in client_ids.tolist()])
+
+    def failures(
+        self, client_ids: NDArray[np.int64], *, round_num: int, attempt: int, seed: Seed
+    ) -> NDArray[np.bool_]:
+        return np.zeros(len(client_ids), bool)
+
+
+@contextmanager
+def door(folder: Path) -> Iterator[tuple[Door, MemoryRegistry, Authority]]:
+    clock = SystemClock()
+    registry = MemoryRegistry(clock)
+    authority = Authority.open(folder / "authority", host_names=())
+    opened = Door(
+        DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
+        registry=registry,
+        run_id="parity",
+        spool_dir=folder / "spool",
+        authority=authority,
+        eligible=Requirements().admits,
+        is_leader=lambda: True,
+        clock=clock,
+    )
+    opened.start()
+    try:
+        yield opened, registry, authority
+    finally:
+        opened.stop(grace_s=0.5)
+
+
+@contextmanager
+def client(
+    number: int, folder: Path, opened: Door, registry: MemoryRegistry, authority: Authority
+) -> Iterator[None]:
+    """One client's runtime, connected, on a thread with a loop of its own."""
+    path = folder / f"{number}.invitation"
+    Invitation(
+        name=f"client-{number}",
+        addresses=(opened.address,),
+        enrolment_addresses=(opened.enrolment_address,),
+        ca_pem=authority.ca_pem,
+        token=registry.invite(f"client-{number}", tags=(), valid_s=600.0),
+        expires_utc=utc(SystemClock().unix_s() + 600.0),
+    ).save(path)
+    home, is_connected = Home(folder / f"home-{number}"), threading.Event()
+    home.set_consent(granted=True)
+
+    def on_event(event: AgentEvent) -> None:
+        if event.kind is EventKind.CONNECTED:
+            is_connected.set()
+
+    running: dict[str, tuple[Runtime, asyncio.AbstractEventLoop]] = {}
+
+    async def run() -> None:
+        runtime = Runtime(
+            home,
+            OneAtATime(number),
+            invitation=path,
+            conditions=Conditions(),
+            policy=Policy(),
+            on_event=on_event,
+        )
+        running["it"] = runtime, asyncio.get_running_loop()
+        await runtime.run()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert is_connected.wait(30.0)
+        yield
+    finally:
+        runtime, loop = running["it"]
+        loop.call_soon_threadsafe(runtime.stop)
+        thread.join(30.0)
+
+
+@contextmanager
+def over_grpc(folder: Path) -> Iterator[Channel]:
+    """A channel to one real client for each part of the population, in order of their ids."""
+    with ExitStack() as stack:
+        opened, registry, authority = stack.enter_context(door(folder))
+        for number in range(len(SIZES)):
+            stack.enter_context(client(number, folder, opened, registry, authority))
+        channel = opened.channel()
+        channel.wait_for(len(SIZES), lambda: None)
+        yield channel
+
+
+def in_memory(orders: Sequence[Sequence[int]]) -> Channel:
+    model = ResidentModel(
+        make_model, CrossEntropy(), device=torch.device("cpu"), precision=Precision.FLOAT32
+    )
+    return session_channel(population(), Replayed(orders), model)
+
+
+def run(algorithm: Algorithm, channel: Channel) -> tuple[Params, list[list[int]]]:
+    """Return the model after some rounds, and who reported in each, in order."""
+    collector: Collector[WeightedSum] = PlainCollector(
+        channel=channel, aggregator=algorithm.aggregator, policy=POLICY, slab_bytes=0
+    )
+    plan: RoundPlan[WeightedSum] = RoundPlan(
+        sampler=UniformSampler(),
+        policy=POLICY,
+        collector=collector,
+        local=algorithm.local,
+        aggregator=algorithm.aggregator,
+        server_optimizer=algorithm.server_optimizer,
+        seed=Seed(5),
+    )
+    torch.manual_seed(0)
+    state, orders = plan.init(Params.of(make_model())), list[list[int]]()
+    for _ in range(NUM_ROUNDS):
+        state, collected = run_round(state, plan, attempt=0)
+        rows = collected.participations
+        orders.append([row.client_id for row in rows if row.status is Status.REPORTED])
+    return state.params, orders
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        FedAvg(LOCAL),
+        FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
+    ],
+    ids=["fedavg", "fedadam"],
+)
+def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -> None:
+    """With dropout layers and over-selection: real sessions, TLS, signatures and uploads."""
+    with over_grpc(tmp_path) as channel:
+        found, orders = run(algorithm, channel)
+    assert [len(order) for order in orders] == [3, 3, 3]
+    expected, replayed = run(algorithm, in_memory(orders))
+    assert replayed == orders
+    assert torch.equal(found.vector, expected.vector)
+
+
+def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
+    """The control: sums of floats depend on their order, and on who is in them."""
+    orders = [[0, 1, 2], [1, 2, 3], [3, 0, 1]]
+    found, _ = run(FedAvg(LOCAL), in_memory(orders))
+    other, _ = run(FedAvg(LOCAL), in_memory([orders[0], orders[1], [1, 0, 3]]))
+    assert not torch.equal(found.vector, other.vector)
+
+
+def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Path) -> None:
+    """One round asks the same clients three times: momentum lives on between the messages."""
+    params = Params.of(make_model())
+
+    def ask(channel: Channel) -> list[dict[int, Tensor]]:
+        first = []
+        for _ in range(2):
+            request = TrainRequest(
+                round_num=0,
+                attempt=0,
+                tensors=params.named(),
+                settings=KEEPING.settings(),
+                seed=3,
+            )
+            requests = dict.fromkeys(channel.available(), request)
+            deltas = {}
+            for arrival in channel.exchange(requests, deadline_s=60.0):
+                assert isinstance(arrival.reply, TrainReply)
+                deltas[int(arrival.client_id)] = arrival.reply.delta["0.weight"].clone()
+            first.append(deltas)
+        evaluation = EvaluateRequest(round_num=0, tensors=params.named())
+        arrivals = channel.exchange(dict.fromkeys(channel.available(), evaluation), deadline_s=60.0)
+        replies = [arrival.reply for arrival in arrivals]
+        assert all(isinstance(reply, EvaluateReply) for reply in replies)
+        assert len(replies) == len(SIZES)
+        return first
+
+    with over_grpc(tmp_path) as channel:
+        found = ask(channel)
+    expected = ask(in_memory([range(len(SIZES))]))
+    for number in range(len(SIZES)):
+        assert torch.equal(found[0][number], expected[0][number])
+        assert torch.equal(found[1][number], expected[1][number])
+        assert not torch.equal(found[0][number], found[1][number])  # the momentum was there

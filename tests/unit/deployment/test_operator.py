@@ -1,0 +1,257 @@
+"""What operators do and read, on a real database, without a coordinator's process."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedlearn.build import deployment
+from fedlearn.config import Config, from_mapping
+from fedlearn.coordinator.store import Database
+from fedlearn.coordinator.store_lease import Lease
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment.board import Board, Phase
+from fedlearn.deployment.heart import Heart
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.operator import Operator
+from fedlearn.deployment.places import Places
+from fedlearn.deployment.record import ensure_deployed
+from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced
+from fedlearn.transport.identity import Invitation
+
+TTL_S = 0.8
+
+
+def config(folder: Path, **more: object) -> Config:
+    coordinator = {"lease_ttl_s": TTL_S, "folder": str(folder / "keys")}
+    values = {"store": {"runs_dir": str(folder / "runs")}, "coordinator": coordinator}
+    return from_mapping(values | more, source="test")
+
+
+@dataclass
+class Site:
+    """A deployment that was begun; nobody coordinates it."""
+
+    places: Places
+    database: Database
+    operator: Operator
+
+    def lease(self, holder: str) -> Lease:
+        clock = SystemClock()
+        return Lease(self.database, "federation", holder=holder, ttl_s=TTL_S, clock=clock)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A deployed run, in SQLite."""
+    places = Places.of(config(tmp_path), environ={})
+    clock = SystemClock()
+    with places.database() as database:
+        pieces = deployment(places.config, data_dir=tmp_path)
+        ensure_deployed(database, pieces, name=places.run_name, clock=clock)
+        yield Site(places, database, Operator(places, database, clock))
+
+
+def enrol(site: Site, name: str) -> None:
+    token = site.operator.registry.invite(name, tags=(), valid_s=60.0)
+    expires = "2030-01-01T00:00:00Z"
+    site.operator.registry.redeem(
+        name,
+        token,
+        identity_key=name.encode().ljust(32),
+        certify=lambda _: (b"PEM", name, expires),
+    )
+
+
+# ---- Invitations --------------------------------------------------------------------------
+
+
+def test_an_invitation_names_the_addresses_and_the_authority(site: Site, tmp_path: Path) -> None:
+    """Those that are listened on, unless others are public."""
+    path = tmp_path / "a.invitation"
+    site.operator.invite("clinic-a", tags=["country=ch"], path=path)
+    found = Invitation.load(path)
+    assert found.name == "clinic-a"
+    assert found.addresses == ("127.0.0.1:9440",)
+    assert found.enrolment_addresses == ("127.0.0.1:9441",)
+    assert found.ca_pem == site.places.authority().ca_pem
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_an_invitation_that_is_there_is_not_overwritten(site: Site, tmp_path: Path) -> None:
+    """Its token may be on its way; nothing is invited."""
+    path = tmp_path / "a.invitation"
+    path.write_text("mine")
+    with pytest.raises(DeploymentError, match="there already"):
+        site.operator.invite("clinic-a", tags=(), path=path)
+    assert path.read_text() == "mine"
+
+
+def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> None:
+    """Every interface is where one listens, not where one calls."""
+    section = {"address": "0.0.0.0:9440", "folder": str(tmp_path / "keys")}
+    values = {"store": {"runs_dir": str(tmp_path / "runs")}, "coordinator": section}
+    places = Places.of(from_mapping(values, source="test"), environ={})
+    with places.database() as database:
+        operator = Operator(places, database, SystemClock())
+        with pytest.raises(DeploymentError, match=r"coordinator\.public_addresses"):
+            operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
+
+
+def test_revoking_an_invitation_and_a_client_differ(site: Site) -> None:
+    """One has never joined; of a third nobody knows."""
+    site.operator.registry.invite("invited", tags=(), valid_s=60.0)
+    enrol(site, "enrolled")
+    assert site.operator.revoke("invited") is None
+    client = site.operator.revoke("enrolled")
+    assert client is not None
+    assert client.status == "revoked"
+    with pytest.raises(DeploymentError, match="no client called 'nobody'"):
+        site.operator.revoke("nobody")
+
+
+# ---- The run ------------------------------------------------------------------------------
+
+
+def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
+    """Where it is served may change, what it computes may not."""
+    clock = SystemClock()
+    served = config(tmp_path, engine={"num_workers": 1})
+    pieces = deployment(served, data_dir=tmp_path)
+    ensure_deployed(site.database, pieces, name="federation", clock=clock)
+    other = deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"begun with another client\.epochs"):
+        ensure_deployed(site.database, other, name="federation", clock=clock)
+
+
+def test_without_a_coordinator_it_is_said_so(site: Site) -> None:
+    """And what to type; what was wanted waits for the next one."""
+    lines = site.operator.why().lines()
+    assert lines[0] == "federation has no coordinator"
+    assert "fedlearn coordinator" in lines[-1]
+    assert site.operator.control("pause") is False
+    assert site.operator.why().values()["control"] == "pause"
+
+
+def test_a_coordinator_that_was_killed_is_not_alive(site: Site) -> None:
+    """It still holds the lease, but its beat stands still."""
+    lease = site.lease("killed")
+    assert lease.try_acquire()
+    lease.renew(Board(num_rounds=20).status())
+    lines = site.operator.why().lines()
+    assert lines[0] == "federation has no coordinator"
+    assert "0 of 20 rounds finished" in lines[1]
+
+
+def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None:
+    """By their names, in words."""
+    for name in ("clinic-a", "clinic-b", "clinic-c"):
+        enrol(site, name)
+    board = Board(num_rounds=20, num_wanted=2, min_reports=1)
+    board.phase = Phase.ROUND
+    asked: dict[str, object] = {
+        "clients": {
+            "0": {"phase": "training", "since_s": 12.4},
+            "2": {"phase": "gone", "since_s": 3.0},
+        },
+        "exchange": {"kind": "TrainRequest", "remaining_s": 41.2},
+        "connected": 1,
+        "eligible": 1,
+    }
+    with beating(site, board, Interruption(), threading.Event(), asked):
+        explanation = site.operator.why()
+    assert explanation.lines() == [
+        "federation: 0 of 20 rounds finished, a round is under way",
+        "2 reports close it, 1 make a round, its deadline is in 42 s",
+        "  clinic-a: trains, for 12 s",
+        "  clinic-c: has lost its connection; it may come back, for 3 s",
+    ]
+    assert explanation.values()["alive"] is True
+
+
+def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
+    """Those that are connected and those that may be asked."""
+    board = Board(num_rounds=20, num_needed=5)
+    board.phase = Phase.WAITING
+    told: dict[str, object] = {"clients": {}, "exchange": None, "connected": 3, "eligible": 2}
+    with beating(site, board, Interruption(), threading.Event(), told):
+        lines = site.operator.why().lines()
+    assert "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible" in lines
+
+
+def beating(
+    site: Site,
+    board: Board,
+    interruption: Interruption,
+    paused: threading.Event,
+    more: dict[str, object] | None = None,
+) -> Heart:
+    lease = site.lease("alive")
+    assert lease.try_acquire()
+    return Heart(
+        lease,
+        status=lambda: board.status() | (more or {}),
+        paused=paused,
+        interruption=interruption,
+        clock=SystemClock(),
+    )
+
+
+# ---- The heart ----------------------------------------------------------------------------
+
+
+def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
+    """Within a beat; whoever says it hears that a coordinator is alive."""
+    paused, interruption = threading.Event(), Interruption()
+    with beating(site, Board(), interruption, paused):
+        assert site.operator.control("pause") is True
+        assert paused.wait(10.0)
+        assert site.operator.control("run") is True
+        waited = SystemClock()
+        ends_s = waited.now_s() + 10.0
+        while paused.is_set() and waited.now_s() < ends_s:
+            waited.sleep(0.02)
+        assert not paused.is_set()
+        site.operator.control("abort")
+        with pytest.raises(Aborted, match="by the operator"):
+            interruption.sleep(10.0)
+
+
+def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
+    """Its next beat finds another epoch."""
+    interruption = Interruption()
+    with beating(site, Board(), interruption, threading.Event()):
+        other = site.lease("alive")  # the same name may take over at once
+        assert other.try_acquire()
+        with pytest.raises(Fenced):
+            interruption.sleep(10.0)
+
+
+def test_the_heart_goes_on_after_the_last_word(site: Site) -> None:
+    """What was said at the end is what operators read."""
+    board = Board(num_rounds=20)
+    with beating(site, board, Interruption(), threading.Event()):
+        board.phase = Phase.STOPPING
+    assert site.operator.why().values()["status"] == board.status()
+
+
+def test_rounds_are_listed_of_a_deployed_run_only(site: Site, tmp_path: Path) -> None:
+    """None so far; a run that was never deployed is an error."""
+    assert site.operator.rounds(5) == []
+    other = Places.of(config(tmp_path, name="other"), environ={})
+    with pytest.raises(DeploymentError, match="no run called 'other' is deployed"):
+        Operator(other, site.database, SystemClock()).rounds(5)
+
+
+def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
+    """In order of enrolment."""
+    enrol(site, "b")
+    enrol(site, "a")
+    found = site.operator.clients()
+    assert [(each.client_id, each.name) for each in found] == [
+        (ClientId(0), "b"),
+        (ClientId(1), "a"),
+    ]

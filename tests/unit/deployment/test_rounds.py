@@ -1,0 +1,146 @@
+"""A deployed run over a channel: the same model as the simulation, and what it leaves behind."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.build import Deployment, Simulation, deployment, simulation
+from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.config import Config, from_mapping
+from fedlearn.coordinator.journal import MemoryJournal, OpenRound
+from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStatus
+from fedlearn.coordinator.run import train
+from fedlearn.core.clock import SystemClock
+from fedlearn.deployment.board import Board
+from fedlearn.deployment.record import ForgettingStore, first_attempts
+from fedlearn.deployment.rounds import run_over
+from fedlearn.experiment.assemble import assemble
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.sessions import session_channel
+from fedlearn.transport.memory import MemoryChannel
+
+NUM_ROUNDS = 3
+
+
+@dataclass
+class MemoryStore:
+    """Keeps what a run commits."""
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+    commits: list[Checkpoint] = field(default_factory=list)
+    status: RunStatus = RunStatus.RUNNING
+
+    def append(self, record: RoundRecord) -> None:
+        self.rounds.append(record)
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        self.commits.append(checkpoint)
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        self.status = status
+
+
+@pytest.fixture
+def config() -> Config:
+    """Few clients with ideal devices: the order of arrival is that of asking."""
+    engine = {
+        "transport": "memory",
+        "executor": "sequential",
+        "num_workers": 1,
+        "block_size": 1,
+        "device": "cpu",
+    }
+    values = {
+        "num_rounds": NUM_ROUNDS,
+        "data": {"partition": {"kind": "iid", "num_clients": 6}},
+        "model": {"hidden": (8,)},
+        "cohort": {"num_wanted": 4},
+        "stragglers": {"over_selection": 1.0},
+        "devices": {"kind": "ideal"},
+        "evaluation": {"clients": 6},
+        "engine": engine,
+    }
+    return from_mapping(values, source="test")
+
+
+def clients(simulated: Simulation) -> MemoryChannel:
+    model = ResidentModel(
+        simulated.make_model,
+        simulated.objective,
+        device=torch.device("cpu"),
+        precision=Precision.FLOAT32,
+    )
+    return session_channel(simulated.data.population, simulated.behaviour, model)
+
+
+def run(pieces: Deployment, channel: MemoryChannel, store: MemoryStore) -> dict[str, torch.Tensor]:
+    state = run_over(
+        channel,
+        pieces,
+        sampler=pieces.sampler,
+        store=store,
+        checkpoint=None,
+        clock=SystemClock(),
+        progress=lambda _: None,
+    )
+    return dict(state.server.params.named())
+
+
+def test_a_deployed_run_and_its_simulation_give_the_same_model(config: Config) -> None:
+    """Bit for bit, for the same order of arrival; and the same measurements."""
+    simulated = simulation(config, data_dir=Path("nowhere"))
+    plan, params = assemble(simulated, Alone(), device=torch.device("cpu"), clock=SystemClock())
+    expected_store, store = MemoryStore(), MemoryStore()
+    expected = train(
+        plan, params, checkpoint=None, store=expected_store, progress=lambda _: None
+    ).server.params.named()
+    found = run(deployment(config, data_dir=Path("nowhere")), clients(simulated), store)
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+    accuracies = [record.metrics["accuracy"] for record in store.rounds]
+    assert accuracies == [record.metrics["accuracy"] for record in expected_store.rounds]
+    assert "clients/accuracy_mean" in store.rounds[-1].metrics
+
+
+def test_every_round_is_committed(config: Config) -> None:
+    """The start and each round: clients are told that a round is done once it is durable."""
+    store = MemoryStore()
+    channel = clients(simulation(config, data_dir=Path("nowhere")))
+    run(deployment(config, data_dir=Path("nowhere")), channel, store)
+    assert [each.round_num for each in store.commits] == list(range(NUM_ROUNDS + 1))
+    assert store.status is RunStatus.DONE
+
+
+def test_what_is_committed_is_forgotten_in_the_journal() -> None:
+    """And the replies to it, once the commit has succeeded."""
+    journal, forgotten, board = MemoryJournal(), list[int](), Board()
+    for round_num in (3, 4):
+        journal.open(OpenRound(round_num=round_num, attempt=0, cohort=(), opened_unix_s=0.0))
+    store = ForgettingStore(
+        store=MemoryStore(), journal=journal, forget=forgotten.append, board=board
+    )
+    store.commit(Checkpoint(round_num=4, tensors={}, values={}))
+    assert journal.find(3, 0) is None
+    assert journal.find(4, 0) is not None
+    assert forgotten == [4]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "status", "expected"),
+    [
+        (0, RunStatus.RUNNING, {}),
+        (3, RunStatus.RUNNING, {}),
+        (3, RunStatus.FAILED, {7: 4}),
+        (5, RunStatus.RUNNING, {7: 4}),
+        (7, RunStatus.FAILED, {7: 8}),
+    ],
+)
+def test_a_run_that_failed_tries_again_as_often_as_at_first(
+    config: Config, attempt: int, status: RunStatus, expected: dict[int, int]
+) -> None:
+    """With attempts of its own; one that was killed goes on among those that it had."""
+    last = OpenRound(round_num=7, attempt=attempt, cohort=(), opened_unix_s=0.0)
+    assert first_attempts(last, status, config.straggler_policy()) == expected
+    assert first_attempts(None, status, config.straggler_policy()) == {}

@@ -1,0 +1,83 @@
+"""From a configuration to the pieces of a deployed run, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from fedlearn.build import Deployment, deployment, simulation
+from fedlearn.config import from_mapping
+from fedlearn.coordinator.eligibility import Requirements
+from fedlearn.deployment.rounds import watched_metric
+from fedlearn.errors import ConfigError
+
+_USER_FILE = """
+from torch import nn
+
+
+def network():
+    return nn.Linear(4, 2)
+"""
+
+
+def built(values: dict[str, object]) -> Deployment:
+    return deployment(from_mapping(values, source="test"), data_dir=Path("nowhere"))
+
+
+@pytest.fixture
+def without_data(tmp_path: Path) -> dict[str, object]:
+    """A configuration whose coordinator has a model and no data."""
+    file = tmp_path / "user.py"
+    file.write_text(_USER_FILE)
+    model = {"kind": "python", "factory": f"{file}:network"}
+    return {"data": {"source": "none"}, "model": model}
+
+
+def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
+    """One file describes both."""
+    config = from_mapping({"seed": 3}, source="test")
+    deployed = deployment(config, data_dir=Path("nowhere"))
+    simulated = simulation(config, data_dir=Path("nowhere"))
+    assert deployed.algorithm == simulated.algorithm
+    assert deployed.policy == simulated.policy
+    assert deployed.sampler == simulated.sampler
+    assert deployed.make_model == simulated.make_model
+    assert deployed.seed == simulated.seed
+    assert deployed.test is not None
+    assert deployed.test.labels.equal(simulated.data.test.labels)
+
+
+def test_without_data_the_clients_measure_the_model(without_data: dict[str, object]) -> None:
+    """And their mean decides which model is the best."""
+    pieces = built(without_data)
+    assert pieces.test is None
+    assert isinstance(pieces.make_model(), nn.Linear)
+    assert watched_metric(pieces) == "clients/accuracy_mean"
+    assert watched_metric(built({})) == "accuracy"
+
+
+def test_what_has_no_data_cannot_be_simulated(without_data: dict[str, object]) -> None:
+    """It is said which key to change."""
+    config = from_mapping(without_data, source="test")
+    with pytest.raises(ConfigError, match=r'data\.source is "none".*data\.source=digits'):
+        simulation(config, data_dir=Path("nowhere"))
+
+
+def test_pooled_training_is_not_deployed() -> None:
+    """There is nothing to pool."""
+    with pytest.raises(ConfigError, match=r"centralized is true.*fedlearn simulate"):
+        built({"centralized": True})
+
+
+def test_a_loss_that_the_test_set_has_no_meaning_for_is_refused() -> None:
+    """Before a client is asked, as in a simulation."""
+    with pytest.raises(ConfigError, match=r"loss\.kind.*one label an example"):
+        built({"loss": {"kind": "bce_with_logits"}})
+
+
+def test_the_eligibility_table_becomes_requirements() -> None:
+    """Key by key."""
+    eligibility = {"tags": ["a=b"], "min_examples": 5, "devices": ["cuda"], "idle": True}
+    pieces = built({"coordinator": {"eligibility": eligibility}})
+    expected = Requirements(tags=("a=b",), min_examples=5, devices=("cuda",), idle=True)
+    assert pieces.requirements == expected

@@ -1,0 +1,113 @@
+"""The coordinator's table, data that only clients have, and the file that explains itself."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedlearn.config import Config, CoordinatorSection, from_mapping, load, template
+from fedlearn.errors import ConfigError
+
+NO_DATA = {"data": {"source": "none"}, "model": {"kind": "python", "factory": "app:network"}}
+
+
+def refused(values: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        from_mapping(values, source="test")
+
+
+def test_the_defaults_stay_on_this_machine() -> None:
+    """Who wants to be reached says so."""
+    section = CoordinatorSection()
+    addresses = (section.address, section.enrolment_address, section.http_address)
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert len(set(addresses)) == 3
+
+
+@pytest.mark.parametrize(
+    "address", ["fl.example.org:9440", "0.0.0.0:9440", "[::1]:9440", "127.0.0.1:0"]
+)
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    """Names, and addresses of both versions."""
+    config = from_mapping({"coordinator": {"address": address}}, source="test")
+    assert config.coordinator.address == address
+
+
+@pytest.mark.parametrize(
+    "address", ["fl.example.org", "https://fl.example.org:9440", ":9440", "::1:9440", "a b:1"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    """At the key that has it."""
+    refused({"coordinator": {"address": address}}, r"coordinator\.address.*host:port")
+
+
+def test_a_port_beyond_the_last_is_refused() -> None:
+    """Also where invitations name it."""
+    refused({"coordinator": {"public_addresses": ["a.example:70000"]}}, "ports end at 65535")
+
+
+def test_two_services_on_one_port_are_refused() -> None:
+    """Port 0, any free one, may stand at all three."""
+    refused({"coordinator": {"http_address": "127.0.0.1:9440"}}, "another service listens")
+    free = dict.fromkeys(("address", "enrolment_address", "http_address"), "127.0.0.1:0")
+    from_mapping({"coordinator": free}, source="test")
+
+
+def test_tags_are_keys_and_values() -> None:
+    """As an invitation gives them."""
+    eligibility = {"eligibility": {"tags": ["country=ch"]}}
+    config = from_mapping({"coordinator": eligibility}, source="test")
+    assert config.coordinator.eligibility.tags == ("country=ch",)
+    refused({"coordinator": {"eligibility": {"tags": ["ch"]}}}, "key=value")
+
+
+def test_without_data_the_model_is_the_users() -> None:
+    """The networks that come with fedlearn take their shape from the data."""
+    assert from_mapping(NO_DATA, source="test").data.source == "none"
+    refused({"data": {"source": "none"}}, r'model\.kind.*"mlp".*"python"')
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"centralized": True}, 'centralized.*data.source is "none"'),
+        ({"evaluation": {"clients": 0}}, "evaluation.clients.*nobody would measure"),
+    ],
+)
+def test_without_data_what_needs_them_is_refused(more: dict[str, object], match: str) -> None:
+    """Each with what to change."""
+    refused(NO_DATA | more, match)
+
+
+# ---- A file that explains itself ----------------------------------------------------------
+
+
+def test_the_template_loads_to_the_tree_it_was_made_of(tmp_path: Path) -> None:
+    """So it cannot say something else than the code does."""
+    config = from_mapping(
+        {
+            "name": "calm",
+            "cohort": {"sampling": "poisson"},
+            "coordinator": {"eligibility": {"tags": ["a=b"]}},
+        },
+        source="test",
+    )
+    file = tmp_path / "coordinator.toml"
+    file.write_text(template(config, omit=(), heading="Heading."))
+    assert load(file, overrides=()) == config
+
+
+def test_the_template_shows_and_explains_every_key() -> None:
+    """A key that is not set, too; only what is left out is missing."""
+    text = template(Config(), omit=("devices", "engine"), heading="Heading.")
+    for name, info in CoordinatorSection.model_fields.items():
+        assert name in text
+        if name == "eligibility":  # a table, whose own docstring explains it
+            continue
+        assert info.description is not None
+        assert info.description.split(";")[0][:40] in text.replace("\n# ", " ")
+    assert "# patience_rounds =" in text
+    assert tomllib.loads(text).keys() >= {"data", "cohort", "coordinator"}
+    assert "[devices]" not in text
+    assert "[engine]" not in text
+    assert max(map(len, text.splitlines())) <= 100

@@ -1,0 +1,149 @@
+"""A coordinator for users' tests: here the tests of its own, with clients over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.client.session import ClientSession
+from fedlearn.client.torch_trainer import TorchTrainer
+from fedlearn.coordinator.eligibility import Requirements
+from fedlearn.core.messages import ClientId, EvaluateReply, Failure, TrainReply
+from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.testing import FakeCoordinator
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
+from fedlearn.transport.identity import Identity, Invitation, signed_bytes
+
+SETTINGS = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1).settings()
+NUM_EXAMPLES = 20
+
+
+def network() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def trainer() -> TorchTrainer:
+    features = torch.randn(NUM_EXAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TorchTrainer.of(network, features, torch.arange(NUM_EXAMPLES) % 3, device="cpu")
+
+
+@asynccontextmanager
+async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]:
+    """A client that has enrolled and is connected."""
+    invitation, identity = Invitation.load(path), Identity.create()
+    address = invitation.enrolment_addresses[0]
+    certificate_pem, client_id = await enrol(address, invitation, identity)
+    credentials = Credentials(
+        ca_pem=invitation.ca_pem,
+        certificate_pem=certificate_pem,
+        tls_key_pem=identity.tls_key_pem,
+        server_name=invitation.server_name,
+    )
+    hello = wire_pb2.Hello(
+        protocol=wire.PROTOCOL,
+        eligibility=wire_pb2.Eligibility(num_examples=NUM_EXAMPLES, device="cpu"),
+    )
+    async with (
+        DoorConnection(invitation.addresses[0], credentials) as connection,
+        connection.session(hello) as session,
+    ):
+        yield session, identity, client_id
+
+
+async def answer_one(session: DoorSession, identity: Identity, client_id: int) -> None:
+    """Do one task, as the runtime would."""
+    message = await session.receive()
+    assert message is not None
+    task = message.task
+    handler = ClientSession(ClientId(client_id), trainer())
+    reply, _ = await asyncio.to_thread(handler.handle, task.data, b"")
+    digest = sha256(reply).digest()
+    signed = signed_bytes(task.key, client_id=client_id, sha256=digest)
+    envelope = wire_pb2.Envelope(
+        key=task.key, sha256=digest, num_bytes=len(reply), signature=identity.sign(signed)
+    )
+    result = wire_pb2.Result(envelope=envelope, data=reply)
+    await session.send(wire_pb2.FromClient(result=result))
+
+
+async def one_exchange(
+    coordinator: FakeCoordinator, model: nn.Module, *, evaluate: bool
+) -> dict[str, TrainReply | Failure] | dict[str, EvaluateReply | Failure]:
+    async with joined(coordinator.invite("clinic-a")) as client:
+        await asyncio.to_thread(coordinator.wait_for, 1)
+        assert coordinator.connected() == ["clinic-a"]
+        if evaluate:
+            asked = asyncio.create_task(asyncio.to_thread(coordinator.evaluate, model))
+            await answer_one(*client)
+            return await asked
+        trained = asyncio.create_task(asyncio.to_thread(coordinator.train, model, SETTINGS))
+        await answer_one(*client)
+        return await trained
+
+
+def test_a_client_trains_as_it_is_asked() -> None:
+    """By its name, over mutual TLS, through the wire format."""
+    with FakeCoordinator() as coordinator:
+        replies = asyncio.run(one_exchange(coordinator, network(), evaluate=False))
+    reply = replies["clinic-a"]
+    assert isinstance(reply, TrainReply)
+    assert reply.num_examples == NUM_EXAMPLES
+    assert reply.delta.keys() == {"weight", "bias"}
+
+
+def test_a_client_evaluates() -> None:
+    """The same door, another request."""
+    with FakeCoordinator() as coordinator:
+        replies = asyncio.run(one_exchange(coordinator, network(), evaluate=True))
+    reply = replies["clinic-a"]
+    assert isinstance(reply, EvaluateReply)
+    assert reply.metrics["accuracy"] >= 0.0
+
+
+def test_a_client_that_is_not_eligible_is_not_asked() -> None:
+    """It is connected, and waiting for it says who is missing."""
+
+    async def waits(coordinator: FakeCoordinator) -> None:
+        async with joined(coordinator.invite("clinic-a")):
+            with pytest.raises(DeploymentError, match="0 of 1 clients came within"):
+                await asyncio.to_thread(coordinator.wait_for, 1, timeout_s=0.5)
+
+    too_many = Requirements(min_examples=NUM_EXAMPLES + 1)
+    with FakeCoordinator(requirements=too_many) as coordinator:
+        asyncio.run(waits(coordinator))
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither the folder nor the ports."""
+    with FakeCoordinator() as coordinator:
+        path, address = coordinator.invite("clinic-a"), coordinator.address
+        assert path.exists()
+    assert not path.parent.exists()
+
+    async def refused() -> None:
+        _, writer = await asyncio.open_connection(*address.split(":"))
+        writer.close()
+
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(refused())
+
+
+def test_who_is_revoked_is_refused_and_counted() -> None:
+    """Its certificate is as good as before."""
+
+    async def tries(coordinator: FakeCoordinator) -> None:
+        async with joined(coordinator.invite("clinic-a")) as (session, _, _):
+            coordinator.revoke("clinic-a")
+            with pytest.raises(ConnectionRefused, match="revoked"):
+                await session.receive()
+
+    with FakeCoordinator() as coordinator:
+        asyncio.run(tries(coordinator))
+        assert coordinator.counters()["sessions"] == 1
