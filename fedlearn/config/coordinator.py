@@ -87,6 +87,12 @@ class CoordinatorSection(Section):
         description="Seconds after which a client that is not needed shall come back, > 0; each "
         "is given some more or less.",
     )
+    patience_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
+        "asks those that are there, if they are at least stragglers.min_reports.",
+    )
     recovery_grace_s: float = Field(
         30.0,
         ge=0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.board import Board, Phase
@@ -33,6 +34,10 @@ class Gate:
         board: Told what is waited for.
         paused: Set while the operator has paused the run.
         interruption: Ends the waiting.
+        min_clients: Without which no round begins.
+        patience_s: Seconds that a round waits for all that it would ask; then it asks those
+            that are there.
+        clock: Real time.
     """
 
     sampler: CohortSampler
@@ -40,6 +45,9 @@ class Gate:
     board: Board
     paused: threading.Event
     interruption: Interruption
+    min_clients: int
+    patience_s: float
+    clock: Clock
 
     def sample(
         self,
@@ -59,10 +67,11 @@ class Gate:
         while True:
             self._wait_while_paused()
             self._wait_for(num_asked)
+            connected = self.channel.available()
             try:
                 return self.sampler.sample(
-                    self.channel.available(),
-                    num_asked=num_asked,
+                    connected,
+                    num_asked=max(self.min_clients, min(num_asked, len(connected))),
                     round_num=round_num,
                     attempt=attempt,
                     seed=seed,
@@ -76,8 +85,14 @@ class Gate:
             self.interruption.sleep(_LOOK_S)
 
     def _wait_for(self, num_asked: int) -> None:
+        """Wait for all that would be asked, and when patience ends for the fewest that will do."""
+        ends_s = self.clock.now_s() + self.patience_s
         self.board.num_needed = num_asked
-        while len(self.channel.available()) < num_asked and not self.paused.is_set():
+        while not self.paused.is_set():
+            if self.clock.now_s() >= ends_s:
+                self.board.num_needed = min(num_asked, self.min_clients)
+            if len(self.channel.available()) >= self.board.num_needed:
+                break
             self.board.phase = Phase.WAITING
             self.interruption.sleep(_LOOK_S)
         self.interruption.check()

@@ -28,8 +28,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Block, RoundRequest, Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.transport.base import Arrival
-from fedlearn.transport.memory import as_reply
+from fedlearn.transport.base import Arrival, as_reply
 
 #: Different updates; the cohort sends them again and again.
 NUM_DISTINCT = 4

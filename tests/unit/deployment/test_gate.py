@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.board import Board, Phase
@@ -32,13 +33,16 @@ class Arriving:
         return tuple(ClientId(i) for i in range(min(self.looks, self.most)))
 
 
-def gate(channel: Arriving, interruption: Interruption) -> Gate:
+def gate(channel: Arriving, interruption: Interruption, *, patience_s: float = 600.0) -> Gate:
     return Gate(
         sampler=UniformSampler(),
         channel=channel,
         board=channel.board,
         paused=channel.paused,
         interruption=interruption,
+        min_clients=2,
+        patience_s=patience_s,
+        clock=SystemClock(),
     )
 
 
@@ -53,6 +57,21 @@ def test_a_round_waits_until_enough_clients_are_there() -> None:
     assert sorted(cohort) == [0, 1, 2]
     assert Phase.WAITING in channel.phases
     assert channel.board.num_needed == 3
+
+
+def test_a_client_that_never_comes_does_not_hold_up_the_others() -> None:
+    """When patience has ended, the round asks those that are there."""
+    channel = Arriving(most=3, paused=threading.Event())
+    channel.looks = 3
+    assert sorted(sample(gate(channel, Interruption(), patience_s=0.0), 7)) == [0, 1, 2]
+
+
+def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience() -> None:
+    """It would only be retried."""
+    channel = Arriving(most=2, paused=threading.Event())
+    assert sorted(sample(gate(channel, Interruption(), patience_s=0.0), 7)) == [0, 1]
+    assert Phase.WAITING in channel.phases
+    assert channel.board.num_needed == 2
 
 
 def test_a_paused_run_asks_nobody() -> None:
