@@ -3,19 +3,35 @@
 import importlib.util
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import fedlearn
 from fedlearn.cli.app import app
+from fedlearn.client.session import ClientSession
 from fedlearn.config import Config, load
+from fedlearn.coordinator.door_counters import DoorCounters
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.deployment.board import Board
+from fedlearn.transport import wire_pb2
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -24,27 +40,44 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("simulations/**/*.md"),
-        *ROOT.glob("clients/*.md"),
-        *ROOT.glob("server/*.md"),
+        *ROOT.glob("clients/**/*.md"),
+        *ROOT.glob("server/**/*.md"),
     ]
     if "_build" not in path.parts
 )
+GUIDES = ROOT / "docs" / "how-to"
+SHELLS = ("shell", "bash")
+LOOPBACK = ("127.0.0.1", 0)
+METRIC = re.compile(r"\bfedlearn_[a-z_]+\b")
+CENTRAL_METRICS = ("accuracy", "loss", "clients/accuracy_mean", "clients/loss_mean")
 COMMANDS = typer.main.get_command(app)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    """Return the fenced blocks of one language, those in lists without their indentation."""
+    fenced = rf"^(?P<indent> *)```{language}\n(.*?)^(?P=indent)```$"
+    return [dedent(found[2]) for found in re.finditer(fenced, page, re.MULTILINE | re.DOTALL)]
+
+
+def commands_in(page: str) -> Iterator[str]:
+    """Yield every fedlearn command of a page, in shell blocks and within sentences.
+
+    In a block, whatever runs it may stand before it: variables, ``sudo``, ``docker exec``.
+    """
+    for block in (each for name in SHELLS for each in blocks(page, name)):
+        for line in re.split(r"\n|&&|;(?=\s)", block.replace("\\\n", " ")):
+            found = re.search(r"^[^#]*?(?<![\w-])(fedlearn ([a-z]|--help|--version).*)", line)
+            if found is not None:
+                yield found[1].strip()
+    for text in re.findall(r"`(fedlearn [a-z]+\s[^`]*)`", page):
+        yield " ".join(text.split())
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield page and text of every fedlearn command in a shell block."""
+    """Yield page and text of every fedlearn command."""
     for path in PAGES:
-        for block in blocks(path.read_text(), "shell"):
-            for line in re.split(r"\n|&&|;", block.replace("\\\n", " ")):
-                text = re.sub(r"(^.* -m )(?=fedlearn )", "", line.strip())
-                if text.startswith("fedlearn "):
-                    yield str(path.relative_to(ROOT)), text
+        for text in commands_in(path.read_text()):
+            yield str(path.relative_to(ROOT)), text
 
 
 def parse(text: str) -> None:
@@ -78,9 +111,9 @@ def from_code() -> ModuleType:
 
 def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> None:
     """At most 15 lines; in a process and folder of its own, as its reader runs it."""
-    (example,) = blocks((ROOT / "README.md").read_text(), "python")
+    found = blocks((ROOT / "README.md").read_text(), "python")
+    (example,) = [block for block in found if "num_rounds=20" in block]
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
-    assert "num_rounds=20" in example
     (tmp_path / "example.py").write_text(example.replace("num_rounds=20", "num_rounds=2"))
     done = subprocess.run(
         [sys.executable, "example.py"],
@@ -97,6 +130,95 @@ def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> N
     assert list(tmp_path.glob("runs/*/report.html"))
 
 
+def written(page: Path, folder: Path) -> None:
+    """Write the blocks of a page that begin with a comment of a file's name as these files."""
+    text = page.read_text()
+    for block in [*blocks(text, "python"), *blocks(text, "toml")]:
+        name = re.match(r"# (\w+\.\w+)\n", block)
+        if name is not None:
+            (folder / name[1]).write_text(block)
+
+
+@pytest.mark.slow
+def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> None:
+    """Trainer, agent and test of the guide, as files: an agent trains for a real door."""
+    written(GUIDES / "embed-the-client.md", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_app.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
+    """In a session, as a coordinator would ask it."""
+    page = (GUIDES / "embed-the-client.md").read_text()
+    (source,) = [block for block in blocks(page, "python") if "class MeanTrainer" in block]
+    names: dict[str, Any] = {"torch": torch}  # Any: what the example defines
+    exec(source, names)  # noqa: S102 (our own page)
+    session = ClientSession(ClientId(0), names["MeanTrainer"]())
+    asked = TrainRequest(
+        round_num=0, attempt=0, tensors={"mean": torch.zeros(())}, settings={}, seed=0
+    )
+    reply, _ = session.handle(encode(asked), b"")
+    trained = decode(reply)
+    assert isinstance(trained, TrainReply)
+    assert trained.delta["mean"] == 1.5
+    measured, _ = session.handle(encode(EvaluateRequest(round_num=1, tensors=asked.tensors)), b"")
+    evaluated = decode(measured)
+    assert isinstance(evaluated, EvaluateReply)
+    assert evaluated.num_examples == 3
+
+
+@pytest.mark.slow
+def test_the_guide_leads_from_nothing_to_the_last_round(tmp_path: Path) -> None:
+    """Configuration, trainer and commands of the guide, two clients, on ports that are free."""
+    written(GUIDES / "deploy-a-coordinator.md", tmp_path)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.create_server(LOOPBACK))) for _ in range(3)]
+        door, enrolment, http = (f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
+    file = tmp_path / "coordinator.toml"
+    file.write_text(
+        f'{file.read_text()}\n[coordinator]\naddress = "{door}"\n'
+        f'enrolment_address = "{enrolment}"\nhttp_address = "{http}"\n'
+    )
+    for name in ("clinic-a", "clinic-b"):
+        type_in(tmp_path, "invite", name).communicate(timeout=60)
+    started: list[subprocess.Popen[str]] = []
+    try:
+        coordinator = type_in(tmp_path, "coordinator")
+        started.append(coordinator)
+        for part, name in enumerate(("clinic-a", "clinic-b")):
+            join = ("join", f"{name}.invitation", "--task", "trainer.py:make_trainer")
+            started.append(type_in(tmp_path, *join, "--home", name, PART=str(part)))
+        told, _ = coordinator.communicate(timeout=120)
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.communicate(timeout=30)
+    assert coordinator.returncode == 0, told
+    assert "clinics done after 5/5 rounds" in told
+
+
+def type_in(folder: Path, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    """Start a command of fedlearn in a folder, without what this environment says of places."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedlearn", *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(folder), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def test_the_readme_is_short() -> None:
     """A newcomer reads it to the end."""
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
@@ -108,9 +230,47 @@ def test_commands_of_the_documentation_parse(page: str, text: str) -> None:
     parse(text)
 
 
+def test_commands_are_found_wherever_a_page_has_them() -> None:
+    """The control of the tests below: behind what runs them, in lists, in sentences."""
+    page = """Type `fedlearn show
+RUN`, or just `fedlearn runs`.
+
+- In a list:
+
+  ```shell
+  # fedlearn is installed by now
+  useradd --shell /usr/sbin/nologin fedlearn
+  PART=0 fedlearn join a.invitation --task t.py:T && fedlearn runs   # all of them
+  sudo -u fedlearn /opt/bin/fedlearn invite a \\
+      --tag k=v
+  ```
+"""
+    found = [shlex.split(text, comments=True)[1:] for text in commands_in(page)]
+    assert found == [
+        ["join", "a.invitation", "--task", "t.py:T"],
+        ["runs"],
+        ["invite", "a", "--tag", "k=v"],
+        ["show", "RUN"],
+    ]
+
+
+def test_commands_that_are_only_named_exist() -> None:
+    """Within a sentence, without their arguments."""
+    assert isinstance(COMMANDS, typer.core.TyperGroup)
+    named = {name for path in PAGES for name in re.findall(r"`fedlearn (\w+)`", path.read_text())}
+    assert {"simulate", "coordinator", "join"} <= named
+    assert named <= COMMANDS.commands.keys()
+
+
 @pytest.mark.parametrize(
     "text",
-    ["fedlearn simulte", "fedlearn simulate --round 3", "fedlearn show", "fedlearn runs x"],
+    [
+        "fedlearn simulte",
+        "fedlearn simulate --round 3",
+        "fedlearn show",
+        "fedlearn runs x",
+        "fedlearn join",
+    ],
 )
 def test_commands_that_do_not_exist_do_not_parse(text: str) -> None:
     """The control of the test above."""
@@ -185,6 +345,43 @@ def test_the_reference_shows_the_help_of_every_command(from_code: ModuleType) ->
     helps = from_code.command_helps()
     assert set(helps) == expected
     assert all(text.startswith("Usage: fedlearn") for text in helps.values())
+
+
+def test_the_wire_reference_has_every_message_and_field() -> None:
+    """A section a message of the definition, with each of its fields and of its values."""
+    page = (ROOT / "docs" / "reference" / "wire.md").read_text()
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
+    messages = wire_pb2.DESCRIPTOR.message_types_by_name
+    assert sections.keys() == set(messages)
+    for name, message in messages.items():
+        values = [value for enum in message.enum_types for value in enum.values_by_name]
+        for word in [*message.fields_by_name, *values]:
+            assert f"`{word}`" in sections[name], f"{name}.{word}"
+    for service in wire_pb2.DESCRIPTOR.services_by_name.values():
+        assert all(f"`{service.name}.{each}`" in page for each in service.methods_by_name)
+
+
+def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
+    """The names of board, door and coordinator; the guides name no others."""
+    board = Board(metrics=dict.fromkeys(CENTRAL_METRICS, 0.5))
+    gauges = {*board.gauges(), "lease_held", "ready", "connected", "eligible"}
+    counters = {*board.counters(), *DoorCounters().values(), "refused"}
+    said = {_metric(each) for each in gauges} | {f"{_metric(each)}_total" for each in counters}
+    reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert set(METRIC.findall(reference)) == said
+    assert set(METRIC.findall((GUIDES / "operate.md").read_text())) <= said
+
+
+def _metric(name: str) -> str:
+    return "fedlearn_" + name.partition("{")[0].replace("/", "_")
+
+
+def test_yaml_of_the_documentation_parses() -> None:
+    """Rules for alerts: each has an expression."""
+    yaml = pytest.importorskip("yaml")
+    (text,) = blocks((GUIDES / "operate.md").read_text(), "yaml")
+    (group,) = yaml.safe_load(text)["groups"]
+    assert all(rule["alert"] and rule["expr"] for rule in group["rules"])
 
 
 def test_every_public_name_stands_in_the_python_reference() -> None:
