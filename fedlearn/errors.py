@@ -15,6 +15,7 @@
     |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
     |  |- NewerStore         written by a later version of fedlearn
     |  |- StoreUnavailable   the database is away, or busy for long; it may come back
+    |  |  `- NoSpace             the disk is full
     |  `- Fenced             another coordinator has taken over
     |- EnrolmentRefused   a client may not join: unknown, used or expired invitation
     |- ConnectionRefused  the coordinator does not hear this client, and says why
@@ -81,7 +82,7 @@ class AggregationAborted(RoundError):
     """
 
     def __init__(self, *, stage: str, reason: str) -> None:
-        super().__init__(f"secure aggregation ended at the stage {stage!r}: {reason}")
+        super().__init__(f"secure aggregation ended at the stage `{stage}`: {reason}")
         self.stage = stage
         self.reason = reason
 
@@ -123,6 +124,10 @@ class NewerStore(StoreError):
 
 class StoreUnavailable(StoreError):
     """The database is away, or busy for long: the same operation may succeed later."""
+
+
+class NoSpace(StoreUnavailable):
+    """The disk is full: the same operation succeeds once there is space."""
 
 
 class Fenced(StoreError):

@@ -56,6 +56,10 @@ def coordinator(
             help="Stay when the run is done, and tell clients to come back later.",
         ),
     ] = False,
+    from_previous: Annotated[
+        bool,
+        typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Coordinate a deployed run: serve its clients until it is done or told to stop.
@@ -70,6 +74,7 @@ def coordinator(
         data_dir=data_dir,
         insecure=insecure,
         serve_on=serve_on,
+        from_previous=from_previous,
         as_json=as_json,
     )
 

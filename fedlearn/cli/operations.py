@@ -39,6 +39,7 @@ def do_coordinator(
     data_dir: Path | None,
     insecure: bool,
     serve_on: bool,
+    from_previous: bool,
     as_json: bool,
 ) -> None:
     """Coordinate; the progress prints the rounds."""
@@ -50,7 +51,13 @@ def do_coordinator(
         progress_to(sys.stdout, as_json=as_json), runs_dir=None, resume=again
     )
     with followed as progress:
-        coordinate(places, insecure=insecure, serve_on=serve_on, progress=progress)
+        coordinate(
+            places,
+            insecure=insecure,
+            serve_on=serve_on,
+            from_previous=from_previous,
+            progress=progress,
+        )
 
 
 def do_demo(*, rounds: int, keep: Path | None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedlearn.coordinator.checkpoints import CheckpointFile
-from fedlearn.coordinator.records import RunStatus
 from fedlearn.experiment.comparison import (
     History,
     Summary,
@@ -96,7 +95,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)
     yield "path", printable(str(run.path))
-    yield from _next_commands(record.name, record.status, run.path)
+    yield from _next_commands(summary, run.path)
 
 
 def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -141,10 +140,10 @@ def _checkpoint(file: CheckpointFile) -> str:
     return f"after round {file.round_num}: {file.path.name}, {file.num_bytes / 1e6:.1f} MB"
 
 
-def _next_commands(name: str, status: RunStatus, path: Path) -> Iterator[tuple[str, str]]:
-    verbs = ("report", "export") if status is RunStatus.DONE else ("resume", "report", "export")
+def _next_commands(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
+    verbs = ("resume", "report", "export") if summary.is_resumable else ("report", "export")
     for verb in verbs:
-        yield "next", next_command(verb, name, path=path)
+        yield "next", next_command(verb, summary.name, path=path)
 
 
 def run_object(run: Run) -> str:

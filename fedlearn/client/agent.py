@@ -67,7 +67,8 @@ class Agent:
         trainer: The user's: ``"module:Class"``, ``"path/file.py:Class"``, or a class or
             function at the top level of a module. It is made, without arguments, in the
             training process.
-        invitation: The file from the coordinator's operator, until the client is enrolled.
+        invitation: The file from the coordinator's operator; one that was used changes nothing,
+            a new one renews keys and certificate.
         conditions: What must hold before and during training.
         policy: What is refused, whatever the coordinator asks.
         probes: What the application knows of the device.

@@ -6,23 +6,36 @@ import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 
 from fedlearn.client.credentials import credentials_of
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.client.loading import make_trainer
-from fedlearn.core.clock import SystemClock, utc
+from fedlearn.client.renewal import renewal_advice
+from fedlearn.core.clock import SystemClock, WallClock, utc
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection
 from fedlearn.transport.identity import Invitation
 
+_CLOCK = SystemClock()
 _TIMEOUT_S = 10.0
+#: A difference between two clocks that is worth a word.
+_MAX_OFFSET_S = 60.0
 #: A request, a reply and the checkpoints between them of a model of 100 million parameters.
 _ENOUGH_BYTES = 2 << 30
 #: OpenSSL's words for a certificate whose time has not come, or has passed.
 _NOT_YET, _NO_LONGER = 9, 10
+
+
+class Verdict(StrEnum):
+    """How something is."""
+
+    OK = "ok"
+    WARNING = "warn"  # not as it should be, and no obstacle
+    BAD = "BAD"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +44,23 @@ class Finding:
 
     Attributes:
         name: What was looked at.
-        is_fine: Whether it is as it must be.
+        verdict: How it is.
         message: What was found, and what to do if it is not fine.
     """
 
     name: str
-    is_fine: bool
+    verdict: Verdict
     message: str
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether it does not keep this device from taking part."""
+        return self.verdict is not Verdict.BAD
 
-def diagnose(invitation: Path, *, home: Path, trainer: str | None) -> Iterator[Finding]:
+
+def diagnose(
+    invitation: Path, *, home: Path, trainer: str | None, clock: WallClock = _CLOCK
+) -> Iterator[Finding]:
     """Yield what is found, one thing after another; nothing is joined, and no token redeemed.
 
     What the trainer raises when it is made passes.
@@ -49,35 +69,41 @@ def diagnose(invitation: Path, *, home: Path, trainer: str | None) -> Iterator[F
         invitation: The operator's file.
         home: The client's folder, or where it would be.
         trainer: The user's, by name; ``None``: do not make one.
+        clock: This device's.
     """
     try:
         invited = Invitation.load(invitation)
         enrolment = Home(home).enrolment()
     except DeploymentError as error:
-        yield Finding(name="invitation", is_fine=False, message=str(error))
+        yield Finding(name="invitation", verdict=Verdict.BAD, message=str(error))
         return
-    yield _invitation(invited, is_enrolled=enrolment is not None)
+    yield _invitation(invited, enrolment, now_unix_s=clock.unix_s())
     disk = _disk(home)
     yield disk
     places = {"door": invited.addresses, "enrolment": invited.enrolment_addresses}
     for name, addresses in places.items():
         for address in addresses:
-            yield from _address(name, address, invited)
+            yield from _address(name, address, invited, clock)
     if enrolment is not None and disk.is_fine:  # or it would end the session of one that runs
-        yield from _session(enrolment)
+        yield from _session(enrolment, clock)
     if trainer is not None:
         yield _data(trainer)
 
 
-def _invitation(invited: Invitation, *, is_enrolled: bool) -> Finding:
-    if is_enrolled:
-        return Finding(name="invitation", is_fine=True, message=f"{invited.name} is enrolled")
-    now = utc(SystemClock().unix_s())
+def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s: float) -> Finding:
+    if enrolment is not None and enrolment.is_with(invited):
+        advice = renewal_advice(enrolment, now_unix_s=now_unix_s)
+        verdict = Verdict.OK if advice is None else Verdict.WARNING
+        words = advice or f"{invited.name} is enrolled"
+        return Finding(name="invitation", verdict=verdict, message=words)
+    now = utc(now_unix_s)
     if invited.expires_utc < now:  # both ISO 8601 in UTC: they compare as times do
         words = f"expired at {invited.expires_utc}, it is {now} by this clock; ask for a new one"
-        return Finding(name="invitation", is_fine=False, message=words)
+        return Finding(name="invitation", verdict=Verdict.BAD, message=words)
     words = f"for {invited.name}, until {invited.expires_utc}"
-    return Finding(name="invitation", is_fine=True, message=words)
+    if enrolment is not None:
+        words += f"; {enrolment.invitation.name} is enrolled here and will be anew"
+    return Finding(name="invitation", verdict=Verdict.OK, message=words)
 
 
 def _disk(home: Path) -> Finding:
@@ -88,26 +114,29 @@ def _disk(home: Path) -> Finding:
         with Home(home).locked():
             pass
     except (DeploymentError, OSError) as error:
-        return Finding(name="disk", is_fine=False, message=str(error))
+        return Finding(name="disk", verdict=Verdict.BAD, message=str(error))
     if free_bytes < _ENOUGH_BYTES:
         words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
-    return Finding(name="disk", is_fine=free_bytes >= _ENOUGH_BYTES, message=words)
+    verdict = Verdict.OK if free_bytes >= _ENOUGH_BYTES else Verdict.BAD
+    return Finding(name="disk", verdict=verdict, message=words)
 
 
-def _address(name: str, address: str, invited: Invitation) -> Iterator[Finding]:
+def _address(name: str, address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as stream:
-            yield Finding(name=f"{name} address", is_fine=True, message=f"{address} answers")
+            yield Finding(name=f"{name} address", verdict=Verdict.OK, message=f"{address} answers")
             if invited.ca_pem:
-                yield from _tls(name, stream, invited)
+                yield from _tls(name, stream, invited, clock)
     except (OSError, ValueError) as error:
         words = f"{address}: {error}; check the network, firewalls, and that it is running"
-        yield Finding(name=f"{name} address", is_fine=False, message=words)
+        yield Finding(name=f"{name} address", verdict=Verdict.BAD, message=words)
 
 
-def _tls(name: str, stream: socket.socket, invited: Invitation) -> Iterator[Finding]:
-    now = utc(SystemClock().unix_s())
+def _tls(
+    name: str, stream: socket.socket, invited: Invitation, clock: WallClock
+) -> Iterator[Finding]:
+    now = utc(clock.unix_s())
     try:
         context = ssl.create_default_context(cadata=invited.ca_pem.decode("ascii"))
         context.set_alpn_protocols(["h2"])
@@ -116,48 +145,70 @@ def _tls(name: str, stream: socket.socket, invited: Invitation) -> Iterator[Find
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in (_NOT_YET, _NO_LONGER):
             words = f"{error.verify_message} at {now}, this device's time; set its clock"
-            yield Finding(name="clock", is_fine=False, message=words)
+            yield Finding(name="clock", verdict=Verdict.BAD, message=words)
             return
         words = f"{error.verify_message}: not the coordinator of this invitation, or one between"
-        yield Finding(name=f"{name} TLS", is_fine=False, message=words)
+        yield Finding(name=f"{name} TLS", verdict=Verdict.BAD, message=words)
     except OSError as error:
         words = f"{error}; is something between this device and the coordinator?"
-        yield Finding(name=f"{name} TLS", is_fine=False, message=words)
+        yield Finding(name=f"{name} TLS", verdict=Verdict.BAD, message=words)
     else:
         words = f"the coordinator's certificate, until {certificate['notAfter']}"
-        yield Finding(name=f"{name} TLS", is_fine=True, message=words)
+        yield Finding(name=f"{name} TLS", verdict=Verdict.OK, message=words)
         words = f"{now}, within the certificate's time"
-        yield Finding(name="clock", is_fine=True, message=words)
+        yield Finding(name="clock", verdict=Verdict.OK, message=words)
 
 
-def _session(enrolment: Enrolment) -> Iterator[Finding]:
+def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
     """Connect as this client, and leave."""
     for address in enrolment.invitation.addresses:
+        begin_unix_s = clock.unix_s()
         try:
-            run_id = asyncio.run(_welcome(enrolment, address))
+            welcome = asyncio.run(_welcome(enrolment, address))
         except (ConnectionError, ConnectionRefused, ProtocolError, DeploymentError) as error:
-            yield Finding(name="session", is_fine=False, message=str(error))
+            yield Finding(name="session", verdict=Verdict.BAD, message=str(error))
         else:
-            yield Finding(name="session", is_fine=True, message=f"welcome to run {run_id}")
+            words = f"welcome to run {welcome.run_id}"
+            yield Finding(name="session", verdict=Verdict.OK, message=words)
+            yield _offset(welcome.unix_s, begin_unix_s, clock.unix_s())
 
 
-async def _welcome(enrolment: Enrolment, address: str) -> str:
+def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Finding:
+    """Compare the coordinator's clock with what this one said before and after it was read.
+
+    Nothing that a coordinator decides depends on a client's clock: deadlines travel as seconds
+    that are left. Only certificates, and the user's own conditions, go by it.
+    """
+    name = "clock offset"
+    ahead_s = max(0.0, begin_unix_s - their_unix_s) - max(0.0, their_unix_s - end_unix_s)
+    if abs(ahead_s) <= _MAX_OFFSET_S:
+        words = f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
+        return Finding(name=name, verdict=Verdict.OK, message=words)
+    words = (
+        f"this device's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} "
+        "the coordinator's; set it, or certificates will begin and end at the wrong time here"
+    )
+    return Finding(name=name, verdict=Verdict.WARNING, message=words)
+
+
+async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
     hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software=f"fedlearn {version('fedlearn')}")
     name, credentials = enrolment.invitation.name, credentials_of(enrolment)
     async with (
         DoorConnection(address, credentials, name=name) as connection,
         connection.session(hello) as session,
     ):
-        return session.welcome.run_id
+        return session.welcome
 
 
 def _data(name: str) -> Finding:
     try:
         trainer = make_trainer(name)
     except DeploymentError as error:
-        return Finding(name="data", is_fine=False, message=str(error))
+        return Finding(name="data", verdict=Verdict.BAD, message=str(error))
     num_examples = getattr(trainer, "num_examples", None)
     if num_examples is None:
-        return Finding(name="data", is_fine=True, message=f"{name} was made")
+        return Finding(name="data", verdict=Verdict.OK, message=f"{name} was made")
     words = f"{name} has {num_examples} examples"
-    return Finding(name="data", is_fine=num_examples > 0, message=words)
+    verdict = Verdict.OK if num_examples > 0 else Verdict.BAD
+    return Finding(name="data", verdict=verdict, message=words)

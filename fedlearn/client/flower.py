@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
+from fedlearn.client.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Node
 from fedlearn.transport.memory import Handler
@@ -42,5 +48,5 @@ class _WhenAsked:
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         return self.make_trainer(self.node).train(tensors, context=context)
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
-        return self.make_trainer(self.node).evaluate(tensors)
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return self.make_trainer(self.node).evaluate(tensors, control=control)

@@ -13,7 +13,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,15 +25,10 @@ import structlog
 
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
-from fedlearn.transport.identity import (
-    IDENTITY_FILE,
-    Identity,
-    Invitation,
-    make_private_folder,
-    write_private,
-)
+from fedlearn.transport.identity import IDENTITY_FILE, Identity, Invitation
 
 _GRANTED, _REVOKED = "granted", "revoked"
 _DAY_S = 86_400.0
@@ -52,14 +46,18 @@ class Enrolment:
         client_id: Its number in the deployment.
         certificate_pem: Of its TLS key.
         invitation: Addresses and authority of the coordinator, without the token.
-        token_sha256: Of the token it was enrolled with: another one means to enrol anew.
+        redeemed: SHA-256 of each token it was enrolled with, hexadecimal, the latest last.
     """
 
     identity: Identity
     client_id: ClientId
     certificate_pem: bytes = field(repr=False)
     invitation: Invitation
-    token_sha256: str
+    redeemed: tuple[str, ...]
+
+    def is_with(self, invitation: Invitation) -> bool:
+        """Return whether ``invitation`` has served already; another one means to enrol anew."""
+        return not invitation.token or _digest(invitation.token) in self.redeemed
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Home:
         try:
             values = json.loads((current / "enrolment.json").read_bytes())
             certificate_pem = (current / "certificate.pem").read_bytes()
-            client_id, token_sha256 = ClientId(values["client_id"]), values["token_sha256"]
+            client_id, redeemed = ClientId(values["client_id"]), tuple(values["redeemed"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DeploymentError(
                 f"{current} is damaged ({type(error).__name__}); remove it and join with a new "
@@ -155,7 +153,7 @@ class Home:
             client_id=client_id,
             certificate_pem=certificate_pem,
             invitation=Invitation.load(current / "invitation.json"),
-            token_sha256=token_sha256,
+            redeemed=redeemed,
         )
 
     def coming_identity(self) -> Identity:
@@ -176,20 +174,23 @@ class Home:
     ) -> Enrolment:
         """Take over the keys of :meth:`coming_identity`, which are now this client's.
 
+        Of an enrolment before it, the keys are replaced; state, task and reply stay.
+
         Raises:
             DeploymentError: It cannot be written.
         """
         current, coming = self.folder / "identity", self.folder / "identity.new"
-        token_sha256 = sha256(invitation.token).hexdigest()
+        before = self.enrolment()
+        redeemed = [*(before.redeemed if before else ()), _digest(invitation.token)]
         write_private(coming / "certificate.pem", certificate_pem)
         replace(invitation, token=b"").save(coming / "invitation.json")
-        values = {"client_id": client_id, "token_sha256": token_sha256}
+        values = {"client_id": client_id, "redeemed": redeemed}
         write_private(coming / "enrolment.json", json.dumps(values).encode())
-        with _disk(self.folder):
+        with disk_errors(self.folder, raises=DeploymentError):
             if current.exists():
                 current.rename(self.folder / "identity.old")
             coming.rename(current)
-            _sync(self.folder)
+            sync_folder(self.folder)
         enrolment = self.enrolment()
         assert enrolment is not None  # just written
         return enrolment
@@ -305,9 +306,9 @@ class Home:
         if state is not None:
             write_private(new / "state", state)
         write_private(new / "reply.json", json.dumps(held.values()).encode())
-        with _disk(self._spool):
+        with disk_errors(self._spool, raises=DeploymentError):
             new.rename(path.parent)
-            _sync(self._spool)
+            sync_folder(self._spool)
         self._promote_state(path.parent, run_id=task.key.run_id)
         self.close_task()
         self._keep_only(number)
@@ -396,9 +397,13 @@ class Home:
         if not (folder / "state").exists():
             return
         make_private_folder(self.folder / "state")
-        with _disk(self.folder):
+        with disk_errors(self.folder, raises=DeploymentError):
             (folder / "state").replace(self._state(run_id))
-            _sync(self.folder / "state")
+            sync_folder(self.folder / "state")
+
+
+def _digest(token: bytes) -> str:
+    return sha256(token).hexdigest()
 
 
 def _read_reply(folder: Path) -> HeldReply | None:
@@ -419,24 +424,3 @@ def _lock(stream: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-@contextmanager
-def _disk(folder: Path) -> Iterator[None]:
-    """Say in our words what the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise DeploymentError(
-            f"cannot write in {folder}: {error.strerror}; free some space there, or make it "
-            "writable"
-        ) from error
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in ``folder`` durable: fsync of a file does not cover its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

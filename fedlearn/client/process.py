@@ -17,6 +17,8 @@ from fedlearn.client.options import RuntimeOptions
 
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
+#: gRPC writes each handshake that fails to standard error; what matters is an event.
+_QUIET = {"GRPC_VERBOSITY": "NONE"}
 
 
 class Exit(IntEnum):
@@ -41,14 +43,21 @@ class TrainingProcess:
 
     @classmethod
     def start(cls, options: RuntimeOptions) -> Self:
-        """Start a process that can import what this one can."""
+        """Start a process that can import what this one can.
+
+        Its gRPC is silent unless the environment says otherwise (``GRPC_VERBOSITY``).
+        """
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "fedlearn.client.child", str(other.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[other.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+                env={
+                    **_QUIET,
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(_import_path()),
+                },
             )
         assert process.stdin is not None  # a pipe
         try:

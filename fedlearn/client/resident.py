@@ -112,6 +112,11 @@ class ResidentModel:
         return [torch.zeros_like(p) for p in self._trainable]
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    @property
     def trainable_names(self) -> Sequence[str]:
         """Names of the parameters that training changes, in the order of velocities."""
         return self._trainable_names

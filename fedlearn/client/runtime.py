@@ -52,22 +52,25 @@ from fedlearn.client.home import Enrolment, Home
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
+from fedlearn.client.renewal import renewal_advice
 from fedlearn.client.session import ClientSession
 from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
 from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
+from fedlearn.core.files import write_private
 from fedlearn.core.messages import ClientId, Failure, TrainRequest
 from fedlearn.errors import Cancelled, ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import Invitation, signed_bytes, write_private
+from fedlearn.transport.identity import Invitation, signed_bytes
 
 _SURVEY_S = 1.0
 #: Seconds that a task which does not listen gets to end; then the process ends without it.
 _STOP_S = 10.0
 #: A session that lasted so long was no accident: the next back-off begins anew.
 _STEADY_S = 30.0
+_LOOK_AT_CERTIFICATE_S = 86_400.0
 #: Longest absence that a coordinator may ask for.
 _MAX_PAUSE_S = 3600.0
 #: Crashes inside one task until it is given up.
@@ -125,7 +128,7 @@ class Runtime:
     Args:
         home: The client's folder.
         trainer: The user's.
-        invitation: To enrol with, unless that is done.
+        invitation: To enrol with, or anew, unless that is done.
         conditions: What must hold before and during training.
         policy: What is refused.
         on_event: Told what happens; called in the event loop, must return at once.
@@ -156,6 +159,7 @@ class Runtime:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fedlearn-training")
         self._work: asyncio.Task[None] | None = None
         self._enrolment: Enrolment | None = None
+        self._next_look_unix_s = -math.inf
         self._broken = asyncio.Event()
 
     def stop(self) -> None:
@@ -443,7 +447,7 @@ class Runtime:
         }
         key = TaskKey.of(receipt.key)
         kind = kinds.get(receipt.verdict, EventKind.REFUSED)
-        _log.info("reply_settled", round_num=key.round_num, verdict=kind.value)
+        _log.info("reply_settled", kind=key.kind, round_num=key.round_num, verdict=kind.value)
         self._emit(kind, key=key, message=receipt.reason)
         self._backoff.reset()
         self._events.put_nowait(Settled(key))
@@ -463,10 +467,10 @@ class Runtime:
             await asyncio.sleep(pause_s)
 
     async def _enrolled(self) -> Enrolment:
-        """Return this client's enrolment, made now if there is a new invitation."""
+        """Return this client's enrolment, made now, or anew, if there is a new invitation."""
         current = self._home.enrolment()
         given = None if self._invitation is None else Invitation.load(self._invitation)
-        if current is not None and (given is None or _is_of(current, given)):
+        if current is not None and (given is None or current.is_with(given)):
             return current
         if given is None:
             raise DeploymentError(
@@ -569,7 +573,7 @@ class Runtime:
         trainer = self._trainer
         return wire_pb2.Eligibility(
             num_examples=trainer.num_examples if isinstance(trainer, _CountsExamples) else 0,
-            device=str(trainer.device) if isinstance(trainer, _NamesDevice) else "cpu",
+            device=_kind_of(trainer.device) if isinstance(trainer, _NamesDevice) else "cpu",
             **{name: value for name, value in vars(self._facts).items() if value is not None},
         )
 
@@ -606,10 +610,21 @@ class Runtime:
                 self._facts = facts
                 self._tell_coordinator(wire_pb2.FromClient(eligibility=self._eligibility()))
             self._events.put_nowait(Surveyed(unmet, now_unix_s))
+            self._look_at_certificate(now_unix_s)
             if not self._home.has_consent() and not self._here.is_stopping:
                 _log.info("consent_revoked")
                 self.stop()
             await asyncio.sleep(_SURVEY_S)
+
+    def _look_at_certificate(self, now_unix_s: float) -> None:
+        """Say once a day that it must be renewed, while that is so."""
+        if self._enrolment is None or now_unix_s < self._next_look_unix_s:
+            return
+        self._next_look_unix_s = now_unix_s + _LOOK_AT_CERTIFICATE_S
+        advice = renewal_advice(self._enrolment, now_unix_s=now_unix_s)
+        if advice is not None:
+            _log.warning("certificate_ends", advice=advice)
+            self._emit(EventKind.EXPIRING, message=advice)
 
     def _say_unmet(self, unmet: tuple[str, ...]) -> None:
         # What cannot be told never holds: nothing would ever be trained, and nobody knew why.
@@ -626,17 +641,17 @@ class Runtime:
         return Facts(**{**vars(found), **told})
 
 
+def _kind_of(device: torch.device | str) -> str:
+    """Return what a coordinator asks for: "cuda", whichever of several GPUs it is."""
+    return str(device).partition(":")[0]
+
+
 def _failed(task: OpenTask, reason: str) -> Answered:
     return Answered(task, encode(Failure(reason)), None)
 
 
 def _download_name(key: TaskKey) -> str:
     return f"download {key}"
-
-
-def _is_of(enrolment: Enrolment, invitation: Invitation) -> bool:
-    token_sha256 = hashlib.sha256(invitation.token).hexdigest()
-    return not invitation.token or token_sha256 == enrolment.token_sha256
 
 
 async def _cancel(jobs: list[asyncio.Task[Any]]) -> None:

@@ -8,7 +8,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from fedlearn.client.trainer import LocalTrainer, TaskControl, TrainContext, Unattended
+from fedlearn.client.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -21,8 +21,6 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, ProtocolError
-
-_UNATTENDED = Unattended()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +40,7 @@ class ClientSession:
     trainer: LocalTrainer
 
     def handle(
-        self, data: bytes, state: bytes, *, control: TaskControl = _UNATTENDED
+        self, data: bytes, state: bytes, *, control: TaskControl = UNATTENDED
     ) -> tuple[bytes, bytes]:
         """Answer one encoded request; a failure is an answer, too.
 
@@ -67,7 +65,7 @@ class ClientSession:
                     reply, tensors = self._train(request, _unpack(state), control)
                     return encode(reply), _pack(tensors)
                 case EvaluateRequest() as request:
-                    return encode(self._evaluate(request)), state
+                    return encode(self._evaluate(request, control)), state
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
         except Cancelled:
@@ -101,8 +99,8 @@ class ClientSession:
         )
         return reply, result.state
 
-    def _evaluate(self, request: EvaluateRequest) -> Reply:
-        result = self.trainer.evaluate(request.tensors)
+    def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> Reply:
+        result = self.trainer.evaluate(request.tensors, control=control)
         return EvaluateReply(
             round_num=request.round_num,
             num_examples=result.num_examples,

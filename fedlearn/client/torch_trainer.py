@@ -15,7 +15,13 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.client.keyed_dropout import step_keys
 from fedlearn.client.local_data import DatasetData, LocalData, TensorData
 from fedlearn.client.resident import Part, Precision, ResidentModel, weighted_mean
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.client.trainer import (
+    UNATTENDED,
+    LocalEvaluation,
+    LocalResult,
+    TaskControl,
+    TrainContext,
+)
 from fedlearn.core.collecting import is_sound
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
@@ -129,6 +135,16 @@ class TorchTrainer:
             max_steps=max_steps,
         )
 
+    @property
+    def num_examples(self) -> int:
+        """Number of training examples: a coordinator may ask for a least one."""
+        return len(self._data)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: a coordinator may ask for some."""
+        return self._model.device
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Return the model after ``context.settings.epochs`` passes over the examples.
 
@@ -153,16 +169,26 @@ class TorchTrainer:
             state=self._kept(velocity, context.state) if local.keep_momentum else {},
         )
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
-        """Return the loss and metrics of the model in ``tensors`` on the test examples."""
-        rows = np.arange(len(self._test))
-        starts = range(0, len(rows), _EVALUATION_BATCH)
-        values = self._model.measure_batches(
-            self._params(tensors),
-            (self._test.batch(rows[n : n + _EVALUATION_BATCH], key=n) for n in starts),
-        )
+    def evaluate(
+        self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
+    ) -> LocalEvaluation:
+        """Return the loss and metrics of the model in ``tensors`` on the test examples.
+
+        Raises:
+            Cancelled: The task was called off; no further batch is computed.
+            KeyError: A tensor of the model is missing.
+            DataError: The dataset's items are not pairs.
+        """
+        values = self._model.measure_batches(self._params(tensors), self._test_batches(control))
         means = {name: float(each.mean(dtype=torch.float64)) for name, each in values.items()}
-        return LocalEvaluation(num_examples=len(rows), metrics=means)
+        return LocalEvaluation(num_examples=len(self._test), metrics=means)
+
+    def _test_batches(self, control: TaskControl) -> Iterator[tuple[Tensor, Tensor]]:
+        """Read the test examples batch by batch; the task can be called off before each."""
+        rows = np.arange(len(self._test))
+        for start in range(0, len(rows), _EVALUATION_BATCH):
+            control.check()
+            yield self._test.batch(rows[start : start + _EVALUATION_BATCH], key=start)
 
     def _params(self, tensors: Mapping[str, Tensor]) -> Params:
         layout = self._model.layout

@@ -1,7 +1,7 @@
 """The seam an application fills in: how one client trains and evaluates."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -65,6 +65,10 @@ class Unattended:
         """Keep nothing."""
 
 
+#: It holds nothing, so one is enough.
+UNATTENDED = Unattended()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
     """What surrounds one local training.
@@ -83,7 +87,7 @@ class TrainContext:
     settings: Settings
     seed: Seed
     state: Mapping[str, Tensor]
-    control: TaskControl = field(default_factory=Unattended)
+    control: TaskControl = UNATTENDED
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,5 +126,10 @@ class LocalTrainer(Protocol):
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Return the model trained from ``tensors``; must not modify them."""
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
-        """Return how the model in ``tensors`` does on this client's data."""
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        """Return how the model in ``tensors`` does on this client's data.
+
+        Args:
+            tensors: The global model.
+            control: How the evaluation hears that it is called off: as a training does.
+        """

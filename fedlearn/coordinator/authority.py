@@ -40,7 +40,7 @@ _log = structlog.get_logger(__name__)
 _CA_DAYS = 3652
 _SERVER_DAYS = 365
 _RENEW_BEFORE = timedelta(days=30)
-_BACKDATED = timedelta(hours=1)  # a client whose clock is slow must not refuse a fresh certificate
+_BACKDATED = timedelta(days=1)  # a client whose clock is slow must not refuse a fresh certificate
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -295,7 +295,7 @@ def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_pem_x509_csr(csr_pem)
         key = request.public_key()
         is_signed = request.is_signature_valid
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
         raise EnrolmentRefused(f"the signing request cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not is_p256(key):
         raise EnrolmentRefused("the signing request's key is not ECDSA P-256")

@@ -47,7 +47,8 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
     refers to is never replaced by another.
 
     Raises:
-        StoreError: The disk is full or cannot be written; nothing half-written is left.
+        NoSpace: The disk is full; nothing half-written is left.
+        StoreError: It cannot be written; likewise.
     """
     temporary = folder / f".round-{checkpoint.round_num:06d}.tmp"
     with disk_errors(temporary, raises=StoreError):

@@ -1,4 +1,4 @@
-"""Waiting for a database that is away, so that a round outlives its restart."""
+"""Waiting for a database that is away, or for space, so that a round outlives that."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from structlog.typing import FilteringBoundLogger
 from fedlearn.coordinator.journal import OpenRound, RoundJournal
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStatus, RunStore
 from fedlearn.core.clock import Clock
-from fedlearn.errors import StoreUnavailable
+from fedlearn.errors import NoSpace, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 5.0
 def patient(
     operation: Callable[[], T], *, clock: Clock, give_up_s: float, log: FilteringBoundLogger
 ) -> T:
-    """Return what ``operation`` returns, tried again while the database is away.
+    """Return what ``operation`` returns, tried again while the database is away or a disk full.
 
     Args:
         operation: Does the same, once or twice: its answer may have been lost.
@@ -47,7 +47,8 @@ def patient(
             now_s = clock.now_s()
             if away_since_s is None:
                 away_since_s = now_s
-                log.warning("the database is away", error=str(error), give_up_s=give_up_s)
+                what = "the disk is full" if isinstance(error, NoSpace) else "the database is away"
+                log.warning(what, error=str(error), give_up_s=give_up_s)
             left_s = away_since_s + give_up_s - now_s
             if left_s <= 0:
                 raise
@@ -55,7 +56,7 @@ def patient(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         else:
             if away_since_s is not None:
-                log.info("the database is back", away_s=round(clock.now_s() - away_since_s, 1))
+                log.info("the store is back", away_s=round(clock.now_s() - away_since_s, 1))
             return result
 
 

@@ -39,6 +39,7 @@ class RunRecord:
         config: The resolved configuration tree, JSON values only.
         config_hash: SHA-256 of the canonical JSON of ``config``, hexadecimal.
         versions: Version by package: fedlearn, torch, numpy, python.
+        is_deployed: Whether a coordinator runs it with real clients.
     """
 
     name: str
@@ -49,6 +50,7 @@ class RunRecord:
     config: Mapping[str, object]
     config_hash: str
     versions: Mapping[str, str]
+    is_deployed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,10 @@ from fedlearn.coordinator.store_rounds import (
     read_rounds,
     summarise_rounds,
 )
-from fedlearn.coordinator.store_schema import Base, CheckpointRow, RunRow
+from fedlearn.coordinator.store_schema import Base, CheckpointRow, DeploymentRow, RunRow
 from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import Fenced, StoreError, StoreUnavailable
+from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 
 #: Called first in every transaction that writes; raises if the writer may not.
 Guard: TypeAlias = Callable[[Session], None]
@@ -187,7 +187,9 @@ class Database:
             StoreError: The database cannot be read.
         """
         with reading(self._engine) as session:
-            return [_run_record(row) for row in session.scalars(select(RunRow).order_by(RunRow.id))]
+            deployed = set(session.scalars(select(DeploymentRow.run_id)))
+            rows = session.scalars(select(RunRow).order_by(RunRow.id))
+            return [_run_record(row, is_deployed=row.id in deployed) for row in rows]
 
 
 class StoredRun:
@@ -214,7 +216,8 @@ class StoredRun:
     def record(self) -> RunRecord:
         """The run as the database has it now."""
         with reading(self._engine) as session:
-            return _run_record(session.get_one(RunRow, self._run_id))
+            is_deployed = session.get(DeploymentRow, self._run_id) is not None
+            return _run_record(session.get_one(RunRow, self._run_id), is_deployed=is_deployed)
 
     def append(self, record: RoundRecord) -> None:
         """Take the record of a finished round; durable with the next :meth:`commit`."""
@@ -263,7 +266,7 @@ class StoredRun:
         files = self.checkpoints()
         if not files:
             return None
-        back = f"go on from the one before it: `fedlearn resume {self.name} --from-previous`"
+        back = f"go on from the one before it: `{self._resume} --from-previous`"
         remedy = back if len(files) > 1 else "no earlier one is kept: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
@@ -278,7 +281,7 @@ class StoredRun:
         checkpoint = self.load()
         if checkpoint is None:
             raise StoreError(
-                f"run {self.name!r} has no checkpoint yet; train it: `fedlearn resume {self.name}`"
+                f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`"
             )
         return _under("best/", checkpoint=checkpoint) or _under("params/", checkpoint=checkpoint)
 
@@ -370,6 +373,8 @@ class StoredRun:
         try:
             with explained(self._engine):
                 yield
+        except NoSpace as error:
+            raise NoSpace(f"{error}; {self._standing()}") from error
         except (Fenced, StoreUnavailable):
             raise  # what is committed is the other coordinator's to say, or the database's
         except StoreError as error:
@@ -392,8 +397,14 @@ class StoredRun:
             del self._buffer[:num_records]
         self._attempted = None
 
+    @property
+    def _resume(self) -> str:
+        """The command that goes on with the run."""
+        is_deployed = self._guard is not unguarded
+        return "fedlearn coordinator FILE" if is_deployed else f"fedlearn resume {self.name}"
+
     def _standing(self) -> str:
-        resume = f"go on with `fedlearn resume {self.name}` once that is done"
+        resume = f"go on with `{self._resume}` once that is done"
         try:
             files = self.checkpoints()
         except StoreError:
@@ -471,7 +482,7 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
     return row.id
 
 
-def _run_record(row: RunRow) -> RunRecord:
+def _run_record(row: RunRow, *, is_deployed: bool) -> RunRecord:
     return RunRecord(
         name=row.name,
         status=row.status,
@@ -481,6 +492,7 @@ def _run_record(row: RunRow) -> RunRecord:
         config=row.config,
         config_hash=row.config_hash,
         versions=row.versions,
+        is_deployed=is_deployed,
     )
 
 

@@ -15,7 +15,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
-from fedlearn.errors import NewerStore, StoreError, StoreUnavailable
+from fedlearn.core.files import is_full
+from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
@@ -30,6 +31,8 @@ _POSTGRESQL_OPTIONS = {
     "keepalives_count": "3",
     "options": "-c idle_in_transaction_session_timeout=10s",
 }
+
+_POSTGRESQL_DISK_FULL = "53100"
 
 _REMEDIES = {
     "SQLITE_BUSY": "another process is writing for long: let it finish",
@@ -117,10 +120,10 @@ def explained(engine: Engine) -> Iterator[None]:
         yield
     except DBAPIError as error:
         what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
-        kind = StoreUnavailable if _may_pass(error) else StoreError
-        raise kind(f"{engine.url!r}: {what}; {_remedy(error)}") from error
+        raise _kind(error)(f"{engine.url!r}: {what}; {_remedy(error)}") from error
     except OSError as error:
-        raise StoreError(
+        kind = NoSpace if is_full(error) else StoreError
+        raise kind(
             f"{error.filename}: {error.strerror}; free some space, or make it writable"
         ) from error
 
@@ -176,6 +179,14 @@ def _begin_sqlite(connection: Connection) -> None:
     # A writer that begins as a reader fails, instead of waiting, if another was faster.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _kind(error: DBAPIError) -> type[StoreError]:
+    """Return what an error of the driver is to its caller."""
+    sqlite_full = _sqlite_family(error) == "SQLITE_FULL"
+    if sqlite_full or getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
+        return NoSpace
+    return StoreUnavailable if _may_pass(error) else StoreError
 
 
 def _may_pass(error: DBAPIError) -> bool:

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -73,7 +74,7 @@ def encode(message: Request | Reply) -> bytes:
     return b"".join((prefix, header, safetensors.torch.save(contiguous)))
 
 
-def decode(data: bytes) -> Request | Reply:
+def decode(data: bytes | mmap) -> Request | Reply:
     """Return the message in ``data``.
 
     A request's tensors are the receiver's own, to train in place. Those of a reply are views
@@ -106,7 +107,7 @@ def decode(data: bytes) -> Request | Reply:
     return _put_together(header, _tensors(data, start))
 
 
-def _tensors(data: bytes, start: int) -> Mapping[str, Tensor]:
+def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
     """Return views of the tensors in the safetensors file at ``data[start:]``.
 
     They must tile the rest of ``data``: no gap, no overlap, nothing left over. So all the
@@ -137,7 +138,7 @@ def _tensors(data: bytes, start: int) -> Mapping[str, Tensor]:
     return {slot.name: slot.view(body) for slot in slots}
 
 
-def _view(data: bytes, begin: int) -> Tensor:
+def _view(data: bytes | mmap, begin: int) -> Tensor:
     """Return ``data[begin:]`` as uint8, without a copy if it is aligned."""
     # Through DLPack, because torch's own door to a buffer warns about one that is read-only.
     body = from_dlpack(np.frombuffer(data, np.uint8, offset=begin))

@@ -9,6 +9,7 @@ next start goes on inside the same round.
 """
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from fedlearn.deployment.interruption import Interruption, StopSignals
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
 from fedlearn.deployment.rounds import run_over
-from fedlearn.errors import ConfigError, FedlearnError, Fenced, Parked, StoreError
+from fedlearn.errors import ConfigError, FedlearnError, Parked, StoreError
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.simulation.cluster import one_thread
@@ -52,7 +53,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOLDER_BYTES = 4
 
 
-def coordinate(places: Places, *, insecure: bool, serve_on: bool, progress: Progress) -> None:
+def coordinate(
+    places: Places, *, insecure: bool, serve_on: bool, from_previous: bool, progress: Progress
+) -> None:
     """Serve the deployment until its run is done or it is told to stop.
 
     A stop, by SIGTERM or Ctrl-C, parks the round: this returns, and the next start goes on.
@@ -61,6 +64,7 @@ def coordinate(places: Places, *, insecure: bool, serve_on: bool, progress: Prog
         places: Where its parts are.
         insecure: Plaintext on loopback, clients named by themselves: for trying things out.
         serve_on: Whether to stay when the run is done, and tell clients to come back later.
+        from_previous: Drop the last checkpoint first: it is damaged.
         progress: Told of the run.
 
     Raises:
@@ -76,8 +80,14 @@ def coordinate(places: Places, *, insecure: bool, serve_on: bool, progress: Prog
         _require_loopback(places.config)
     pieces = build.deployment(places.config, data_dir=places.addresses.data_dir)
     coordinator = Coordinator(
-        places, pieces, insecure=insecure, serve_on=serve_on, progress=progress
+        places,
+        pieces,
+        insecure=insecure,
+        serve_on=serve_on,
+        from_previous=from_previous,
+        progress=progress,
     )
+    _raise_open_files()
     with StopSignals(coordinator.interruption), one_thread():
         try:
             coordinator.serve()
@@ -93,6 +103,13 @@ def _require_loopback(config: Config) -> None:
                 f"coordinator.{name} is {address!r}, but --insecure serves this machine only; "
                 "take 127.0.0.1, or leave --insecure out"
             )
+
+
+def _raise_open_files() -> None:
+    """Let the process open as many files as it may: the door takes half of them for connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _holder() -> str:
@@ -135,6 +152,7 @@ class Coordinator:
         *,
         insecure: bool,
         serve_on: bool,
+        from_previous: bool,
         progress: Progress,
     ) -> None:
         self.interruption = Interruption()
@@ -148,6 +166,7 @@ class Coordinator:
         self._pieces = pieces
         self._insecure = insecure
         self._serve_on = serve_on
+        self._from_previous = from_previous
         self._progress = progress
         self._clock = InterruptibleClock(self.interruption)
         self._paused = threading.Event()
@@ -275,7 +294,8 @@ class Coordinator:
         store = PatientStore(
             store=stored, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log
         )
-        checkpoint = self._patiently(stored.load)
+        read = stored.rewind if self._from_previous else stored.load
+        checkpoint = self._patiently(read)
         self.board.num_finished = 0 if checkpoint is None else checkpoint.round_num
         first = first_attempts(journal.last(), record.status, self._pieces.policy)
         self._patiently(stored.set_running)
@@ -315,8 +335,8 @@ class Coordinator:
         """Record a failure of the run, and tell how it ended; a parked run goes on later."""
         try:
             yield
-        except (Parked, Fenced):
-            raise
+        except (Parked, StoreError):
+            raise  # its round goes on where it is: what clients were told stays true
         except FedlearnError as error:
             with suppress(StoreError):
                 stored.finish(RunStatus.FAILED, error=str(error))

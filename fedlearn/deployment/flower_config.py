@@ -11,17 +11,15 @@ What ``flwr run`` is given (``[tool.flwr.app.config]`` and ``--run-config``):
 =============== ==========================================================================
 """
 
-import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from fedlearn import build
 from fedlearn.client.torch_trainer import TorchTrainer
-from fedlearn.config import Config, load, resolve_addresses
+from fedlearn.config import Config, load
 from fedlearn.core.messages import Settings
-from fedlearn.errors import ConfigError, DataError
+from fedlearn.deployment.part import part_trainer
+from fedlearn.errors import ConfigError
 from fedlearn.transport.flower import Node
 
 
@@ -58,28 +56,12 @@ def number(run_config: Settings, name: str) -> int:
 def partition_trainer(node: Node, folder: Path) -> TorchTrainer:
     """Return a trainer on the part of the configuration's data that is this client's.
 
-    For a federation whose nodes all hold the same public data set, to try things out and to
-    compare with the simulation of the same file: a real client brings data of its own.
+    To try things out, and to compare with the simulation of the same file: see
+    :mod:`fedlearn.deployment.part`.
 
     Raises:
         ConfigError: The configuration is wrong.
         DataError: There is no such part.
     """
     torch.set_num_threads(1)  # sums as in a simulation, whatever the number of cores
-    config = configuration(node.run_config, folder)
-    data_dir = resolve_addresses(config, environ=os.environ).data_dir
-    data = build.federated_data(config, data_dir=data_dir)
-    if node.client_id >= data.population.num_clients:
-        raise DataError(
-            f"client {node.client_id} of {data.population.num_clients}: there are more nodes than "
-            "parts; raise data.partition.num_clients"
-        )
-    rows = data.population.load(np.asarray([node.client_id]))
-    index = torch.from_numpy(rows.rows)
-    return TorchTrainer.of(
-        build.model_factory(config, data),
-        rows.features[index],
-        rows.labels[index],
-        objective=build.objective(config.loss),
-        device="cpu",
-    )
+    return part_trainer(configuration(node.run_config, folder), node.client_id)

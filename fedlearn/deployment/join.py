@@ -79,7 +79,7 @@ def check_before(
     folder = home or _home(invitation)
     problems = []
     for finding in diagnose(invitation, home=folder, trainer=task):
-        out.write(f"{'ok  ' if finding.is_fine else 'BAD '} {finding.name}: {finding.message}\n")
+        out.write(f"{finding.verdict:<4} {finding.name}: {finding.message}\n")
         out.flush()
         problems += [] if finding.is_fine else [finding.name]
     if problems:

@@ -176,6 +176,7 @@ class Summary:
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
         reasons: Failure reasons and how often, the most frequent first.
+        is_deployed: Whether a coordinator runs it with real clients.
     """
 
     name: str
@@ -193,6 +194,12 @@ class Summary:
     num_skipped: int
     num_retries: int
     reasons: tuple[tuple[str, int], ...]
+    is_deployed: bool
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether `fedlearn resume NAME` goes on with it; a coordinator does so by itself."""
+        return self.status is not RunStatus.DONE and not self.is_deployed
 
     @property
     def accuracy(self) -> float | None:
@@ -243,6 +250,7 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         reasons=tuple(reasons.most_common()),
+        is_deployed=record.is_deployed,
     )
 
 

@@ -290,7 +290,7 @@ def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     yield from _measured(summary)
     yield from _trouble(summary)
     yield "path", printable(str(path))
-    verbs = ("show", "plot") if summary.status is RunStatus.DONE else ("resume", "show", "plot")
+    verbs = ("resume", "show", "plot") if summary.is_resumable else ("show", "plot")
     for verb in verbs:
         yield "next", next_command(verb, summary.name, path=path)
 

@@ -94,11 +94,18 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         from_previous: Drop the last checkpoint first: it is damaged.
 
     Raises:
-        ConfigError: The run was started from Python: its pieces are not in its record.
+        ConfigError: The run was started from Python, and its pieces are not in its record, or
+            it is deployed.
         StoreError: There is no such run, or it cannot be read.
     """
     with site.database() as database:
         record = database.run(name).record
+        if record.is_deployed:
+            raise ConfigError(
+                f"{name} is a deployed run, which its coordinator goes on with: start it again "
+                "with `fedlearn coordinator FILE`; `fedlearn resume` without a name takes back a "
+                "pause"
+            )
         if PYTHON_PIECES in record.config:
             raise ConfigError(
                 f"{name} was started from Python, so only Python has its model and data: call "

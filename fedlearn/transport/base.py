@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Protocol
 
 from fedlearn.core.codec import decode
@@ -45,7 +46,8 @@ class Channel(Protocol):
         iterating early: the round is closed.
         """
 
-def as_reply(data: bytes) -> Reply:
+
+def as_reply(data: bytes | mmap) -> Reply:
     """Decode a reply; what is not one becomes a :class:`Failure`."""
     try:
         message = decode(data)

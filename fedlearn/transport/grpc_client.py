@@ -12,9 +12,13 @@ Cancelling a coroutine closes the call that it is in.
 
 import asyncio
 import hashlib
-import ipaddress
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +27,7 @@ from typing import Self, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from fedlearn.core.files import disk_errors
 from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,
@@ -30,6 +35,7 @@ from fedlearn.errors import (
     ProtocolError,
 )
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.addresses import is_loopback
 from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
 
 #: How a client without a certificate says who it is; heard by a door without TLS only.
@@ -367,9 +373,13 @@ class _Call:
 
     async def write(self, message: Message) -> None:
         """Send one message; raises as :meth:`DoorSession.send`."""
+        await self.write_bytes(message.SerializeToString())
+
+    async def write_bytes(self, data: bytes) -> None:
+        """Send one message that is serialised already."""
         with self._failures():
             async with self._writing, asyncio.timeout(self._stall_timeout_s):
-                await self._call.write(message.SerializeToString())
+                await self._call.write(data)
 
     async def end_writing(self) -> None:
         """Tell the coordinator that this was all."""
@@ -462,7 +472,8 @@ async def _send_file(
                 if not data:
                     await call.end_writing()
                     return
-                await call.write(wire_pb2.UploadPart(data=data))
+                number = wire_pb2.UploadPart.DATA_FIELD_NUMBER
+                await call.write_bytes(wire.bytes_field(number, data))
             except (ConnectionError, ConnectionRefused):
                 return  # the coordinator need not hear all of it: what it answers counts
 
@@ -492,24 +503,17 @@ def _check(path: Path, *, sha256: bytes) -> None:
         )
 
 
-@contextmanager
-def _local(path: Path) -> Iterator[None]:
+def _local(path: Path) -> AbstractContextManager[None]:
     """Tell a failure of the disk from one of the network: both are OSErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise DeploymentError(
-            f"cannot read or write {path}: {error.strerror}; free some space there, or make it "
-            "accessible"
-        ) from error
+    return disk_errors(path, raises=DeploymentError, doing="read or write")
 
 
 def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
     """Return a channel to ``address``; DeploymentError for plaintext to another machine."""
-    is_loopback = _is_loopback(address)
-    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback else [*_OPTIONS]
+    is_local = is_loopback(address)
+    options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else [*_OPTIONS]
     if credentials is None:
-        if not is_loopback:
+        if not is_local:
             raise DeploymentError(
                 f"{address} is another machine, and without TLS everybody between could read and "
                 "change what is sent; join with an invitation (`fedlearn invite NAME`)"
@@ -522,11 +526,3 @@ def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
     )
     options.append(("grpc.ssl_target_name_override", credentials.server_name))
     return grpc.aio.secure_channel(address, tls, options)
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,8 +11,6 @@ References:
 
 import base64
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
 
+from fedlearn.core.clock import utc
+from fedlearn.core.files import make_private_folder, write_private
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport import wire_pb2
 
@@ -182,7 +182,7 @@ class Invitation:
             version = values["fedlearn_invitation"]
             if version == _INVITATION_FORMAT:
                 return _invitation(values)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DeploymentError(
                 f"{path} is not an invitation ({type(error).__name__}: {error}); ask the "
                 "coordinator's operator for a new one (`fedlearn invite NAME`)"
@@ -265,8 +265,16 @@ def expires_utc(certificate_pem: bytes) -> str:
     Raises:
         ProtocolError: It is not a certificate.
     """
-    end = load_certificate(certificate_pem).not_valid_after_utc
-    return end.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc(expires_unix_s(certificate_pem))
+
+
+def expires_unix_s(certificate_pem: bytes) -> float:
+    """Return when a certificate ends, in seconds since 1970.
+
+    Raises:
+        ProtocolError: It is not a certificate.
+    """
+    return load_certificate(certificate_pem).not_valid_after_utc.timestamp()
 
 
 def load_certificate(certificate_pem: bytes) -> x509.Certificate:
@@ -309,83 +317,6 @@ def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def make_private_folder(folder: Path) -> None:
-    """Make ``folder`` and its parents; its owner alone may look into it.
-
-    Raises:
-        DeploymentError: It cannot be made, or is another's.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file of mode 0600; after a crash it is whole under its name, or as it was.
-
-    Raises:
-        DeploymentError: It cannot be written; nothing half-written is left.
-    """
-    try:
-        temporary = _temporary(path, content)
-        try:
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def create_private(path: Path, content: bytes) -> bool:
-    """Write as :func:`write_private` does unless ``path`` is there; return whether it was not.
-
-    Of several processes that do so at once, one succeeds, and the others find its file whole.
-
-    Raises:
-        DeploymentError: It cannot be written; nothing half-written is left.
-    """
-    try:
-        temporary = _temporary(path, content)
-        try:
-            os.link(temporary, path)  # unlike a rename, it fails where the name is taken
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    return True
-
-
-def _temporary(path: Path, content: bytes) -> Path:
-    """Write ``content`` durably under a name of its own beside ``path``, mode 0600."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable: fsync of a file does not cover its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> bytes:
@@ -434,10 +365,4 @@ def _damaged_identity(path: Path) -> DeploymentError:
     return DeploymentError(
         f"{path} does not hold this client's two keys: it is damaged or another file; put a "
         "copy back, or remove it and enrol again with a new invitation (`fedlearn invite NAME`)"
-    )
-
-
-def _unwritable(path: Path, error: OSError) -> DeploymentError:
-    return DeploymentError(
-        f"cannot write {path}: {error.strerror}; free some space there, or make it writable"
     )

@@ -97,16 +97,18 @@ class FromClient(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "software", "client_id", "run_id")
+    __slots__ = ("protocol", "software", "client_id", "run_id", "unix_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     client_id: int
     run_id: str
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    unix_s: float
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("key", "sha256", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes")

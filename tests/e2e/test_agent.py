@@ -1,14 +1,17 @@
 """An application with an agent, its training process and a real door."""
 
+import asyncio
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,13 @@ import torch
 from fedlearn.client.agent import Agent, AgentStatus
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.messages import Failure, TrainReply
+from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.testing.fake_coordinator import FakeCoordinator
+from fedlearn.transport.grpc_client import enrol
+from fedlearn.transport.identity import Invitation
 
 WAIT_S = 40.0
 CLOCK = SystemClock()
@@ -33,7 +40,8 @@ import time
 from pathlib import Path
 
 import torch
-from fedlearn.client import LocalEvaluation, LocalResult
+from torch import nn
+from fedlearn.client import LocalEvaluation, LocalResult, TorchTrainer
 
 HERE = Path(__file__).parent
 
@@ -61,8 +69,22 @@ class Trainer:
             state={"finished": finished},
         )
 
-    def evaluate(self, tensors):
+    def evaluate(self, tensors, *, control):
+        (HERE / "evaluating").touch()
+        while not (HERE / "free").exists():
+            control.check()
+            time.sleep(0.01)
         return LocalEvaluation(num_examples=5, metrics={"loss": 1.0})
+
+def hospital(num_patients):
+    labels = torch.zeros(num_patients, dtype=torch.int64)
+    return TorchTrainer.of(lambda: nn.Linear(2, 2), torch.zeros(num_patients, 2), labels)
+
+def small():
+    return hospital(6)
+
+def large():
+    return hospital(7)
 
 class Deaf(Trainer):
     def train(self, tensors, *, context):
@@ -110,6 +132,19 @@ def coordinator() -> Iterator[FakeCoordinator]:
 
 
 @contextmanager
+def taking_part(
+    application: Application,
+    coordinator: FakeCoordinator,
+    **options: Any,  # Any: as of Agent
+) -> Iterator[Agent]:
+    """Run an agent whose user agrees; the block begins when it may be asked."""
+    with application.agent(coordinator.invite("laptop"), **options) as agent:
+        agent.give_consent()
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        yield agent
+
+
+@contextmanager
 def training(
     coordinator: FakeCoordinator, *, deadline_s: float = WAIT_S
 ) -> Iterator["Future[dict[str, TrainReply | Failure]]"]:
@@ -151,7 +186,7 @@ def test_an_application_takes_part_after_consent_and_not_before(
     assert CLOCK.now_s() - begin_s < 0.2
     try:
         assert not agent.status().is_running
-        assert coordinator.door.counters.connections == 0
+        assert coordinator.counters()["connections"] == 0
         agent.give_consent()
         coordinator.wait_for(1, timeout_s=WAIT_S)
         with training(coordinator) as replies:
@@ -175,9 +210,7 @@ def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
     """The training process is gone when the call returns."""
-    with application.agent(coordinator.invite("laptop")) as agent:
-        agent.give_consent()
-        coordinator.wait_for(1, timeout_s=WAIT_S)
+    with taking_part(application, coordinator) as agent:
         with training(coordinator, deadline_s=5.0) as replies:
             application.wait_for(EventKind.PROGRESS)
             pid, begin_s = pid_of(agent), CLOCK.now_s()
@@ -195,13 +228,43 @@ def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
 
 
 @pytest.mark.slow
+def test_revoking_consent_stops_an_evaluation(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Within one batch, as a training."""
+    with taking_part(application, coordinator) as agent, ThreadPoolExecutor(1) as executor:
+        replies = executor.submit(coordinator.evaluate, MODEL, deadline_s=5.0)
+        eventually((application.folder / "evaluating").exists)
+        pid, begin_s = pid_of(agent), CLOCK.now_s()
+        agent.revoke_consent()
+        assert CLOCK.now_s() - begin_s < 5.0
+        assert not is_alive(pid)
+        assert replies.result() == {}
+
+
+@pytest.mark.slow
+def test_a_coordinator_chooses_by_what_a_torch_trainer_says_of_its_data(tmp_path: Path) -> None:
+    """One patient less, and a hospital is connected and not asked."""
+    requirements = Requirements(min_examples=7, devices=("cpu",))
+    with FakeCoordinator(requirements=requirements) as coordinator, ExitStack() as stack:
+        for name in ("small", "large"):
+            (tmp_path / name).mkdir()
+            application = Application(tmp_path / name)
+            trainer = f"{application.trainer}:{name}"
+            agent = application.agent(coordinator.invite(name), trainer=trainer)
+            agent.give_consent()
+            stack.enter_context(agent)
+            application.wait_for(EventKind.CONNECTED)
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        assert coordinator.connected() == ["large"]
+
+
+@pytest.mark.slow
 def test_a_killed_training_process_comes_back_and_goes_on(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
     """From the checkpoint inside the task; its state counts the task once."""
-    with application.agent(coordinator.invite("laptop")) as agent:
-        agent.give_consent()
-        coordinator.wait_for(1, timeout_s=WAIT_S)
+    with taking_part(application, coordinator) as agent:
         with training(coordinator) as replies:
             application.wait_for(EventKind.PROGRESS)
             eventually((application.home / "task" / "checkpoint").exists)
@@ -244,13 +307,10 @@ def test_a_task_that_crashes_its_process_ends_as_a_failure(
 ) -> None:
     """After three attempts: the device is not worn out by it."""
     (application.folder / "crash").touch()
-    with application.agent(coordinator.invite("laptop")) as agent:
-        agent.give_consent()
-        coordinator.wait_for(1, timeout_s=WAIT_S)
-        with training(coordinator) as replies:
-            reply = replies.result()["laptop"]
-        assert isinstance(reply, Failure)
-        assert "crashed 3 times" in reply.reason
+    with taking_part(application, coordinator), training(coordinator) as replies:
+        reply = replies.result()["laptop"]
+    assert isinstance(reply, Failure)
+    assert "crashed 3 times" in reply.reason
 
 
 @pytest.mark.slow
@@ -288,15 +348,15 @@ def test_training_that_does_not_listen_is_ended(
 ) -> None:
     """With its process, within a bound."""
     trainer = f"{application.trainer}:Deaf"
-    with application.agent(coordinator.invite("laptop"), trainer=trainer) as agent:
-        agent.give_consent()
-        coordinator.wait_for(1, timeout_s=WAIT_S)
-        with training(coordinator, deadline_s=5.0):
-            eventually(lambda: application.begun() == [0])
-            pid, begin_s = pid_of(agent), CLOCK.now_s()
-            agent.stop()
-            assert CLOCK.now_s() - begin_s < 15.0
-            assert not is_alive(pid)
+    with (
+        taking_part(application, coordinator, trainer=trainer) as agent,
+        training(coordinator, deadline_s=5.0),
+    ):
+        eventually(lambda: application.begun() == [0])
+        pid, begin_s = pid_of(agent), CLOCK.now_s()
+        agent.stop()
+        assert CLOCK.now_s() - begin_s < 15.0
+        assert not is_alive(pid)
 
 
 @pytest.mark.slow
@@ -343,6 +403,60 @@ def test_an_invitation_that_is_refused_is_not_tried_for_ever(
         thief.give_consent()
         assert stolen.wait_for(EventKind.FAILED).message
         eventually(lambda: not thief.status().is_running)
+
+
+@contextmanager
+def something_between() -> Iterator[tuple[str, "queue.Queue[None]"]]:
+    """Answer with what is not TLS, as a hotel's network does; yields address and visits."""
+    visits: queue.Queue[None] = queue.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                stream, _ = server.accept()
+                with stream:
+                    if not stream.recv(1024):
+                        return
+                    stream.sendall(b"HTTP/1.1 302 Found\r\n\r\n")
+                    visits.put(None)
+
+        address: tuple[str, int] = server.getsockname()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(serve)
+            try:
+                yield f"127.0.0.1:{address[1]}", visits
+            finally:
+                socket.create_connection(address).close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verbosity", [None, "INFO"])
+def test_an_offline_client_is_quiet(
+    application: Application,
+    coordinator: FakeCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    verbosity: str | None,
+) -> None:
+    """On standard error, too, unless the application's environment asks to hear gRPC."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if verbosity is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
+    home, invitation = Home(application.home), coordinator.invite("laptop")
+    invited, identity = Invitation.load(invitation), home.coming_identity()
+    certificate_pem, client_id = asyncio.run(
+        enrol(invited.enrolment_addresses[0], invited, identity)
+    )
+    with something_between() as (address, visits):
+        moved = replace(invited, addresses=(address,))
+        home.enrol(moved, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+        with application.agent(invitation) as agent:
+            agent.give_consent()
+            application.wait_for(EventKind.OFFLINE)
+            for _ in range(2):
+                visits.get(timeout=WAIT_S)
+    assert ("Handshake failed" in capfd.readouterr().err) is (verbosity is not None)
+    assert "GRPC_VERBOSITY" not in os.environ or verbosity is not None
 
 
 def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:

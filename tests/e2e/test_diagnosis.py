@@ -3,23 +3,24 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from fedlearn.client.diagnosis import Finding, diagnose
+from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.home import Home
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
 from fedlearn.testing.fake_coordinator import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
-from fedlearn.transport.identity import Invitation
+from fedlearn.transport.identity import Invitation, expires_unix_s
 
 SOURCE = """
 class Trainer:
     num_examples = {num_examples}
     def train(self, tensors, *, context): ...
-    def evaluate(self, tensors): ...
+    def evaluate(self, tensors, *, control): ...
 """
 
 
@@ -34,9 +35,35 @@ def invitation(coordinator: FakeCoordinator) -> Path:
     return coordinator.invite("laptop")
 
 
-def found(invitation: Path, tmp_path: Path, *, trainer: str | None = None) -> dict[str, Finding]:
-    findings = diagnose(invitation, home=tmp_path / "home", trainer=trainer)
+@dataclass(frozen=True)
+class WrongClock:
+    """A device's clock that is off."""
+
+    by_s: float = 0.0
+
+    def unix_s(self) -> float:
+        return SystemClock().unix_s() + self.by_s
+
+
+def found(
+    invitation: Path,
+    tmp_path: Path,
+    *,
+    trainer: str | None = None,
+    clock: WallClock = WrongClock(),
+) -> dict[str, Finding]:
+    findings = diagnose(invitation, home=tmp_path / "home", trainer=trainer, clock=clock)
     return {finding.name: finding for finding in findings}
+
+
+def enrolled(invitation: Path, tmp_path: Path) -> Home:
+    """Redeem an invitation, as a client does that joins."""
+    home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
+    identity = home.coming_identity()
+    address = invited.enrolment_addresses[0]
+    certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
+    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    return home
 
 
 def changed(invitation: Path, **values: object) -> Path:
@@ -68,12 +95,11 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
 
 def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
     """And is told so when it was revoked."""
-    home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
-    identity = home.coming_identity()
-    address = invited.enrolment_addresses[0]
-    certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
-    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
-    assert found(invitation, tmp_path)["session"].message.startswith("welcome to run")
+    home = enrolled(invitation, tmp_path)
+    findings = found(invitation, tmp_path)
+    assert findings["session"].message.startswith("welcome to run")
+    assert findings["invitation"].message == "laptop is enrolled"
+    assert {finding.verdict for finding in findings.values()} == {Verdict.OK}
     with home.locked():
         findings = found(invitation, tmp_path)
     assert "in use" in findings["disk"].message
@@ -82,13 +108,8 @@ def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) ->
 
 def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     """In the coordinator's words."""
-    home, invitation = Home(tmp_path / "home"), coordinator.invite("laptop")
-    invited = Invitation.load(invitation)
-    identity = home.coming_identity()
-    certificate_pem, client_id = asyncio.run(
-        enrol(invited.enrolment_addresses[0], invited, identity)
-    )
-    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    invitation = coordinator.invite("laptop")
+    enrolled(invitation, tmp_path)
     coordinator.revoke("laptop")
     clock = SystemClock()
     until_s = clock.now_s() + 10.0
@@ -114,12 +135,44 @@ def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: P
         assert "not the coordinator of this invitation" in finding.message
 
 
-def test_a_clock_that_is_years_off_is_found(
-    invitation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("by_s", "verdict", "words"),
+    [
+        (50.0, Verdict.OK, "within 60 s"),
+        (3600.0, Verdict.WARNING, "s ahead of the coordinator's; set it"),
+        (-3600.0, Verdict.WARNING, "s behind the coordinator's; set it"),
+    ],
+)
+def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
+    invitation: Path, tmp_path: Path, by_s: float, verdict: Verdict, words: str
 ) -> None:
+    """Measured against the coordinator's own, which says it in its welcome."""
+    enrolled(invitation, tmp_path)
+    finding = found(invitation, tmp_path, clock=WrongClock(by_s))["clock offset"]
+    assert (finding.verdict, finding.is_fine) == (verdict, True)
+    assert words in finding.message
+
+
+def test_a_certificate_that_ends_soon_is_a_warning(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    """With the remedy; a new invitation is one for the client that is enrolled."""
+    invitation = coordinator.invite("laptop")
+    home = enrolled(invitation, tmp_path)
+    enrolment = home.enrolment()
+    assert enrolment is not None
+    left_s = expires_unix_s(enrolment.certificate_pem) - SystemClock().unix_s()
+    clock = WrongClock(left_s - 10 * 86_400.0)
+    finding = found(invitation, tmp_path, clock=clock)["invitation"]
+    assert finding.verdict is Verdict.WARNING
+    assert "fedlearn invite laptop" in finding.message
+    finding = found(coordinator.invite("laptop"), tmp_path)["invitation"]
+    assert "laptop is enrolled here" in finding.message
+
+
+def test_a_clock_that_is_years_off_is_found(invitation: Path, tmp_path: Path) -> None:
     """By the invitation, whatever else fails."""
-    monkeypatch.setattr("fedlearn.core.clock.SystemClock.unix_s", lambda _self: 4e9)
-    finding = found(invitation, tmp_path)["invitation"]
+    finding = found(invitation, tmp_path, clock=VirtualClock(4e9))["invitation"]
     assert not finding.is_fine
     assert "by this clock" in finding.message
 

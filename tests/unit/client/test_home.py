@@ -265,6 +265,12 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     home.coming_identity()
     second = home.enrol(invitation(b"2"), certificate_pem=b"second", client_id=ClientId(3))
     assert second.identity.public_key != first.identity.public_key
+    assert [second.is_with(invitation(token)) for token in (b"1", b"2", b"3", b"")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     (home.folder / "identity").rename(home.folder / "identity.new")
     shutil.copytree(home.folder / "identity.new", home.folder / "identity.old")
     found = home.enrolment()

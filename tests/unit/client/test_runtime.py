@@ -23,7 +23,8 @@ from fedlearn.client.home import Home
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime
 from fedlearn.client.tasks import OpenTask
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.coordinator.authority import Authority
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -40,6 +41,7 @@ from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify
 
 WAIT_S = 20.0
+EVALUATE = EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)})
 
 
 class ScriptedDoor:
@@ -212,7 +214,10 @@ class Stepper:
             state={"finished": finished},
         )
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        self.begun.put(0)
+        while not self.is_free.wait(0.01):
+            control.check()
         return LocalEvaluation(num_examples=5, metrics={"loss": 1.0})
 
 
@@ -225,7 +230,7 @@ class Quick:
             tensors=tensors, num_examples=1, metrics={}, state={"finished": finished}
         )
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         return LocalEvaluation(num_examples=1, metrics={"loss": 1.0})
 
 
@@ -260,6 +265,10 @@ class Client:
             event = self.events.get(timeout=WAIT_S)
             if event.kind is kind:
                 return event
+
+    def left(self) -> list[AgentEvent]:
+        """Return the events that nobody has waited for."""
+        return [self.events.get() for _ in range(self.events.qsize())]
 
     def stop(self) -> None:
         if not self.future.done():
@@ -364,7 +373,7 @@ def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) ->
     """It is a task like any other."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)}))
+        door.offer(EVALUATE)
         assert isinstance(decode(door.hear("result").data), EvaluateReply)
     assert home.state("run") == b""
 
@@ -597,14 +606,15 @@ def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -
         assert SystemClock().now_s() - begin_s >= 1.4
 
 
+@pytest.mark.parametrize("request_", [train_request(), EVALUATE], ids=["training", "evaluation"])
 def test_revoking_consent_ends_the_runtime_and_erases_its_state(
-    home: Home, door: ScriptedDoor
+    home: Home, door: ScriptedDoor, request_: Request
 ) -> None:
-    """Within a batch and a second, whoever revokes it."""
+    """Within a batch and a second, whoever revokes it, whatever is computed."""
     trainer = Stepper()
     running = Client(home, trainer)
     running.wait_for(EventKind.CONNECTED)
-    door.offer(train_request())
+    door.offer(request_)
     trainer.begun.get(timeout=WAIT_S)
     home.set_consent(granted=False)
     assert running.future.result(timeout=WAIT_S)
@@ -633,6 +643,29 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
     assert enrolment.client_id == 3
     with client(home, Quick(), invitation=file) as running:
         assert running.events.get(timeout=WAIT_S).kind is EventKind.CONNECTED
+
+
+def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
+    tmp_path: Path, door: ScriptedDoor
+) -> None:
+    """Once, although it is looked at every second; the control has a year left."""
+    authority = Authority.open(tmp_path / "authority", host_names=())
+    for days in (10, 365):
+        home = Home(tmp_path / f"client-{days}")
+        home.set_consent(granted=True)
+        csr_pem = home.coming_identity().csr_pem("laptop")
+        certificate_pem = authority.sign(csr_pem, name="laptop", client_id=3, valid_days=days)
+        home.enrol(invitation_to(door), certificate_pem=certificate_pem, client_id=ClientId(3))
+        with client(home, Stepper()) as running:
+            running.wait_for(EventKind.CONNECTED)
+            if days == 10:
+                advice = running.wait_for(EventKind.EXPIRING).message
+                assert "fedlearn invite laptop" in advice
+            for on_power in (True, False):  # each is told after a look
+                running.call(running.runtime.tell, Facts(on_power=on_power))
+                while door.hear("eligibility").on_power is not on_power:
+                    pass
+        assert EventKind.EXPIRING not in {event.kind for event in running.left()}
 
 
 def test_a_client_that_is_not_enrolled_says_so(tmp_path: Path) -> None:

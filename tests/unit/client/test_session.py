@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext, Unattended
+from fedlearn.client.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    TaskControl,
+    TrainContext,
+    Unattended,
+)
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -40,7 +46,7 @@ class Counting:
             state={"count": count},
         )
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         return LocalEvaluation(num_examples=3, metrics={"loss": float(tensors["w"].sum())})
 
 
@@ -50,7 +56,7 @@ class Leaking:
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise RuntimeError("patient Alice has value 42")
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         raise KeyError("patient Alice")
 
 
@@ -151,16 +157,28 @@ class CalledOff(Unattended):
 
 
 class Attentive(Counting):
-    """A trainer that listens before it trains."""
+    """A trainer that listens before it trains or evaluates."""
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         context.control.check()
         return super().train(tensors, context=context)
 
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        control.check()
+        return super().evaluate(tensors, control=control)
 
-def test_a_task_that_is_called_off_has_no_reply() -> None:
+
+@pytest.mark.parametrize(
+    ("request_", "kind"),
+    [
+        (train_request(), TrainReply),
+        (encode(EvaluateRequest(round_num=1, tensors=MODEL)), EvaluateReply),
+    ],
+    ids=["training", "evaluation"],
+)
+def test_a_task_that_is_called_off_has_no_reply(request_: bytes, kind: type) -> None:
     """Neither a result nor a failure: the coordinator or the user knows already."""
     client = session(Attentive())
     with pytest.raises(Cancelled, match="revoked"):
-        client.handle(train_request(), b"", control=CalledOff())
-    assert isinstance(decode(client.handle(train_request(), b"")[0]), TrainReply)
+        client.handle(request_, b"", control=CalledOff())
+    assert isinstance(decode(client.handle(request_, b"")[0]), kind)

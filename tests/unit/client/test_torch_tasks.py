@@ -12,7 +12,13 @@ from torch.utils.data import Dataset, IterableDataset
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import MeanSquaredError
 from fedlearn.client.torch_trainer import TorchTrainer
-from fedlearn.client.trainer import LocalResult, TaskControl, TrainContext, Unattended
+from fedlearn.client.trainer import (
+    UNATTENDED,
+    LocalResult,
+    TaskControl,
+    TrainContext,
+    Unattended,
+)
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -21,7 +27,6 @@ from fedlearn.errors import Cancelled, DataError
 LOCAL = LocalSgd(epochs=3, batch_size=4, learning_rate=0.1)
 MOMENTUM = replace(LOCAL, momentum=0.9, keep_momentum=True, proximal=0.1)
 NUM_EXAMPLES, NUM_STEPS = 14, 12  # 4 steps an epoch, the last of two examples
-UNATTENDED = Unattended()
 
 
 @pytest.fixture(autouse=True)
@@ -366,6 +371,33 @@ def test_the_test_examples_are_evaluated(*, as_dataset: bool) -> None:
     assert found == TorchTrainer.of(MODELS["mlp"], features, labels).evaluate(weights)
     assert found.num_examples == NUM_EXAMPLES
     assert set(found.metrics) == {"loss", "accuracy"}
+
+
+def test_an_evaluation_that_is_called_off_ends_before_the_next_batch() -> None:
+    """And leaves the module as it was; its control goes through all batches."""
+    features, labels = examples(600)
+    trainer = TorchTrainer.of(MODELS["dropout"], features, labels)
+    weights, control = initial(MODELS["dropout"]), Watched(num_allowed=1)
+    with pytest.raises(Cancelled, match="revoked"):
+        trainer.evaluate(weights, control=control)
+    assert control.num_checked == 1
+    assert_same(
+        trained(trainer, MODELS["dropout"]),
+        trained(TorchTrainer.of(MODELS["dropout"], features, labels), MODELS["dropout"]),
+    )
+    patient = Watched()
+    assert trainer.evaluate(weights, control=patient).num_examples == 600
+    assert patient.num_checked == 3
+
+
+def test_a_trainer_says_how_much_it_has_and_where_it_computes() -> None:
+    """For the coordinator to choose by: the training examples, not the test's."""
+    features, labels = examples()
+    trainer = TorchTrainer.of(
+        MODELS["mlp"], features[:3], labels[:3], test=(features, labels), device="cpu"
+    )
+    assert (trainer.num_examples, trainer.device) == (3, torch.device("cpu"))
+    assert TorchTrainer.of(MODELS["mlp"], Pairs()).num_examples == NUM_EXAMPLES
 
 
 def test_the_objective_is_the_applications() -> None:

@@ -1,5 +1,6 @@
 """What operators do and read, on a real database, without a coordinator's process."""
 
+import io
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
-from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced
+from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced, StoreError
+from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.progress import PlainProgress
+from fedlearn.experiment.simulate import Site as SimulationSite
+from fedlearn.experiment.simulate import resume
 from fedlearn.transport.identity import Invitation
 
 TTL_S = 0.8
@@ -255,3 +260,29 @@ def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
         (ClientId(0), "b"),
         (ClientId(1), "a"),
     ]
+
+
+def test_a_deployed_run_is_not_resumed_as_a_simulation(site: Site) -> None:
+    """Its coordinator goes on with it; the command says so, and is not proposed."""
+    with site.places.database() as database:
+        run = database.run("federation")
+        assert run.record.is_deployed
+        assert [record.is_deployed for record in database.runs()] == [True]
+        assert not summarize(run.record, run.rounds()).is_resumable
+    around = SimulationSite(
+        addresses=site.places.addresses,
+        environ={},
+        clock=SystemClock(),
+        progress=PlainProgress(io.StringIO()),
+    )
+    with pytest.raises(ConfigError, match=r"deployed run.*fedlearn coordinator FILE"):
+        resume("federation", around, from_previous=False)
+
+
+def test_a_deployed_run_without_a_checkpoint_names_its_coordinator(site: Site) -> None:
+    """Not the command that goes on with a simulation."""
+    with site.places.database() as database:
+        lease = Lease(database, "federation", holder="me", ttl_s=60.0, clock=SystemClock())
+        assert lease.try_acquire()
+        with pytest.raises(StoreError, match="`fedlearn coordinator FILE`"):
+            database.run("federation", guard=lease.guard).load_best()

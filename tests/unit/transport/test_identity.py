@@ -19,14 +19,12 @@ from fedlearn.transport.identity import (
     IDENTITY_FILE,
     Identity,
     Invitation,
-    create_private,
     enrolment_bytes,
     expires_utc,
     fingerprint,
     private_pem,
     signed_bytes,
     verify,
-    write_private,
 )
 
 KEY = wire_pb2.TaskKey(run_id="r", kind="TrainRequest", round_num=3, attempt=1, exchange=0)
@@ -276,23 +274,3 @@ def test_another_file_is_not_an_invitation(tmp_path: Path, content: bytes) -> No
         Invitation.load(path)
     with pytest.raises(DeploymentError, match="cannot read"):
         Invitation.load(tmp_path / "other.json")
-
-
-def test_a_private_file_is_created_once_and_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    assert create_private(path, b"first")
-    assert not create_private(path, b"second")
-    assert path.read_bytes() == b"first"
-    path.chmod(0o644)
-    write_private(path, b"third")
-    assert (path.read_bytes(), mode(path)) == (b"third", 0o600)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_private_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "taken" / "inside").mkdir(parents=True)  # a folder is not replaced by a file
-    with pytest.raises(DeploymentError, match="cannot write"):
-        write_private(tmp_path / "taken", b"content")
-    with pytest.raises(DeploymentError, match="cannot write"):
-        create_private(tmp_path / "missing" / "file", b"content")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]

@@ -1,0 +1,139 @@
+"""Files that a crash leaves whole: as they shall be, or as they were.
+
+Content is written under another name beside its place, synchronised, and takes its name in
+one step; then the folder is synchronised, since fsync of a file does not cover its name.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import DeploymentError, FedlearnError, NoSpace, StoreError
+
+_FOR_ALL, _PRIVATE = 0o666, 0o600  # less what the process' umask takes away
+_SUFFIX_BYTES = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_durably(path: Path, content: bytes, *, raises: type[FedlearnError]) -> None:
+    """Write a file whose mode is the umask's; return once it is durable.
+
+    Args:
+        path: Replaced if it is there; its folder exists.
+        content: All of it.
+        raises: What a caller expects instead of an OSError.
+
+    Raises:
+        FedlearnError: Of the class ``raises``: it cannot be written (disk full, folder missing
+            or read-only); nothing half-written is left.
+    """
+    with disk_errors(path, raises=raises):
+        _replace(path, content, mode=_FOR_ALL)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write as :func:`write_durably` does, mode 0600.
+
+    Raises:
+        DeploymentError: It cannot be written; nothing half-written is left.
+    """
+    with disk_errors(path, raises=DeploymentError):
+        _replace(path, content, mode=_PRIVATE)
+
+
+def create_private(path: Path, content: bytes) -> bool:
+    """Write as :func:`write_private` does unless ``path`` is there; return whether it was not.
+
+    Of several processes that do so at once, one succeeds, and the others find its file whole.
+
+    Raises:
+        DeploymentError: It cannot be written; nothing half-written is left.
+    """
+    with disk_errors(path, raises=DeploymentError):
+        temporary = _temporary(path, content, mode=_PRIVATE)
+        try:
+            os.link(temporary, path)  # unlike a rename, it fails where the name is taken
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    return True
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make ``folder`` and its parents; its owner alone may look into it.
+
+    Raises:
+        DeploymentError: It cannot be made, or is another's.
+    """
+    with disk_errors(folder, raises=DeploymentError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable.
+
+    Raises:
+        OSError: The folder cannot be opened or synchronised.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write") -> Iterator[None]:
+    """Say in our words what the disk refuses the block.
+
+    Args:
+        path: What it is about.
+        raises: The class of the error instead of an OSError; a full disk of a store is
+            :class:`~fedlearn.errors.NoSpace`.
+        doing: What the block does with it.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = NoSpace if raises is StoreError and is_full(error) else raises
+        raise kind(
+            f"cannot {doing} {path}: {error.strerror}; free some space there, or make it accessible"
+        ) from error
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether the disk, or what this process may use of it, is full."""
+    return error.errno in _FULL
+
+
+def _replace(path: Path, content: bytes, *, mode: int) -> None:
+    temporary = _temporary(path, content, mode=mode)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
+    """Write ``content`` durably under a name of its own beside ``path``."""
+    suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
+    temporary = path.with_name(f".{path.name}.{suffix}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
