@@ -1,0 +1,1 @@
+"""Secure aggregation: the coordinator learns the sum of updates and nothing else about any."""

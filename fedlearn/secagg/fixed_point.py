@@ -1,0 +1,312 @@
+"""Real numbers as integers of a fixed width, so that a sum of them is exact.
+
+A *lane* is a run of numbers that share a step and a modulus: a model delta, a metric, the
+weights. A value y becomes the level round(y / step) by stochastic rounding, a level is an
+integer in [-M, M], and levels are added modulo 2**b. With n clients the sum lies in
+[-nM, nM]; a lane is refused unless nM < 2**(b - 1), so it cannot wrap.
+
+========== ==============
+b          modulus_bits
+M          max_level
+W          max_weight
+========== ==============
+
+References:
+    Bonawitz et al., 2017, `Practical Secure Aggregation for Privacy-Preserving Machine
+    Learning <https://doi.org/10.1145/3133956.3133982>`_, section 2 (the modular sum).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.errors import ConfigError
+
+#: A lane's levels modulo 2**b, in the smallest numpy word that holds b bits.
+Words: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
+
+#: Moduli on offer, as bits: whole bytes, so that packing is a copy.
+MODULUS_BITS = (16, 24, 32, 40, 64)
+
+#: Levels are computed in float64, where integers up to 2**53 are exact.
+MAX_LEVEL = (1 << 51) - 1
+
+#: How far above its bound a value may lie: what float32 loses when a norm is clipped.
+BOUND_TOLERANCE = 1e-4
+
+MAX_NAME_BYTES = 64
+MAX_LANE_SIZE = 1 << 36
+
+_CHUNK = 1 << 15  # float64 elements that stay in the cache
+
+
+class LaneRole(IntEnum):
+    """What a lane's numbers are; more than one number is a vector, which a policy bounds."""
+
+    VECTOR = 0
+    METRIC = 1
+    WEIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Numbers with one step and one modulus.
+
+    Attributes:
+        name: What they are; unique in a round.
+        role: A vector (bounded by the clip), a metric, or the weight.
+        size: How many there are, >= 1.
+        step: Distance of two levels, > 0, finite.
+        max_level: The largest level M of one client, in [1, 2**51).
+        modulus_bits: b, one of :data:`MODULUS_BITS`.
+        weighted: Whether each client multiplies its values by w / W before it sends them.
+
+    Example:
+        >>> lane = vector_lane(
+        ...     "delta", size=3, bound=0.5, quantisation_bits=16, weight_bits=0,
+        ...     num_clients=100, weighted=False,
+        ... )
+        >>> lane.modulus_bits, lane.max_level
+        (24, 32767)
+    """
+
+    name: str
+    role: LaneRole
+    size: int
+    step: float
+    max_level: int
+    modulus_bits: int
+    weighted: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name.encode()) <= MAX_NAME_BYTES:
+            raise ConfigError(
+                f"a lane's name has 1 to {MAX_NAME_BYTES} bytes, not {len(self.name)}"
+            )
+        if not 1 <= self.size <= MAX_LANE_SIZE:
+            raise ConfigError(f"lane {self.name!r} has {self.size} numbers, not 1 to 2**36")
+        if self.size > 1 and self.role is not LaneRole.VECTOR:
+            raise ConfigError(f"lane {self.name!r} has {self.size} numbers, so it is a vector")
+        if not (math.isfinite(self.step) and self.step > 0.0):
+            raise ConfigError(f"lane {self.name!r} has a step of {self.step}, not above 0")
+        if not 1 <= self.max_level <= MAX_LEVEL:
+            raise ConfigError(
+                f"lane {self.name!r} has levels up to {self.max_level}; use fewer quantisation "
+                "bits (levels lie in [1, 2**51))"
+            )
+        if self.modulus_bits not in MODULUS_BITS:
+            raise ConfigError(
+                f"lane {self.name!r} has a modulus of {self.modulus_bits} bits, not one of "
+                f"{MODULUS_BITS}"
+            )
+
+    @property
+    def bound(self) -> float:
+        """The largest absolute value that one client can send."""
+        return self.step * self.max_level
+
+    @property
+    def num_bytes(self) -> int:
+        """What the lane takes in an upload."""
+        return self.size * self.modulus_bits // 8
+
+    @property
+    def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32] | np.dtype[np.uint64]:
+        """The word its levels are added in, little-endian; bits above b are ignored."""
+        if self.modulus_bits == 16:  # noqa: PLR2004 - the width of the word
+            return np.dtype("<u2")
+        return np.dtype("<u4") if self.modulus_bits <= 32 else np.dtype("<u8")  # noqa: PLR2004
+
+    def require_room(self, num_clients: int) -> None:
+        """Check that the sum over ``num_clients`` cannot wrap.
+
+        Raises:
+            ConfigError: n M >= 2**(b - 1).
+        """
+        if num_clients * self.max_level >= 1 << (self.modulus_bits - 1):
+            raise ConfigError(
+                f"lane {self.name!r}: {num_clients} clients with levels up to {self.max_level} "
+                f"overflow {self.modulus_bits} bits; use fewer quantisation bits or a wider modulus"
+            )
+
+
+def modulus_bits_for(level_bits: int, *, num_clients: int) -> int:
+    """Return the narrowest b that holds the sum: b >= level bits + ceil(log2 n).
+
+    Raises:
+        ConfigError: None on offer does.
+
+    Example:
+        >>> modulus_bits_for(20, num_clients=1000)
+        32
+    """
+    needed = level_bits + math.ceil(math.log2(max(num_clients, 1)))
+    for modulus_bits in MODULUS_BITS:
+        if needed <= modulus_bits:
+            return modulus_bits
+    raise ConfigError(f"a sum needs {needed} bits, at most {MODULUS_BITS[-1]} are on offer")
+
+
+def vector_lane(
+    name: str,
+    *,
+    size: int,
+    bound: float,
+    quantisation_bits: int,
+    weight_bits: int,
+    num_clients: int,
+    weighted: bool,
+    role: LaneRole = LaneRole.VECTOR,
+) -> Lane:
+    """Return a lane for values in [-bound, bound].
+
+    A clip of the L2 norm to C bounds every element by C. The modulus follows:
+    b >= quantisation bits + weight bits + ceil(log2 n).
+
+    Args:
+        name: Of the lane.
+        size: How many values.
+        bound: Their largest absolute value, before weighting.
+        quantisation_bits: Bits of one value, its sign included.
+        weight_bits: Added precision for values scaled down by w / W; 0 if nothing is.
+        num_clients: n, whose sum must fit.
+        weighted: Whether values are scaled by w / W.
+        role: Vector or metric.
+
+    Raises:
+        ConfigError: The bound or the bits are out of range.
+    """
+    level_bits = quantisation_bits + weight_bits
+    if level_bits < 2:  # noqa: PLR2004 - a sign and one level
+        raise ConfigError(f"{level_bits} quantisation bits hold no level; use 2 or more")
+    max_level = (1 << (level_bits - 1)) - 1
+    lane = Lane(
+        name=name,
+        role=role,
+        size=size,
+        step=bound / max_level,
+        max_level=max_level,
+        modulus_bits=modulus_bits_for(level_bits, num_clients=num_clients),
+        weighted=weighted,
+    )
+    lane.require_room(num_clients)
+    return lane
+
+
+def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
+    """Return the lane of the weights: whole numbers in [0, W], 8 bytes.
+
+    Raises:
+        ConfigError: The sum of weights would not fit.
+    """
+    lane = Lane(
+        name="weight",
+        role=LaneRole.WEIGHT,
+        size=1,
+        step=1.0,
+        max_level=max_weight,
+        modulus_bits=64,
+        weighted=False,
+    )
+    lane.require_room(num_clients)
+    return lane
+
+
+def encode(
+    lane: Lane, values: NDArray[np.floating], *, factor: float, noise: NDArray[np.uint32]
+) -> Words:
+    """Return the levels of ``factor * values``, rounded up or down at random.
+
+    Guarantees:
+        The expected level is factor * value / step (to 2**-32), the error is below one step,
+        and every level lies in [-M, M].
+
+    Args:
+        lane: What they are.
+        values: Shape [lane.size].
+        factor: In [0, 1]: w / W, or 1.
+        noise: Uniform 32-bit numbers, one a value; independent of everything else.
+
+    Raises:
+        ValueError: A value is not finite or above the bound, or shapes differ.
+    """
+    if values.shape != (lane.size,) or noise.shape != (lane.size,):
+        raise ValueError(
+            f"lane {lane.name!r} has {lane.size} numbers, not shapes {values.shape} and "
+            f"{noise.shape}"
+        )
+    if not 0.0 <= factor <= 1.0:
+        raise ValueError(f"a factor lies in [0, 1], not {factor}")
+    words: Words = np.empty(lane.size, lane.dtype)
+    limit = lane.bound * (1.0 + BOUND_TOLERANCE)
+    scaled, shift = np.empty(min(_CHUNK, lane.size)), np.empty(min(_CHUNK, lane.size))
+    for begin in range(0, lane.size, _CHUNK):
+        part = values[begin : begin + _CHUNK]
+        level, up = scaled[: part.size], shift[: part.size]
+        if not float(np.abs(part).max()) <= limit:  # a NaN is not
+            raise ValueError(
+                f"lane {lane.name!r} holds a value that is not finite or above its bound "
+                f"{lane.bound:g}; clip it first"
+            )
+        np.multiply(part, factor / lane.step, out=level)
+        np.multiply(noise[begin : begin + _CHUNK], 2.0**-32, out=up)
+        np.floor(np.add(level, up, out=level), out=level)
+        np.clip(level, -lane.max_level, lane.max_level, out=level)
+        words[begin : begin + _CHUNK] = level.astype(np.int64).view(np.uint64)  # wraps: mod 2**b
+    return words
+
+
+def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
+    """Return a sum modulo 2**b as the signed number it stands for: int64, shape [size]."""
+    unused = np.uint64(64 - lane.modulus_bits)
+    shifted = (words.astype(np.uint64) << unused).view(np.int64)
+    levels: NDArray[np.int64] = shifted >> np.int64(unused)
+    return levels
+
+
+def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]:
+    """Return the sum of ``num_clients`` clients' values: shape [size].
+
+    Raises:
+        ValueError: No ``num_clients`` clients can reach this sum: a mask is left in it.
+    """
+    levels = levels_of(lane, words)
+    reach = num_clients * lane.max_level
+    if int(levels.max()) > reach or int(levels.min()) < -reach:
+        raise ValueError(
+            f"lane {lane.name!r} holds a sum that {num_clients} clients cannot reach: "
+            "a mask is left in it"
+        )
+    return levels.astype(np.float64) * lane.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisationError:
+    """What fixed point costs: the error of one element of the decoded sum.
+
+    Attributes:
+        largest: Never exceeded.
+        rms: Root of the mean square, at most.
+    """
+
+    largest: float
+    rms: float
+
+    @classmethod
+    def of_sum(cls, lane: Lane, *, num_clients: int) -> "QuantisationError":
+        """Return the error of the sum of ``num_clients`` values.
+
+        Each is rounded by less than one step, without bias and with a variance of at most
+        step**2 / 4: n step, and sqrt(n) step / 2.
+
+        Example:
+            >>> QuantisationError.of_sum(
+            ...     weight_lane(max_weight=10, num_clients=4), num_clients=4
+            ... )
+            QuantisationError(largest=4.0, rms=1.0)
+        """
+        return cls(largest=num_clients * lane.step, rms=math.sqrt(num_clients) * lane.step / 2.0)

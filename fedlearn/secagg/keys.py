@@ -1,0 +1,159 @@
+"""Keys, packets and signatures: each primitive from ``cryptography``, named once.
+
+======================== ==========================================================
+agreement                X25519 (RFC 7748)
+derivation               HKDF-SHA256 (RFC 5869): salt = session, info = label and ids
+packets                  AES-256-GCM (NIST SP 800-38D), one key a packet and direction
+identities               Ed25519 (RFC 8032)
+session, commitment      SHA-256 over length-prefixed parts, each use with its own label
+======================== ==========================================================
+"""
+
+import hashlib
+import struct
+from typing import Protocol
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ProtocolError
+
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+TAG_BYTES = 16
+
+_VERSION = b"fedlearn.v1 secagg "
+#: Every packet has a key of its own, so its nonce may be constant.
+_NONCE = bytes(12)
+
+
+class Signer(Protocol):
+    """Who signs: a client's or the coordinator's identity."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the Ed25519 signature of ``data``, 64 bytes."""
+
+
+def fresh_signer() -> tuple[Signer, bytes]:
+    """Return a new Ed25519 identity and its public key."""
+    key = Ed25519PrivateKey.from_private_bytes(SecretBytes.generate(KEY_BYTES).reveal())
+    return key, key.public_key().public_bytes_raw()
+
+
+class KeyAgreement:
+    """One side of X25519 agreements.
+
+    Example:
+        >>> ours, theirs = KeyAgreement(SecretBytes.generate(32)), KeyAgreement(
+        ...     SecretBytes.generate(32))
+        >>> ours.agree(theirs.public_key) == theirs.agree(ours.public_key)
+        True
+    """
+
+    def __init__(self, secret: SecretBytes) -> None:
+        self._key = X25519PrivateKey.from_private_bytes(secret.reveal())
+
+    @property
+    def public_key(self) -> bytes:
+        """The public half, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def agree(self, public_key: bytes) -> SecretBytes:
+        """Return the secret shared with the owner of ``public_key``.
+
+        Raises:
+            ProtocolError: The key is of low order: the secret would be known to all.
+        """
+        try:
+            return SecretBytes(self._key.exchange(X25519PublicKey.from_public_bytes(public_key)))
+        except ValueError as error:
+            raise ProtocolError(
+                "a peer's X25519 key is of low order: nothing agreed with it is secret"
+            ) from error
+
+
+def digest(label: bytes, *parts: bytes) -> bytes:
+    """Return SHA-256 of a label and parts, each with its length before it."""
+    hasher = hashlib.sha256(_VERSION + label)
+    for part in parts:
+        hasher.update(struct.pack("<Q", len(part)))
+        hasher.update(part)
+    return hasher.digest()
+
+
+def signed(label: bytes, *parts: bytes) -> bytes:
+    """Return what is signed for one purpose: no signature serves two."""
+    return _VERSION + label + b"\x00" + digest(label, *parts)
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Return whether ``signature`` is that of ``data`` by the key's owner."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def derive(
+    secret: SecretBytes, *, session: bytes, label: bytes, ids: tuple[int, ...]
+) -> SecretBytes:
+    """Return the 32-byte key of one purpose in one session."""
+    info = _VERSION + label + b"\x00" + struct.pack(f"<{len(ids)}Q", *ids)
+    hkdf = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=session, info=info)
+    return SecretBytes(hkdf.derive(secret.reveal()))
+
+
+def pair_mask_key(
+    agreement: KeyAgreement, public_key: bytes, *, session: bytes, pair: tuple[ClientId, ClientId]
+) -> SecretBytes:
+    """Return the key of the mask that two clients share, the same on both sides."""
+    ids = (min(pair), max(pair))
+    return derive(agreement.agree(public_key), session=session, label=b"pair mask", ids=ids)
+
+
+def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> SecretBytes:
+    """Return the key of a client's own mask."""
+    return derive(seed, session=session, label=b"self mask", ids=(client_id,))
+
+
+def packet_key(
+    agreement: KeyAgreement, public_key: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
+) -> SecretBytes:
+    """Return the key of the one packet from ``way[0]`` to ``way[1]``."""
+    return derive(agreement.agree(public_key), session=session, label=b"packet", ids=way)
+
+
+def seal(
+    key: SecretBytes, plain: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
+) -> bytes:
+    """Return ``plain`` encrypted and bound to its session, sender and recipient.
+
+    ``key`` must never seal a second packet.
+    """
+    return AESGCM(key.reveal()).encrypt(_NONCE, plain, struct.pack("<QQ", *way) + session)
+
+
+def unseal(
+    key: SecretBytes, packet: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
+) -> bytes:
+    """Return what was sealed.
+
+    Raises:
+        ProtocolError: The packet was altered, or is of another session, sender or recipient.
+    """
+    try:
+        return AESGCM(key.reveal()).decrypt(_NONCE, packet, struct.pack("<QQ", *way) + session)
+    except InvalidTag as error:
+        raise ProtocolError(f"the packet of client {way[0]} does not open: altered") from error
+
+
+def commitment(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> bytes:
+    """Return what binds a client to its self-seed and hides it: the seed has 256 random bits."""
+    return digest(b"self-seed", session, struct.pack("<Q", client_id), seed.reveal())

@@ -1,0 +1,300 @@
+r"""How many neighbours, and how many shares give a secret away: k and t from what is assumed.
+
+====== ====================== =========================================================
+paper  here                   meaning
+====== ====================== =========================================================
+n      num_clients            clients invited to the session
+gamma  corruption             largest fraction of them that the adversary controls
+delta  dropout                largest fraction of them that may drop out
+A, D   num_corrupted, …       ⌊gamma n⌋, ⌊delta n⌋
+k      num_neighbours         n - 1 in the complete graph
+h      num_holders            who keeps shares of a client's secrets
+t      threshold              shares that give a client's secret
+q      quorum                 signatures over the survivors before a client releases
+sigma  sigma_bits             privacy fails with at most 2^-sigma
+eta    eta_bits               a round fails with at most 2^-eta
+====== ====================== =========================================================
+
+A client's secrets are held by its k neighbours, and in the complete graph by itself as well
+(one more dropout for small cohorts): h = k in a sparse graph, h = n in the complete one. Let a
+be the most of its neighbours that are corrupted: A in the complete graph; in a sparse one the
+tail of the hypergeometric distribution, P[more than a] <= 2^-(sigma+1) / n.
+
+* *Honest but curious*: corrupted holders alone must not suffice: t > a.
+* *Active server*: it may tell each holder another story, and get one share from every honest
+  holder and two from a corrupted one; both secrets of a client cost it 2t of those h + a:
+  2t > h + a.
+* One set of survivors: every honest client signs one, so two sets with q signatures each
+  need 2q <= n + A: 2q > n + A.
+* Recovery: t <= survivors among the holders: n - D in the complete graph, in a sparse one
+  P[fewer] <= 2^-eta / n.
+* A sparse graph stays connected without corrupted and dropped clients, except with
+  P <= 2^-(sigma+1): the ring falls apart only if two runs of k/2 neighbours are all gone.
+
+The lowest t that is safe is taken: it tolerates the most dropouts.
+
+References:
+    Bonawitz et al., 2017, `Practical Secure Aggregation for Privacy-Preserving Machine
+    Learning <https://doi.org/10.1145/3133956.3133982>`_, section 6; Bell et al., 2020, `Secure
+    Single-Server Aggregation with (Poly)Logarithmic Overhead
+    <https://doi.org/10.1145/3372297.3417885>`_.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.errors import ConfigError
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.shamir import MAX_THRESHOLD
+
+#: More than any roster that is sent whole.
+MAX_CLIENTS = 1 << 15
+
+#: One share must never be a secret.
+_MIN_THRESHOLD = 2
+
+#: Fractions such as 0.1 * 30 must not lose a client to rounding.
+_TINY = 1e-9
+
+
+class Adversary(IntEnum):
+    """Whom the protocol holds against; a higher one includes the lower."""
+
+    HONEST_BUT_CURIOUS = 0
+    ACTIVE_SERVER = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What a choice of k and t rests on.
+
+    Attributes:
+        adversary: Whom it must hold against.
+        topology: Complete, or sparse.
+        corruption: gamma, in [0, 1).
+        dropout: delta, in [0, 1).
+        sigma_bits: sigma; only a sparse graph has such a risk.
+        eta_bits: eta; likewise.
+    """
+
+    adversary: Adversary
+    topology: Topology
+    corruption: float
+    dropout: float
+    sigma_bits: int
+    eta_bits: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("corruption", self.corruption), ("dropout", self.dropout)):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"secure aggregation: {name} lies in [0, 1), not {value}")
+        if self.sigma_bits < 1 or self.eta_bits < 1:
+            raise ConfigError("secure aggregation: sigma_bits and eta_bits are at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """The numbers of a session, and what they were derived from.
+
+    Attributes:
+        assumptions: gamma, delta and the rest.
+        num_clients: n.
+        num_neighbours: k.
+        threshold: t.
+        quorum: q.
+        min_survivors: Fewest clients in a released sum: n - D.
+        corrupted_neighbours: a.
+    """
+
+    assumptions: Assumptions
+    num_clients: int
+    num_neighbours: int
+    threshold: int
+    quorum: int
+    min_survivors: int
+    corrupted_neighbours: int
+
+    def explain(self) -> str:
+        """Return the choice with its formulas, one a line.
+
+        Example:
+            >>> print(derive(100, assumptions=Assumptions(
+            ...     adversary=Adversary.ACTIVE_SERVER, topology=Topology.COMPLETE,
+            ...     corruption=1 / 3, dropout=0.1, sigma_bits=40, eta_bits=30)).explain())
+            complete graph, against an active server
+            clients      n = 100, of them corrupted A = ⌊0.333 n⌋ = 33, dropped D = ⌊0.1 n⌋ = 10
+            neighbours   k = n - 1 = 99, of them corrupted a = A = 33
+            threshold    t = 67, the least with 2t > h + a = 133; recovery needs t <= 90
+            quorum       q = 67, the least with 2q > n + A = 133
+            survivors    at least n - D = 90, else the round is aborted
+        """
+        given, n, k = self.assumptions, self.num_clients, self.num_neighbours
+        active = given.adversary is Adversary.ACTIVE_SERVER
+        complete = given.topology is Topology.COMPLETE
+        corrupted, dropped = _part(given.corruption, n), _part(given.dropout, n)
+        a, server = self.corrupted_neighbours, "an active" if active else "an honest-but-curious"
+        if complete:
+            neighbours, shares = (
+                f"n - 1 = {k}, of them corrupted a = A = {a}",
+                f"t <= {n - dropped}",
+            )
+        else:
+            risk = f"more with P <= 2^-{given.sigma_bits + 1}"
+            neighbours = f"{k}, of them corrupted a = {a}, {risk}"
+            shares = f"t neighbours, fewer with P <= 2^-{given.eta_bits}"
+        rule = f"t > a = {a} and t >= {_MIN_THRESHOLD}"
+        quorum = ""
+        if active:
+            rule = f"2t > h + a = {num_holders(n, k) + a}"
+            both = f"2q > n + A = {n + corrupted}"
+            quorum = f"quorum       q = {self.quorum}, the least with {both}\n"
+        return (
+            f"{given.topology.name.lower()} graph, against {server} server\n"
+            f"clients      n = {n}, of them corrupted "
+            f"A = ⌊{given.corruption:.3g} n⌋ = {corrupted}, "
+            f"dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}\n"
+            f"neighbours   k = {neighbours}\n"
+            f"threshold    t = {self.threshold}, the least with {rule}; recovery needs {shares}\n"
+            f"{quorum}"
+            f"survivors    at least n - D = {self.min_survivors}, else the round is aborted"
+        )
+
+
+def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
+    """Return k, t and q for ``num_clients`` under ``assumptions``.
+
+    Raises:
+        ConfigError: Nothing satisfies them.
+
+    Example:
+        >>> curious = Assumptions(
+        ...     adversary=Adversary.HONEST_BUT_CURIOUS, topology=Topology.SPARSE,
+        ...     corruption=0.1, dropout=0.1, sigma_bits=40, eta_bits=30)
+        >>> (found := derive(1000, assumptions=curious)).num_neighbours, found.threshold
+        (52, 28)
+    """
+    if not 2 <= num_clients <= MAX_CLIENTS:  # noqa: PLR2004 - a sum of one is no sum
+        raise ConfigError(f"secure aggregation takes 2 to {MAX_CLIENTS} clients, not {num_clients}")
+    min_survivors = num_clients - _part(assumptions.dropout, num_clients)
+    quorum = lowest_quorum(num_clients, assumptions=assumptions)
+    if assumptions.adversary is Adversary.ACTIVE_SERVER and quorum > min_survivors:
+        raise _impossible(num_clients, assumptions, f"q = {quorum} signatures")
+    k, threshold = _choose(num_clients, assumptions)
+    return Parameters(
+        assumptions=assumptions,
+        num_clients=num_clients,
+        num_neighbours=k,
+        threshold=threshold,
+        quorum=quorum,
+        min_survivors=min_survivors,
+        corrupted_neighbours=corrupted_neighbours(num_clients, k, assumptions=assumptions),
+    )
+
+
+def lowest_threshold(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
+    """Return the least t that is safe: what a client checks, whoever chose it."""
+    corrupted = corrupted_neighbours(num_clients, num_neighbours, assumptions=assumptions)
+    if assumptions.adversary is Adversary.ACTIVE_SERVER:
+        holders = num_holders(num_clients, num_neighbours)
+        return max((holders + corrupted) // 2 + 1, _MIN_THRESHOLD)
+    return max(corrupted + 1, _MIN_THRESHOLD)
+
+
+def num_holders(num_clients: int, num_neighbours: int) -> int:
+    """Return h: how many clients keep shares of one client's secrets."""
+    return num_clients if num_neighbours >= num_clients - 1 else num_neighbours
+
+
+def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
+    """Return the least q for which two sets of survivors cannot both be signed."""
+    return (num_clients + _part(assumptions.corruption, num_clients)) // 2 + 1
+
+
+def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
+    """Return a: the most neighbours of any honest client that are corrupted."""
+    corrupted = _part(assumptions.corruption, num_clients)
+    if num_neighbours >= num_clients - 1:
+        return corrupted
+    allowed = -(assumptions.sigma_bits + 1) - math.log2(num_clients)
+    return _upper_quantile(num_clients, corrupted, num_neighbours, log2_tail=allowed)
+
+
+def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
+    """Return whether the graph of honest survivors falls apart with at most 2^-(sigma+1)."""
+    n, k = num_clients, num_neighbours
+    gone = _part(assumptions.corruption, n) + _part(assumptions.dropout, n)
+    if k >= n - 1 or k > gone:
+        return True
+    places = math.log(n * (n - k - 1) / 2)
+    chance = places + math.lgamma(gone + 1) + math.lgamma(n - k + 1)
+    chance -= math.lgamma(n + 1) + math.lgamma(gone - k + 1)
+    return chance / math.log(2) <= -(assumptions.sigma_bits + 1)
+
+
+def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
+    dropped = _part(assumptions.dropout, n)
+    if assumptions.topology is Topology.COMPLETE:
+        threshold = lowest_threshold(n, n - 1, assumptions=assumptions)
+        if threshold > min(n - dropped, MAX_THRESHOLD):
+            raise _impossible(n, assumptions, f"t = {threshold} shares")
+        return n - 1, threshold
+    allowed = -assumptions.eta_bits - math.log2(n)
+    for k in range(2, n - 1, 2):
+        if not is_connected(n, k, assumptions=assumptions):
+            continue
+        # As many neighbours drop as in the tail of P; the others answer.
+        answering = k - _upper_quantile(n, dropped, k, log2_tail=allowed)
+        threshold = lowest_threshold(n, k, assumptions=assumptions)
+        if threshold <= answering:
+            return k, threshold
+    raise ConfigError(
+        f"secure aggregation: no sparse graph on {n} clients holds with corruption "
+        f"{assumptions.corruption:g} and dropout {assumptions.dropout:g}; use the complete graph"
+    )
+
+
+def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
+    left = n - _part(assumptions.dropout, n)
+    return ConfigError(
+        f"secure aggregation among {n} clients needs {need}, but with dropout "
+        f"{assumptions.dropout:g} only {left} clients may be left; assume less dropout or less "
+        f"corruption (now {assumptions.corruption:g}), or invite more clients"
+    )
+
+
+def _part(fraction: float, n: int) -> int:
+    return math.floor(fraction * n + _TINY)
+
+
+def _upper_quantile(n: int, marked: int, drawn: int, *, log2_tail: float) -> int:
+    """Return the least x with P[X > x] <= 2**log2_tail.
+
+    X counts the marked among ``drawn`` of the n - 1 others; a client does not neighbour
+    itself, and in the worst case it is not marked.
+    """
+    pmf = _hypergeometric(n - 1, min(marked, n - 1), drawn)
+    tails = np.cumsum(pmf[::-1])[::-1]  # tails[x] = P[X >= x]
+    above = np.append(tails[1:], 0.0)
+    return int(np.argmax(above <= 2.0**log2_tail))
+
+
+def _hypergeometric(population: int, marked: int, drawn: int) -> NDArray[np.float64]:
+    """Return P[X = x] for x = 0 … drawn."""
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, population + 1)))])
+
+    def log_choose(n: int, k: NDArray[np.int64]) -> NDArray[np.float64]:
+        inside = (k >= 0) & (k <= n)
+        k = np.where(inside, k, 0)
+        value = log_factorial[n] - log_factorial[k] - log_factorial[n - k]
+        return np.where(inside, value, -np.inf)
+
+    x = np.arange(drawn + 1)
+    log_all = log_choose(population, np.array([drawn]))
+    pmf: NDArray[np.float64] = np.exp(
+        log_choose(marked, x) + log_choose(population - marked, drawn - x) - log_all
+    )
+    return pmf

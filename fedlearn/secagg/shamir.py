@@ -1,0 +1,176 @@
+"""Shamir's secret sharing over GF(p), p = 2**31 - 1.
+
+A secret of 32 bytes is cut into nine limbs of 30 bits, and each limb is shared on its own:
+any t shares give the secret, and t - 1 shares are independent of it (for any number of
+holders below p). All secrets and holders are one exact matrix product.
+
+References:
+    Shamir, 1979, `How to share a secret <https://doi.org/10.1145/359168.359176>`_.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.core.randomness import SecretBytes
+
+PRIME = (1 << 31) - 1
+SECRET_BYTES = 32
+LIMB_BITS = 30
+NUM_LIMBS = -(-SECRET_BYTES * 8 // LIMB_BITS)
+#: One holder's share of one secret.
+SHARE_BYTES = 4 * NUM_LIMBS
+
+#: Shares that may meet in one product: 2**16 terms below 2**32 stay below 2**53.
+MAX_THRESHOLD = 1 << 16
+
+_P = np.uint64(PRIME)
+_31, _16, _32 = np.uint64(31), np.uint64(16), np.uint64(32)
+_LOW = np.uint64(0xFFFF)
+
+Field = NDArray[np.uint64]
+
+
+def share(
+    secrets: Sequence[SecretBytes], *, threshold: int, points: Sequence[int]
+) -> NDArray[np.uint32]:
+    """Return every holder's shares of every secret.
+
+    Args:
+        secrets: Each of 32 bytes.
+        threshold: t: how many shares give a secret back.
+        points: The holders' distinct evaluation points, in [1, p).
+
+    Returns:
+        Shape [holders, secrets, limbs].
+
+    Raises:
+        ValueError: The threshold or the points are out of range.
+
+    Guarantees:
+        Any t shares of a secret determine it; any t - 1 are uniform, whatever it is.
+    """
+    if not 1 <= threshold <= min(len(points), MAX_THRESHOLD):
+        raise ValueError(f"a threshold of {threshold} with {len(points)} holders")
+    limbs = np.stack([_to_limbs(secret) for secret in secrets])
+    coefficients = uniform_field((threshold - 1, limbs.size))
+    return evaluate(limbs, coefficients, points=points)
+
+
+def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDArray[np.uint32]:
+    """Return the polynomials with constants ``limbs`` at ``points``.
+
+    Args:
+        limbs: Shape [secrets, limbs].
+        coefficients: Of x, x**2, …: shape [t - 1, secrets * limbs], below p.
+        points: Distinct, in [1, p).
+    """
+    x = _points(points)
+    rows = np.concatenate([limbs.reshape(1, -1), coefficients])
+    powers = np.ones((x.size, len(rows)), np.uint64)
+    for degree in range(1, len(rows)):
+        powers[:, degree] = _reduce(powers[:, degree - 1] * x)
+    return _matmul(powers, rows).astype(np.uint32).reshape(x.size, *limbs.shape)
+
+
+def combine(
+    points_MT: NDArray[np.int64], shares_MTL: NDArray[np.uint32]
+) -> list[SecretBytes | None]:
+    """Return the secrets that shares give.
+
+    Args:
+        points_MT: The evaluation points of t holders for each of M secrets, distinct in a row.
+        shares_MTL: Their shares, each below p.
+
+    Returns:
+        One secret a row; None where the shares are of no 32 bytes, so that one of them is false.
+    """
+    rows, which = np.unique(points_MT, axis=0, return_inverse=True)
+    weights = _lagrange_at_zero(rows)[which.reshape(-1)]
+    terms = _reduce(weights[:, :, None] * (shares_MTL.astype(np.uint64) % _P))
+    return [_from_limbs(limbs) for limbs in _reduce(terms.sum(axis=1))]
+
+
+def to_bytes(shares: NDArray[np.uint32]) -> bytes:
+    """Return limbs as little-endian bytes."""
+    return shares.astype("<u4").tobytes()
+
+
+def from_bytes(data: bytes) -> NDArray[np.uint32]:
+    """Return the limbs in ``data``; they may be of no secret at all."""
+    return np.frombuffer(data, "<u4").astype(np.uint32)
+
+
+def uniform_field(shape: tuple[int, ...]) -> Field:
+    """Return secret uniform elements of the field, by rejection."""
+    size = int(np.prod(shape))
+    found = np.empty(0, np.uint32)
+    while found.size < size:
+        fresh = SecretBytes.generate(4 * (size - found.size + 8)).reveal()
+        drawn = np.frombuffer(fresh, np.uint32) & np.uint32(PRIME)
+        found = np.concatenate([found, drawn[drawn < PRIME]])
+    return found[:size].astype(np.uint64).reshape(shape)
+
+
+def _points(points: Sequence[int]) -> Field:
+    if len(set(points)) != len(points) or not all(0 < point < PRIME for point in points):
+        raise ValueError("evaluation points are distinct and in [1, 2**31 - 1)")
+    return np.array(points, np.uint64)
+
+
+def _to_limbs(secret: SecretBytes) -> Field:
+    number = int.from_bytes(secret.reveal(), "little")
+    if len(secret.reveal()) != SECRET_BYTES:
+        raise ValueError(f"a shared secret has {SECRET_BYTES} bytes")
+    mask = (1 << LIMB_BITS) - 1
+    return np.array([(number >> LIMB_BITS * i) & mask for i in range(NUM_LIMBS)], np.uint64)
+
+
+def _from_limbs(limbs: Field) -> SecretBytes | None:
+    values = [int(limb) for limb in limbs]
+    number = sum(value << LIMB_BITS * i for i, value in enumerate(values))
+    if max(values) >> LIMB_BITS or number >> SECRET_BYTES * 8:
+        return None
+    return SecretBytes(number.to_bytes(SECRET_BYTES, "little"))
+
+
+def _reduce(x: Field) -> Field:
+    """Return x mod p for x < 2**64."""
+    x = (x & _P) + (x >> _31)
+    x = (x & _P) + (x >> _31)
+    return np.where(x >= _P, x - _P, x)
+
+
+def _matmul(a: Field, b: Field) -> Field:
+    """Return a @ b mod p, exact: four float64 products of 16-bit halves."""
+    a_low, a_high = (a & _LOW).astype(np.float64), (a >> _16).astype(np.float64)
+    b_low, b_high = (b & _LOW).astype(np.float64), (b >> _16).astype(np.float64)
+    low = _reduce((a_low @ b_low).astype(np.uint64))
+    high = _reduce((a_high @ b_high).astype(np.uint64))
+    middle = _reduce((a_low @ b_high + a_high @ b_low).astype(np.uint64))
+    return _reduce(low + _reduce(middle << _16) + _reduce(high << _32))
+
+
+def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
+    """Return the coefficients that give each row's polynomial at 0: shape [M, T]."""
+    x = x_MT.astype(np.uint64)
+    numerator, denominator = np.ones_like(x), np.ones_like(x)
+    for j in range(x.shape[1]):
+        others = np.arange(x.shape[1]) != j
+        other = x[:, j : j + 1]
+        numerator = np.where(others, _reduce(numerator * other), numerator)
+        difference = _reduce(other + _P - x)
+        denominator = np.where(others, _reduce(denominator * difference), denominator)
+    return _reduce(numerator * _inverse(denominator))
+
+
+def _inverse(x: Field) -> Field:
+    """Return x**(p - 2), by Fermat."""
+    result, square, exponent = np.ones_like(x), x, PRIME - 2
+    while exponent:
+        if exponent & 1:
+            result = _reduce(result * square)
+        square = _reduce(square * square)
+        exponent >>= 1
+    return result

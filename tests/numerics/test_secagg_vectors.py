@@ -1,0 +1,135 @@
+"""Published vectors, applied to the functions that secure aggregation calls.
+
+From ``cryptography-vectors``: RFC 7748 (X25519), RFC 5869 (HKDF-SHA256), the Ed25519 file of
+its authors (RFC 8032), NIST CAVS (AES-256-GCM) and NIST SP 800-38A (AES-256-CTR).
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import cryptography_vectors
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.secagg import keys
+from fedlearn.secagg.masking import SPAN_BYTES, keystream, mask_stream
+
+VECTORS = Path(cryptography_vectors.__file__).parent
+
+
+def records(name: str) -> Iterator[dict[str, str]]:
+    """Yield the records of a file: each begins with its COUNT."""
+    record: dict[str, str] = {}
+    for line in (VECTORS / name).read_text().splitlines():
+        key, equals, value = line.partition("=")
+        if not equals or line.startswith(("#", "[")):
+            continue
+        if key.strip().upper() == "COUNT":
+            if record:
+                yield record
+            record = {}
+        record[key.strip().lower()] = value.strip()
+    yield record
+
+
+def test_agreements_are_those_of_rfc_7748() -> None:
+    count = 0
+    for record in records("asymmetric/X25519/rfc7748.txt"):
+        if "input_scalar" in record:
+            scalar, u = (bytes.fromhex(record[name]) for name in ("input_scalar", "input_u"))
+            shared = keys.KeyAgreement(SecretBytes(scalar)).agree(u)
+            assert shared.reveal().hex() == record["output_u"]
+            count += 1
+    assert count >= 2
+
+
+def hkdf_sha256(secret: bytes, *, salt: bytes, info: bytes, length: int) -> bytes:
+    """RFC 5869 with the standard library alone."""
+    pseudorandom = hmac.digest(salt or bytes(32), secret, "sha256")
+    out, block, counter = b"", b"", 0
+    while len(out) < length:
+        counter += 1
+        block = hmac.digest(pseudorandom, block + info + bytes([counter]), "sha256")
+        out += block
+    return out[:length]
+
+
+def test_keys_are_derived_as_in_rfc_5869() -> None:
+    """An HKDF that reproduces the RFC's vectors gives our keys, label and ids as its info."""
+    count = 0
+    for record in records("KDF/rfc-5869-HKDF-SHA256.txt"):
+        made = hkdf_sha256(
+            bytes.fromhex(record["ikm"]),
+            salt=bytes.fromhex(record.get("salt", "")),
+            info=bytes.fromhex(record.get("info", "")),
+            length=int(record["l"]),
+        )
+        assert made.hex() == record["okm"]
+        count += 1
+    assert count == 3
+    ours = keys.derive(SecretBytes(b"k" * 32), session=b"s" * 32, label=b"pair mask", ids=(3, 8))
+    info = b"fedlearn.v1 secagg pair mask\x00" + struct.pack("<QQ", 3, 8)
+    expected = hkdf_sha256(b"k" * 32, salt=b"s" * 32, info=info, length=32)
+    assert ours.reveal() == expected
+
+
+def test_signatures_are_those_of_the_ed25519_vectors() -> None:
+    """The first 64 of the file: each verifies, and does not with a bit of the message flipped."""
+    lines = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[:64]
+    for line in lines:
+        _, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
+        assert keys.verify(public, signed[:64], message)
+        assert not keys.verify(public, signed[:64], message + b"\x00")
+
+
+def test_masks_are_the_counter_stream_of_nist_gcm() -> None:
+    """A span whose number is a vector's IV encrypts the vector's plain text."""
+    count = 0
+    for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
+        if len(record["iv"]) != 24 or not record["pt"]:
+            continue
+        span = int.from_bytes(bytes.fromhex(record["iv"]), "little")
+        stream = mask_stream(SecretBytes(bytes.fromhex(record["key"])), span)
+        assert stream.update(bytes.fromhex(record["pt"])).hex() == record["ct"]
+        count += 1
+    assert count > 1000
+
+
+@pytest.mark.parametrize("num_bytes", [1, 16, 4097, SPAN_BYTES + 77])
+def test_a_mask_is_plain_aes_256_ctr(num_bytes: int) -> None:
+    """Each span from its number and a counter of 2; plain CTR itself is NIST's, below."""
+    key = bytes(range(32))
+    stream = keystream(SecretBytes(key), num_bytes)
+    for span, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
+        part = stream[begin : begin + SPAN_BYTES]
+        first = span.to_bytes(12, "little") + b"\x00\x00\x00\x02"
+        plain = (
+            Cipher(algorithms.AES256(key), modes.CTR(first)).encryptor().update(bytes(part.size))
+        )
+        assert np.array_equal(part, np.frombuffer(plain, np.uint8))
+
+
+def test_plain_ctr_is_that_of_nist_sp_800_38a() -> None:
+    """What the masks are compared with, at the vectors of appendix F.5.5."""
+    key = "603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"
+    plain = (
+        "6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51"
+        "30c81c46a35ce411e5fbc1191a0a52eff69f2445df4f9b17ad2b417be66c3710"
+    )
+    cipher = (
+        "601ec313775789a5b7a7f504bbf3d228f443e3ca4d62b59aca84e990cacaf5c5"
+        "2b0930daa23de94ce87017ba2d84988ddfc9c58db67aada613c2dd08457941a6"
+    )
+    mode = modes.CTR(bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"))
+    encryptor = Cipher(algorithms.AES256(bytes.fromhex(key)), mode).encryptor()
+    assert encryptor.update(bytes.fromhex(plain)).hex() == cipher
+
+
+def test_digests_are_sha_256_over_length_prefixed_parts() -> None:
+    text = b"fedlearn.v1 secagg terms" + struct.pack("<Q", 2) + b"ab" + struct.pack("<Q", 1) + b"c"
+    assert keys.digest(b"terms", b"ab", b"c") == hashlib.sha256(text).digest()

@@ -1,0 +1,1105 @@
+"""A coordinator that lies in each message in turn, and clients that cheat.
+
+The liar holds the coordinator's own key, so what it says is well signed. Each lie must end the
+session for the client that is lied to, before anything of use to the liar has left it; next to
+each lie stands its control, the same session without it.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import AggregationAborted, FedlearnError, PolicyViolation, ProtocolError
+from fedlearn.secagg import keys, masking, messages, shamir
+from fedlearn.secagg.client import SecureClient, pair_keys
+from fedlearn.secagg.client_state import Advertised, ClientState, Shared
+from fedlearn.secagg.fixed_point import Lane, LaneRole, Words, vector_lane, weight_lane
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.messages import (
+    Advert,
+    MaskedVector,
+    Message,
+    Packets,
+    Release,
+    Roster,
+    Shares,
+    Signatures,
+    SignedTerms,
+    Survivors,
+)
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.policy import Policy
+from fedlearn.secagg.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehearse
+from fedlearn.secagg.server import open_session
+from fedlearn.secagg.session import Session, Stage, terms_text
+from fedlearn.secagg.terms import Contribution, Terms, from_words, propose, to_words
+
+# Any: the message of the stage that is lied about.
+Lie = Callable[[Any], Message | bytes]
+
+RUN, REQUEST = b"r" * 16, b"q" * 32
+N, SIZE, MAX_WEIGHT = 7, 40, 50
+IDS = [ClientId(10 * i) for i in range(1, N + 1)]
+VICTIM, OTHER, THIRD = IDS[2], IDS[4], IDS[6]
+ACTIVE, CURIOUS = Adversary.ACTIVE_SERVER, Adversary.HONEST_BUT_CURIOUS
+
+POLICY = Policy(
+    adversary=ACTIVE,
+    allow_sparse=False,
+    corruption=1 / 7,
+    sigma_bits=40,
+    min_cohort=5,
+    max_cohort=20,
+    max_clip=1.0,
+    max_weight=MAX_WEIGHT,
+    max_upload_bytes=1000,
+    max_releases_per_round=1,
+)
+CAST = Cast.of(IDS, policy=POLICY, num_threads=1)
+
+
+def lanes(
+    *, bound: float = 1.0, max_weight: int = MAX_WEIGHT, size: int = SIZE
+) -> tuple[Lane, ...]:
+    return (
+        weight_lane(max_weight=max_weight, num_clients=N),
+        vector_lane(
+            "delta",
+            size=size,
+            bound=bound,
+            quantisation_bits=16,
+            weight_bits=6,
+            num_clients=N,
+            weighted=True,
+        ),
+    )
+
+
+def make_terms(adversary: Adversary = ACTIVE) -> Terms:
+    """Return terms for seven clients, one corrupted, two lost: t = q = 5, at least 5 survive."""
+    assumptions = Assumptions(
+        adversary=adversary,
+        topology=Topology.COMPLETE,
+        corruption=1 / 7,
+        dropout=2 / 7,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    return propose(
+        derive(N, assumptions=assumptions),
+        run_id=RUN,
+        round_num=3,
+        attempt=0,
+        request_hash=REQUEST,
+        max_weight=MAX_WEIGHT,
+        lanes=lanes(),
+    )
+
+
+TERMS = make_terms()
+FRESH = dict.fromkeys(IDS, ClientState.fresh(RUN))
+
+
+def contribution(client_id: ClientId) -> Contribution:
+    values = np.random.default_rng(client_id).uniform(-1, 1, SIZE).astype(np.float32)
+    return Contribution(values={"delta": values}, weight=client_id // 2, request_hash=REQUEST)
+
+
+def run(
+    post: Post = deliver,
+    *,
+    terms: Terms = TERMS,
+    cast: Cast = CAST,
+    states: Mapping[ClientId, ClientState] = FRESH,
+) -> Rehearsal:
+    return rehearse(
+        terms,
+        cast=cast,
+        contributions={client_id: contribution(client_id) for client_id in cast.clients},
+        states=states,
+        post=post,
+        num_threads=1,
+    )
+
+
+def mean_of(result: Rehearsal, terms: Terms = TERMS) -> float:
+    """Return how far the mean is from that of the survivors in the clear."""
+    given = [contribution(client_id) for client_id in result.outcome.survivors]
+    weights = np.array([one.weight for one in given], np.float64)
+    wanted = np.average([one.values["delta"] for one in given], axis=0, weights=weights)
+    assert result.outcome.total.weight == weights.sum()
+    return float(np.abs(result.outcome.total.mean(terms.lanes[1]) - wanted).max())
+
+
+def sign(terms: Terms) -> SignedTerms:
+    return SignedTerms(terms=terms, signature=CAST.signer.sign(terms_text(terms)))
+
+
+@dataclass
+class Liar:
+    """A post that replaces one client's message at one stage, and notes all that passes."""
+
+    stage: Stage
+    way: Way
+    lie: Lie
+    victim: ClientId = VICTIM
+
+    def __post_init__(self) -> None:
+        self.told = 0
+        self.heard: dict[tuple[ClientId, Stage], bytes] = {}
+
+    def __call__(self, stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
+        if way is Way.UP:
+            self.heard[client_id, stage] = data
+        if (stage, way, client_id) != (self.stage, self.way, self.victim):
+            return data
+        self.told += 1
+        told = self.lie(messages.decode(data))
+        return told if isinstance(told, bytes) else messages.encode(told)
+
+
+def refused(stage: Stage, lie: Lie, *, terms: Terms = TERMS) -> FedlearnError:
+    """Tell the victim a lie; return why it refused, having checked that it said nothing more.
+
+    The others go on, and with them the sum: of the victim too, if its vector was in already.
+    """
+    liar = Liar(stage, Way.DOWN, lie)
+    result = run(liar, terms=terms)
+    assert liar.told == 1
+    assert (VICTIM, stage) not in liar.heard, "the victim answered the lie"
+    order = list(Stage)
+    said = [order.index(after) for client, after in liar.heard if client == VICTIM]
+    assert all(at < order.index(stage) for at in said)
+    assert list(result.refusals) == [VICTIM]
+    assert result.states[VICTIM].step is None, "its secrets are forgotten"
+    assert mean_of(result, terms) < 1e-4
+    return result.refusals[VICTIM]
+
+
+def test_an_honest_session_goes_through() -> None:
+    """The control of every lie below."""
+    for terms in (TERMS, make_terms(CURIOUS)):
+        cast = CAST if terms is TERMS else curious_cast()
+        result = run(terms=terms, cast=cast)
+        assert result.refusals == {}
+        assert list(result.outcome.survivors) == IDS
+        assert mean_of(result, terms) < 1e-4
+
+
+def curious_cast() -> Cast:
+    return Cast.of(IDS, policy=replace(POLICY, adversary=CURIOUS), num_threads=1)
+
+
+# --- R0: the terms --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("adversary", {"adversary": CURIOUS}),
+        ("allow_sparse", {"topology": Topology.SPARSE, "num_neighbours": 4}),
+        ("threshold", {"threshold": 4}),
+        ("threshold", {"threshold": 2}),
+        ("quorum", {"quorum": 4}),
+        ("min_cohort", {"min_survivors": 4}),
+        ("max_clip", {"lanes": lanes(bound=1.01)}),
+        ("max_weight", {"max_weight": 51, "lanes": lanes(max_weight=51)}),
+        ("max_upload_bytes", {"lanes": lanes(size=400)}),
+        ("max_cohort", {"num_clients": 21, "num_neighbours": 20, "threshold": 20, "quorum": 20}),
+    ],
+)
+def test_terms_that_the_client_does_not_accept_are_refused(
+    rule: str, changes: dict[str, Any]
+) -> None:
+    """Signed by the coordinator itself; the refusal names the rule of the client's policy."""
+    made = replace(TERMS, **changes)
+    error = refused(Stage.ADVERTISE, lambda _: sign(made))
+    assert isinstance(error, PolicyViolation)
+    assert error.rule == rule
+    assert f"`{rule}`" in str(error)
+
+
+def patched(old: bytes, new: bytes) -> Lie:
+    """Return a lie that changes the bytes of terms and signs what came of it."""
+
+    def lie(message: Message) -> bytes:
+        assert isinstance(message, SignedTerms)
+        data = message.terms.to_bytes()
+        assert data.count(old) == 1
+        changed = data.replace(old, new)
+        signature = CAST.signer.sign(keys.signed(b"terms", changed))
+        return messages.encode(message)[: messages.HEADER_BYTES] + signature + changed
+
+    return lie
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def test_a_threshold_of_one_cannot_be_said() -> None:
+    """One share would be the secret: n, k, t, q and the fewest survivors stand in a row."""
+    before = numbers(N, N - 1, 5, 5, 5)
+    error = refused(Stage.ADVERTISE, patched(before, numbers(N, N - 1, 1, 5, 5)))
+    assert isinstance(error, ProtocolError)
+    assert "threshold is 1" in str(error)
+    error = refused(Stage.ADVERTISE, patched(before, numbers(N, N - 1, 5, 5, 1)))
+    assert "min_survivors is 1" in str(error), "a sum of one is that client's own"
+
+
+@pytest.mark.parametrize("modulus_bits", [1, 2, 16])
+def test_a_modulus_too_small_for_the_sum_cannot_be_said(modulus_bits: int) -> None:
+    """Modulo 2 a sum of large numbers is a parity; modulo 2**16 the levels overflow."""
+    lane = TERMS.lanes[1]
+    before = struct.pack("<QBB", lane.max_level, lane.modulus_bits, 1)
+    after = struct.pack("<QBB", lane.max_level, modulus_bits, 1)
+    error = refused(Stage.ADVERTISE, patched(before, after))
+    assert isinstance(error, ProtocolError)
+    assert "modulus" in str(error) or "overflow" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (lambda m: replace(m, signature=bytes(64)), "not signed by the pinned coordinator"),
+        (
+            lambda m: replace(m, terms=replace(m.terms, round_num=4)),
+            "not signed by the pinned coordinator",
+        ),
+        (lambda _: sign(replace(TERMS, run_id=bytes(16))), "another run"),
+        (
+            lambda m: SignedTerms(
+                terms=m.terms, signature=keys.fresh_signer()[0].sign(terms_text(m.terms))
+            ),
+            "not signed by the pinned coordinator",
+        ),
+    ],
+)
+def test_terms_of_anybody_else_are_refused(lie: Lie, reason: str) -> None:
+    error = refused(Stage.ADVERTISE, lie)
+    assert isinstance(error, AggregationAborted)
+    assert reason in error.reason
+
+
+def test_clients_that_are_told_different_terms_do_not_understand_each_other() -> None:
+    """The victim agrees to other terms, which its policy allows; nobody takes its advert."""
+    other = sign(replace(TERMS, attempt=1))
+    liar = Liar(Stage.ADVERTISE, Way.DOWN, lambda _: other)
+    result = run(liar)
+    assert "not signed by it for this session" in str(result.refusals[VICTIM])
+    assert VICTIM not in result.outcome.survivors
+    # A coordinator that takes it all the same is found out by the others.
+    adverts = adverts_of({i: other if i == VICTIM else sign(TERMS) for i in IDS}, cast=CAST)
+    for client_id, (advert, state) in adverts.items():
+        assert advert.client_id == client_id
+        roster = Roster(adverts=tuple(one for one, _ in adverts.values()))
+        with pytest.raises(AggregationAborted, match="not signed by it for this session"):
+            share(CAST.clients[client_id], roster, state)
+
+
+def adverts_of(
+    terms: Mapping[ClientId, SignedTerms], *, cast: Cast
+) -> dict[ClientId, tuple[Advert, ClientState]]:
+    return {i: cast.clients[i].advertise(terms[i], FRESH[i]) for i in terms}
+
+
+def share(client: SecureClient, roster: Roster, state: ClientState) -> tuple[Shares, ClientState]:
+    assert isinstance(state.step, Advertised)
+    return client.share(roster, state, state.step)
+
+
+# --- R1: the roster -------------------------------------------------------------------------
+
+
+def change_advert(client_id: ClientId, change: Callable[[Advert], Advert]) -> Lie:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Roster)
+        return Roster(
+            adverts=tuple(
+                change(advert) if advert.client_id == client_id else advert
+                for advert in message.adverts
+            )
+        )
+
+    return lie
+
+
+def invented(advert: Advert) -> Advert:
+    """Return an advert with keys that the liar made, signed by an identity that it made."""
+    signer, _ = keys.fresh_signer()
+    fresh = replace(
+        advert,
+        packet_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
+        mask_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
+    )
+    text = keys.signed(b"advert", TERMS.session, fresh.unsigned())
+    return replace(fresh, signature=signer.sign(text))
+
+
+def unknown(message: Message) -> Message:
+    assert isinstance(message, Roster)
+    stranger = invented(replace(message.adverts[-1], client_id=ClientId(999)))
+    return Roster(adverts=(*message.adverts[:-1], stranger))
+
+
+def cut(*, keep: int) -> Lie:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Roster)
+        return Roster(adverts=message.adverts[:keep])
+
+    return lie
+
+
+def crowd(message: Message) -> Message:
+    assert isinstance(message, Roster)
+    more = (replace(message.adverts[-1], client_id=ClientId(1000 + i)) for i in range(3))
+    return Roster(adverts=(*message.adverts, *more))
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (change_advert(OTHER, invented), f"advert of client {OTHER} is not signed"),
+        (change_advert(OTHER, lambda a: replace(a, mask_key=bytes(32))), "is not signed"),
+        (change_advert(OTHER, lambda a: replace(a, nonce=bytes(16))), "is not signed"),
+        (unknown, "client 999 is not in the pinned directory"),
+        (change_advert(VICTIM, invented), "own advert is missing or altered"),
+        (cut(keep=2), "2 clients in the roster, the least is 5"),
+        (cut(keep=4), "4 clients in the roster, the least is 5"),
+        (crowd, "10 clients in the roster, more than n"),
+    ],
+)
+def test_a_roster_with_invented_neighbours_is_refused(lie: Lie, reason: str) -> None:
+    """Else the liar agrees on masks with the victim itself, and takes them off again."""
+    error = refused(Stage.SHARE, lie)
+    assert isinstance(error, AggregationAborted)
+    assert reason in error.reason
+
+
+def test_a_roster_without_the_victim_is_refused() -> None:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Roster)
+        return Roster(adverts=tuple(a for a in message.adverts if a.client_id != VICTIM))
+
+    assert "own advert is missing" in str(refused(Stage.SHARE, lie))
+
+
+def test_a_client_that_stands_twice_in_a_roster_is_no_message() -> None:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Roster)
+        return Roster(adverts=(*message.adverts[:-1], message.adverts[-2]))
+
+    assert "strictly ascending" in str(refused(Stage.SHARE, lie))
+
+
+def test_adverts_of_an_earlier_session_are_refused() -> None:
+    """Also of the same round: an attempt later the terms have another hash."""
+    earlier = adverts_of(dict.fromkeys(IDS, sign(replace(TERMS, attempt=1))), cast=CAST)
+
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Roster)
+        return Roster(
+            adverts=tuple(
+                a if a.client_id == VICTIM else earlier[a.client_id][0] for a in message.adverts
+            )
+        )
+
+    assert "not signed by it for this session" in str(refused(Stage.SHARE, lie))
+
+
+def test_clients_that_are_shown_different_rosters_do_not_understand_each_other() -> None:
+    """Both rosters are genuine, one lacks a client: sessions, and hence packet keys, differ."""
+    paused = until(Stage.SHARE)
+    whole = paused.down[VICTIM]
+    assert isinstance(whole, Roster)
+    part = Roster(adverts=tuple(a for a in whole.adverts if a.client_id != THIRD))
+    told: dict[ClientId, Message] = {i: part if i == VICTIM else whole for i in IDS}
+    shares: dict[ClientId, Shares] = {}
+    for i, message in told.items():
+        reply, paused.states[i] = answer(i, message, paused.states[i])
+        assert isinstance(reply, Shares)
+        shares[i] = reply
+    assert shares[VICTIM].session != shares[OTHER].session == shares[THIRD].session
+    packets = {
+        i: shares[i].packets[[j for j in IDS if j != i].index(VICTIM)]
+        for i in IDS
+        if i not in (VICTIM, THIRD)
+    }
+    with pytest.raises(AggregationAborted, match="does not open"):
+        answer(VICTIM, Packets(packets=packets), paused.states[VICTIM])
+
+
+# --- R2: the packets ------------------------------------------------------------------------
+
+
+def change_packets(
+    change: Callable[[dict[ClientId, bytes]], object],
+) -> Lie:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Packets)
+        packets = dict(message.packets)
+        change(packets)
+        return Packets(packets=packets)
+
+    return lie
+
+
+def swap(packets: dict[ClientId, bytes]) -> None:
+    packets[OTHER], packets[THIRD] = packets[THIRD], packets[OTHER]
+
+
+def flip(packets: dict[ClientId, bytes]) -> None:
+    packets[OTHER] = packets[OTHER][:5] + bytes([packets[OTHER][5] ^ 1]) + packets[OTHER][6:]
+
+
+def starve(packets: dict[ClientId, bytes]) -> None:
+    for client_id in [i for i in IDS if i in packets][:3]:
+        del packets[client_id]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (swap, "does not open"),
+        (flip, f"the packet of client {OTHER} does not open"),
+        (starve, "3 neighbours shared, too few for the threshold 5"),
+        (lambda p: p.update({ClientId(999): bytes(92)}), "no neighbours: 999"),
+        (lambda p: p.update({VICTIM: bytes(92)}), f"no neighbours: {VICTIM}"),
+    ],
+)
+def test_packets_that_are_not_those_of_the_neighbours_are_refused(
+    change: Callable[[dict[ClientId, bytes]], object], reason: str
+) -> None:
+    error = refused(Stage.MASK, change_packets(change))
+    assert isinstance(error, AggregationAborted)
+    assert reason in error.reason
+
+
+def test_packets_of_another_session_do_not_open() -> None:
+    kept: dict[ClientId, bytes] = {}
+
+    def keep(message: Message) -> Message:
+        assert isinstance(message, Packets)
+        kept.update(message.packets)
+        return message
+
+    run(Liar(Stage.MASK, Way.DOWN, keep))
+    error = refused(Stage.MASK, change_packets(lambda p: p.update({OTHER: kept[OTHER]})))
+    assert "does not open" in str(error)
+
+
+def test_masks_are_only_made_for_the_request_that_the_terms_name() -> None:
+    """A coordinator cannot have an update for one model summed as one for another."""
+
+    def other(client_id: ClientId) -> Contribution:
+        return replace(contribution(client_id), request_hash=bytes(32))
+
+    with pytest.raises(AggregationAborted, match="0 clients are left"):
+        rehearse(
+            TERMS,
+            cast=CAST,
+            contributions={i: other(i) for i in IDS},
+            states=FRESH,
+            post=deliver,
+            num_threads=1,
+        )
+
+
+# --- R3: the survivors ----------------------------------------------------------------------
+
+
+def survivors(ids: Iterable[ClientId]) -> Lie:
+    return lambda _: Survivors(client_ids=tuple(sorted(ids)))
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (survivors(IDS[:4]), "4 survivors, the least is 5"),
+        (survivors([VICTIM]), "1 survivors, the least is 5"),
+        (survivors(i for i in IDS if i != VICTIM), "not among the survivors"),
+        (survivors([*IDS, ClientId(999)]), "survivor 999 is a stranger"),
+        (survivors([]), "not among the survivors"),
+    ],
+)
+def test_survivors_that_cannot_be_the_honest_ones_are_not_signed(lie: Lie, reason: str) -> None:
+    error = refused(Stage.CONFIRM, lie)
+    assert isinstance(error, AggregationAborted)
+    assert reason in error.reason
+
+
+def test_survivors_among_whom_the_victim_stands_alone_are_not_signed() -> None:
+    """On a sparse graph the liar declares all but one of the victim's neighbours dropped.
+
+    There are survivors enough, but far away: the victim's value would be in a sum of two.
+    """
+    terms = replace(
+        TERMS,
+        topology=Topology.SPARSE,
+        num_neighbours=4,
+        threshold=3,
+        min_survivors=3,
+        adversary=CURIOUS,
+    )
+    lax = replace(POLICY, adversary=CURIOUS, allow_sparse=True, corruption=0.0, min_cohort=3)
+    cast = Cast.of(IDS, policy=lax, num_threads=1)
+    near: list[ClientId] = []
+
+    def remember(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
+        if stage is Stage.SHARE and way is Way.DOWN and not near:
+            roster = messages.decode(data)
+            assert isinstance(roster, Roster)
+            near.extend(Session(terms, roster.adverts).neighbours(VICTIM))
+        if (stage, way, client_id) == (Stage.UNMASK, Way.DOWN, VICTIM):
+            far = [i for i in IDS if i not in near]
+            return messages.encode(Survivors(client_ids=tuple(sorted([*far, near[0]]))))
+        return data
+
+    result = run(remember, terms=terms, cast=cast)
+    assert "1 of this client's holders survive, the threshold is 3" in str(result.refusals[VICTIM])
+    assert run(terms=terms, cast=cast).refusals == {}
+
+
+def test_a_survivor_whose_packet_was_withheld_is_found() -> None:
+    """It would be masked with the victim, who is not masked with it."""
+    liar = Liar(Stage.MASK, Way.DOWN, change_packets(lambda p: p.pop(OTHER)))
+    with pytest.raises(AggregationAborted) as caught:
+        run(liar)
+    assert caught.value.stage == Stage.UNMASK
+    assert (VICTIM, Stage.MASK) in liar.heard, "five packets of six are enough to go on"
+    assert (VICTIM, Stage.CONFIRM) not in liar.heard
+
+
+def test_a_client_signs_one_set_of_survivors_in_a_session() -> None:
+    """The second list is refused, whatever it holds; so is the first one again."""
+    client, state = CAST.clients[VICTIM], until(Stage.CONFIRM).states[VICTIM]
+    honest = messages.encode(Survivors(client_ids=tuple(IDS)))
+    _, signed = client.handle(honest, state, contribute=lambda _: contribution(VICTIM))
+    for ids in (IDS, IDS[:6]):
+        again = messages.encode(Survivors(client_ids=tuple(ids)))
+        with pytest.raises(ProtocolError, match="answered once"):
+            client.handle(again, signed, contribute=lambda _: contribution(VICTIM))
+
+
+@dataclass
+class Paused:
+    """An honest session before one stage: what it waits for, what to send, the states."""
+
+    server: Any
+    down: Mapping[ClientId, Message]
+    states: dict[ClientId, ClientState]
+
+
+def until(stage: Stage, *, terms: Terms = TERMS) -> Paused:
+    """Run an honest session up to ``stage``."""
+    states = dict(FRESH)
+
+    def ask(server: Any, down: Mapping[ClientId, Message]) -> Any:
+        for i, message in down.items():
+            reply, states[i] = answer(i, message, states[i])
+            server.receive(i, reply)
+        return server.close()
+
+    signed, server = open_session(
+        terms, signer=CAST.signer, directory=CAST.clients[VICTIM].directory
+    )
+    down: Mapping[ClientId, Message] = dict.fromkeys(IDS, signed)
+    for at in Stage:
+        if at is stage:
+            break
+        message, server = ask(server, down)
+        down = message if isinstance(message, dict) else dict.fromkeys(IDS, message)
+    return Paused(server, down, states)
+
+
+def answer(
+    client_id: ClientId, message: Message, state: ClientState
+) -> tuple[Message, ClientState]:
+    reply, after = CAST.clients[client_id].handle(
+        messages.encode(message), state, contribute=lambda _: contribution(client_id)
+    )
+    return messages.decode(reply), after
+
+
+# --- R4: the release ------------------------------------------------------------------------
+
+
+def change_signatures(
+    change: Callable[[dict[ClientId, bytes]], object],
+) -> Lie:
+    def lie(message: Message) -> Message:
+        assert isinstance(message, Signatures)
+        signatures = dict(message.signatures)
+        change(signatures)
+        return Signatures(signatures=signatures)
+
+    return lie
+
+
+def fill(signatures: dict[ClientId, bytes]) -> None:
+    signatures[OTHER] = bytes(64)
+
+
+def borrow(signatures: dict[ClientId, bytes]) -> None:
+    signatures[THIRD] = signatures[OTHER]
+
+
+def thin(signatures: dict[ClientId, bytes]) -> None:
+    for client_id in [i for i in signatures if i != VICTIM][1:]:
+        del signatures[client_id]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (fill, f"client {OTHER} did not sign these survivors"),
+        (borrow, f"client {THIRD} did not sign these survivors"),
+        (thin, "2 survivors confirmed the survivors, the quorum is 5"),
+        (dict.clear, "1 survivors confirmed the survivors, the quorum is 5"),
+        (lambda s: s.update({ClientId(999): bytes(64)}), "client 999, no survivor"),
+    ],
+)
+def test_nothing_is_released_without_a_quorum_of_true_signatures(
+    change: Callable[[dict[ClientId, bytes]], object], reason: str
+) -> None:
+    error = refused(Stage.UNMASK, change_signatures(change))
+    assert isinstance(error, AggregationAborted)
+    assert reason in error.reason
+
+
+def test_two_sets_of_survivors_never_both_get_a_quorum() -> None:
+    """The liar tells three clients that OTHER dropped, the rest that it did not.
+
+    Of either set it has too few signatures, so it gets neither of OTHER's secrets.
+    """
+    paused = until(Stage.CONFIRM)
+    without = Survivors(client_ids=tuple(i for i in IDS if i != OTHER))
+    told = {i: (without if i in IDS[:3] else paused.down[i]) for i in IDS}
+    signatures: dict[ClientId, bytes] = {}
+    for i, message in told.items():
+        reply, paused.states[i] = answer(i, message, paused.states[i])
+        assert isinstance(reply, messages.SurvivorSignature)
+        signatures[i] = reply.signature
+    for i in IDS:
+        same = {j: signatures[j] for j in IDS if told[j] == told[i] and j != i}
+        for offered in (same, {**same, THIRD: signatures[THIRD], IDS[0]: signatures[IDS[0]]}):
+            with pytest.raises(AggregationAborted, match=r"quorum|did not sign|no survivor"):
+                answer(i, Signatures(signatures=offered), paused.states[i])
+
+
+def test_shares_are_released_once_in_a_session() -> None:
+    """Not to the same request again, nor from a session begun anew under the same terms."""
+    paused = until(Stage.UNMASK)
+    _, after = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
+    with pytest.raises(ProtocolError, match="between sessions"):
+        answer(VICTIM, paused.down[VICTIM], after)
+    restarted = ClientState.from_bytes(after.to_bytes())
+    with pytest.raises(PolicyViolation, match="one release a session"):
+        answer(VICTIM, sign(TERMS), restarted)
+    with pytest.raises(PolicyViolation, match="one release a session"):
+        answer(VICTIM, sign(replace(TERMS, round_num=2)), restarted)
+    with pytest.raises(PolicyViolation, match="max_releases_per_round"):
+        answer(VICTIM, sign(replace(TERMS, attempt=1)), restarted)
+    answer(VICTIM, sign(replace(TERMS, round_num=4)), restarted)
+
+
+def test_an_attempt_that_released_nothing_may_be_tried_again() -> None:
+    """A coordinator that crashed before the last stage retries, with fresh keys."""
+    paused = until(Stage.UNMASK)
+    states = {i: ClientState.from_bytes(s.to_bytes()) for i, s in paused.states.items()}
+    retried = replace(TERMS, attempt=1)
+    assert mean_of(run(terms=retried, states=states), retried) < 1e-4
+
+
+@pytest.mark.parametrize("adversary", Adversary)
+def test_a_share_of_one_secret_is_released_of_each_owner_never_of_both(
+    adversary: Adversary,
+) -> None:
+    """No list of the protocol could ask for both: only survivors are ever named."""
+    terms = make_terms(adversary)
+    cast = CAST if adversary is ACTIVE else curious_cast()
+    dropped = IDS[0]
+
+    def lose(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
+        heard.setdefault((client_id, stage), data) if way is Way.UP else None
+        return None if (stage, way, client_id) == (Stage.MASK, Way.UP, dropped) else data
+
+    heard: dict[tuple[ClientId, Stage], bytes] = {}
+    result = run(lose, terms=terms, cast=cast)
+    assert result.outcome.dropped == {dropped: Stage.MASK}
+    release = messages.decode(heard[VICTIM, Stage.UNMASK])
+    assert isinstance(release, Release)
+    assert set(release.shares) == set(IDS)
+    assert all(len(share.reveal()) == shamir.SHARE_BYTES for share in release.shares.values())
+    assert [f.name for f in fields(Survivors)] == ["client_ids"]
+    assert [f.name for f in fields(Release)] == ["session", "shares"]
+
+
+def test_a_vector_that_comes_late_stays_masked() -> None:
+    """The liar keeps it and gets the mask key, as of one that dropped: the self-mask stays."""
+    late: dict[ClientId, bytes] = {}
+
+    def keep(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
+        if (stage, way, client_id) == (Stage.MASK, Way.UP, VICTIM):
+            late[client_id] = data
+            return None
+        return data
+
+    assert VICTIM not in run(keep).outcome.survivors
+    paused = until(Stage.MASK)
+    step = paused.states[VICTIM].step
+    assert isinstance(step, Shared)
+    reply, _ = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
+    assert isinstance(reply, MaskedVector)
+    words = masking.zeros(TERMS.lanes)
+    masking.add_packed(words, reply.packed, lanes=TERMS.lanes)
+    others = [i for i in IDS if i != VICTIM]
+    agreement = keys.KeyAgreement(step.mask_secret)
+    pairs = pair_keys(agreement, VICTIM, others, session=step.session)
+    masking.fold(words, pairs.inverse(), num_threads=1)
+    with pytest.raises(ValueError, match="a mask is left"):
+        from_words(TERMS, words, num_clients=1)
+    own = keys.self_mask_key(step.seed, session=step.session.id, client_id=VICTIM)
+    masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
+    total = from_words(TERMS, words, num_clients=1)  # control: it was the self-mask that hid it
+    assert total.weight == contribution(VICTIM).weight
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_a_message_out_of_turn_is_not_answered(stage: Stage) -> None:
+    """Every message but the one that follows; new terms alone may always begin anew."""
+    state = until(stage).states[VICTIM]
+    for other in Stage:
+        if other in (stage, Stage.ADVERTISE):
+            continue
+        message = until(other).down[VICTIM]
+        with pytest.raises(ProtocolError, match="does not follow"):
+            answer(VICTIM, message, state)
+
+
+def test_a_message_of_a_client_is_no_message_of_the_coordinator() -> None:
+    state = until(Stage.SHARE).states[VICTIM]
+    step = state.step
+    assert isinstance(step, Advertised)
+    with pytest.raises(ProtocolError, match="Advert does not follow"):
+        answer(VICTIM, step.advert, state)
+
+
+# --- Mistakes of others ---------------------------------------------------------------------
+
+
+def test_masks_come_from_whole_keys() -> None:
+    """Others fold a key to 32 bits: then two keys that differ in their rest make one mask."""
+    key = SecretBytes.generate(32).reveal()
+    mask = masking.keystream(SecretBytes(key), 64)
+    for position in range(32):
+        other = bytes(b ^ (at == position) for at, b in enumerate(key))
+        assert not np.array_equal(masking.keystream(SecretBytes(other), 64), mask)
+
+
+def test_the_self_seed_has_256_bits() -> None:
+    seeds = [until(Stage.MASK).states[VICTIM].step for _ in range(2)]
+    values = [step.seed for step in seeds if isinstance(step, Shared)]
+    assert [len(value.reveal()) for value in values] == [32, 32]
+    assert values[0] != values[1]
+
+
+def test_every_pair_has_its_own_key() -> None:
+    """No key is shared by all: whoever colludes with the liar knows its own pairs only."""
+    step = {i: state.step for i, state in until(Stage.MASK).states.items()}
+    found = []
+    for one, other in combinations(IDS, 2):
+        of_one, of_other = step[one], step[other]
+        assert isinstance(of_one, Shared)
+        assert isinstance(of_other, Shared)
+        session = of_one.session
+        left = pair_keys(keys.KeyAgreement(of_one.mask_secret), one, [other], session=session)
+        right = pair_keys(keys.KeyAgreement(of_other.mask_secret), other, [one], session=session)
+        assert [k.reveal() for k in left.plus] == [k.reveal() for k in right.minus]
+        found.append(left.plus[0].reveal())
+    assert len(set(found)) == len(found) == N * (N - 1) // 2
+
+
+def upload(client_id: ClientId, paused: Paused) -> tuple[Words, ...]:
+    reply, _ = answer(client_id, paused.down[client_id], paused.states[client_id])
+    assert isinstance(reply, MaskedVector)
+    words = masking.zeros(TERMS.lanes)
+    masking.add_packed(words, reply.packed, lanes=TERMS.lanes)
+    return words
+
+
+def test_a_mask_differs_at_every_coordinate() -> None:
+    """Others add one number to all: differences of coordinates then show the update."""
+    words = upload(VICTIM, until(Stage.MASK))[1]
+    plain = to_words(TERMS, contribution(VICTIM), rounding_key=bytes(32))[1]
+    masks = (words - plain).astype(np.uint32)
+    assert len(np.unique(masks // 4)) == SIZE  # rounding apart
+
+
+def test_no_mask_is_used_again_when_a_round_is_retried() -> None:
+    """Under the same terms too: adverts carry fresh keys, so the session is another one."""
+    first, again = until(Stage.MASK), until(Stage.MASK)
+    retried = until(Stage.MASK, terms=replace(TERMS, attempt=1))
+    vectors = [upload(VICTIM, paused) for paused in (first, again, retried)]
+    for one, other in combinations(vectors, 2):
+        assert len(np.unique((one[1] - other[1]) // 4)) == SIZE
+        assert abs(int(one[0][0]) - int(other[0][0])) > 1 << 20
+    # Control: one session, its state kept, gives the same masks, and only rounding differs.
+    same = upload(VICTIM, first)
+    assert np.abs((same[1] - vectors[0][1]).astype(np.int32)).max() <= 1
+    assert same[0][0] == vectors[0][0]
+
+
+def test_weights_and_metrics_travel_inside_the_sum() -> None:
+    """No field of any message up holds a number of the client's; its weight is masked."""
+    named = {kind.__name__: [f.name for f in fields(kind)] for kind in (Shares, MaskedVector)}
+    assert named == {
+        "Shares": ["session", "commitment", "packets"],
+        "MaskedVector": ["session", "packed"],
+    }
+    weights = {int(upload(VICTIM, until(Stage.MASK))[0][0]) for _ in range(3)}
+    assert len(weights) == 3
+    assert min(weights) > 1 << 40
+
+
+def test_an_upload_is_no_larger_than_its_packed_vector() -> None:
+    """Others send int64 for every number. At 100,000 numbers the rest is below one percent."""
+    size = 100_000
+    lane = vector_lane(
+        "delta",
+        size=size,
+        bound=1.0,
+        quantisation_bits=16,
+        weight_bits=6,
+        num_clients=100,
+        weighted=True,
+    )
+    assert lane.modulus_bits == 32
+    words = masking.zeros([lane])
+    vector = MaskedVector(session=bytes(32), packed=masking.pack([lane], words))
+    total = len(messages.encode(vector))
+    total += (
+        152
+        + 64
+        + len(
+            messages.encode(
+                Shares(session=bytes(32), commitment=bytes(32), packets=(bytes(92),) * 99)
+            )
+        )
+    )
+    total += len(
+        messages.encode(
+            Release(
+                session=bytes(32),
+                shares={ClientId(i): SecretBytes(bytes(36)) for i in range(100)},
+            )
+        )
+    )
+    assert total <= 1.04 * 4 * size
+    assert len(messages.encode(vector)) <= 1.001 * 4 * size
+
+
+@pytest.mark.parametrize("lost", [Stage.ADVERTISE, Stage.SHARE])
+def test_a_client_that_is_lost_in_set_up_is_no_dropped_one_later(lost: Stage) -> None:
+    """Nobody masks with it, so nobody is asked for its key and no mask of it is left."""
+
+    def lose(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
+        return None if (stage, client_id) == (lost, OTHER) and way is Way.UP else data
+
+    result = run(lose)
+    assert result.refusals == {}
+    assert OTHER not in result.outcome.survivors
+    assert mean_of(result) < 1e-4
+
+
+# --- Clients that cheat ---------------------------------------------------------------------
+
+
+def cheating(stage: Stage, lie: Lie) -> Rehearsal:
+    return run(Liar(stage, Way.UP, lie, victim=OTHER))
+
+
+@pytest.mark.parametrize(
+    ("stage", "lie", "reason"),
+    [
+        (Stage.ADVERTISE, lambda a: replace(a, client_id=VICTIM), "sent the advert of"),
+        (Stage.ADVERTISE, lambda a: replace(a, mask_key=bytes(32)), "is not signed by it"),
+        (Stage.ADVERTISE, lambda _: b"FLSA\x01", "ends 1 bytes early"),
+        (Stage.ADVERTISE, lambda _: Survivors(client_ids=()), "Survivors, not Advert"),
+        (Stage.SHARE, lambda s: replace(s, session=bytes(32)), "another session"),
+        (Stage.SHARE, lambda s: replace(s, packets=s.packets[:-1]), "5 packets to 6 neighbours"),
+        (Stage.SHARE, lambda s: messages.encode(s)[:-1], "1 bytes early"),
+        (Stage.MASK, lambda v: replace(v, session=bytes(32)), "another session"),
+        (Stage.MASK, lambda v: replace(v, packed=v.packed[:-1]), "were asked for"),
+        (Stage.MASK, lambda v: replace(v, packed=v.packed * 1000), "were asked for"),
+        (Stage.CONFIRM, lambda s: replace(s, signature=bytes(64)), "did not sign"),
+        (Stage.UNMASK, lambda r: replace(r, session=bytes(32)), "another session"),
+        (Stage.UNMASK, lambda r: replace(r, shares={}), "released shares of 0 clients"),
+        (
+            Stage.UNMASK,
+            lambda r: replace(r, shares={**r.shares, ClientId(999): SecretBytes(bytes(36))}),
+            "released shares of 8 clients",
+        ),
+    ],
+)
+def test_a_reply_that_cannot_be_used_is_that_clients_failure(
+    stage: Stage, lie: Lie, reason: str
+) -> None:
+    """The others go on to an exact sum."""
+    result = cheating(stage, lie)
+    assert isinstance(result.refusals[OTHER], ProtocolError)
+    assert reason in str(result.refusals[OTHER])
+    assert mean_of(result) < 1e-4
+
+
+def test_a_well_signed_advert_with_a_weak_key_is_refused() -> None:
+    paused = until(Stage.ADVERTISE)
+    for client_id in (VICTIM, OTHER):
+        advert, _ = answer(client_id, paused.down[client_id], paused.states[client_id])
+        assert isinstance(advert, Advert)
+        if client_id == VICTIM:
+            paused.server.receive(client_id, advert)  # the control
+            continue
+        weak = replace(advert, mask_key=bytes(32))
+        text = keys.signed(b"advert", TERMS.session, weak.unsigned())
+        weak = replace(weak, signature=CAST.clients[client_id].signer.sign(text))
+        with pytest.raises(ProtocolError, match="low order"):
+            paused.server.receive(client_id, weak)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_a_reply_counts_once(stage: Stage) -> None:
+    """And from nobody that does not take part."""
+    paused = until(stage)
+    reply, _ = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
+    paused.server.receive(VICTIM, reply)
+    with pytest.raises(ProtocolError, match="has answered this stage already"):
+        paused.server.receive(VICTIM, reply)
+    with pytest.raises(ProtocolError, match=r"does not take part|sent the advert of"):
+        paused.server.receive(ClientId(999), reply)
+    assert paused.server.num_received == 1
+
+
+def spoil(share: SecretBytes) -> SecretBytes:
+    data = bytearray(share.reveal())
+    data[0] ^= 1
+    return SecretBytes(bytes(data))
+
+
+def test_one_holder_with_false_shares_is_found_and_left_out() -> None:
+    result = cheating(
+        Stage.UNMASK,
+        lambda r: replace(r, shares={i: spoil(share) for i, share in r.shares.items()}),
+    )
+    assert result.outcome.suspects == {OTHER}
+    assert mean_of(result) < 1e-4
+    assert run().outcome.suspects == frozenset()
+
+
+def test_a_false_share_of_one_owner_is_found_as_well() -> None:
+    result = cheating(
+        Stage.UNMASK, lambda r: replace(r, shares={**r.shares, VICTIM: spoil(r.shares[VICTIM])})
+    )
+    assert result.outcome.suspects <= {OTHER}
+    assert mean_of(result) < 1e-4
+
+
+def test_too_many_false_shares_abort() -> None:
+    """Two of the five that are used, and two spare: no single one to leave out."""
+
+    def spoil_two(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes:
+        if stage is not Stage.UNMASK or way is not Way.UP or client_id not in IDS[:2]:
+            return data
+        release = messages.decode(data)
+        assert isinstance(release, Release)
+        false = {i: spoil(share) for i, share in release.shares.items()}
+        return messages.encode(replace(release, shares=false))
+
+    with pytest.raises(AggregationAborted, match="or more than one holder, lied"):
+        run(spoil_two)
+
+
+def test_a_commitment_to_another_seed_aborts() -> None:
+    """Its self-mask cannot be told from a false one, so nothing is released."""
+    with pytest.raises(AggregationAborted, match=f"shares of client {OTHER} do not give"):
+        cheating(Stage.SHARE, lambda s: replace(s, commitment=bytes(32)))
+
+
+def test_shares_of_another_secret_abort() -> None:
+    """A dealer that seals well, but shares of something else than it committed to."""
+    paused = until(Stage.SHARE)
+    state = paused.states[OTHER]
+    assert isinstance(state.step, Advertised)
+    false = replace(state.step, mask_secret=SecretBytes.generate(32))
+    replies = {
+        i: answer(i, paused.down[i], paused.states[i] if i != OTHER else state.at(false))
+        for i in IDS
+    }
+    for i, (reply, after) in replies.items():
+        paused.server.receive(i, reply)
+        paused.states[i] = after
+    packets, server = paused.server.close()
+    for i in IDS:
+        if i == OTHER:
+            continue  # it drops, so that its mask key is asked for
+        reply, paused.states[i] = answer(i, packets[i], paused.states[i])
+        server.receive(i, reply)
+    told, server = server.close()
+    for i in told.client_ids:
+        reply, paused.states[i] = answer(i, told, paused.states[i])
+        server.receive(i, reply)
+    signatures, server = server.close()
+    for i in told.client_ids:
+        reply, paused.states[i] = answer(i, signatures, paused.states[i])
+        server.receive(i, reply)
+    assert server.is_enough
+    with pytest.raises(AggregationAborted, match=f"shares of client {OTHER} do not give"):
+        server.close(num_threads=1)
+
+
+def test_a_garbage_packet_stops_those_it_was_sent_to() -> None:
+    """They name the sender, so that it can be left out of the next attempt."""
+    with pytest.raises(AggregationAborted):
+        cheating(Stage.SHARE, lambda s: replace(s, packets=(bytes(92),) * len(s.packets)))
+    one = cheating(Stage.SHARE, lambda s: replace(s, packets=(bytes(92), *s.packets[1:])))
+    (client_id,) = one.refusals
+    assert client_id == IDS[0]
+    assert f"the packet of client {OTHER} does not open" in str(one.refusals[client_id])
+    assert mean_of(one) < 1e-4
+
+
+def test_an_unmasked_sum_that_nobody_can_reach_is_not_released() -> None:
+    """A vector of noise is found; one within bounds is not: masking gives no integrity."""
+    noise = bytes(np.random.default_rng(0).integers(0, 256, TERMS.num_bytes, np.uint8))
+    with pytest.raises(AggregationAborted, match="a mask is left in it"):
+        cheating(Stage.MASK, lambda v: replace(v, packed=noise))
+
+
+# --- Nothing secret is shown ----------------------------------------------------------------
+
+
+def test_secrets_are_in_no_representation() -> None:
+    paused = until(Stage.MASK)
+    step = paused.states[VICTIM].step
+    assert isinstance(step, Shared)
+    shown = repr(step) + repr(paused.states[VICTIM]) + repr(until(Stage.UNMASK).states[VICTIM])
+    for secret in (step.seed, step.mask_secret, step.packet_secret):
+        assert repr(secret.reveal())[2:-1] not in shown
+        assert secret.reveal().hex() not in shown
+    last = until(Stage.UNMASK)
+    release, _ = answer(VICTIM, last.down[VICTIM], last.states[VICTIM])
+    assert "SecretBytes(36 bytes)" in repr(release)
+
+
+def test_a_lane_that_was_never_agreed_is_not_summed() -> None:
+    wrong = Contribution(values={"other": np.zeros(SIZE)}, weight=1, request_hash=REQUEST)
+    with pytest.raises(ValueError, match="values for"):
+        to_words(TERMS, wrong, rounding_key=bytes(32))
+    assert all(lane.role is not LaneRole.METRIC for lane in TERMS.lanes)

@@ -1,0 +1,97 @@
+"""A client's state survives its process at every step."""
+
+from dataclasses import replace
+
+import pytest
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ProtocolError
+from fedlearn.secagg.client_state import (
+    Advertised,
+    ClientState,
+    Confirmed,
+    Masked,
+    Shared,
+    Step,
+)
+from fedlearn.secagg.fixed_point import weight_lane
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.messages import Advert
+from fedlearn.secagg.parameters import Adversary
+from fedlearn.secagg.session import Session
+from fedlearn.secagg.terms import Terms
+
+TERMS = Terms(
+    run_id=b"r" * 16,
+    round_num=2,
+    attempt=1,
+    request_hash=bytes(32),
+    adversary=Adversary.ACTIVE_SERVER,
+    topology=Topology.COMPLETE,
+    num_clients=3,
+    num_neighbours=2,
+    threshold=2,
+    quorum=2,
+    min_survivors=2,
+    max_weight=9,
+    lanes=(weight_lane(max_weight=9, num_clients=3),),
+)
+ADVERTS = tuple(
+    Advert(
+        client_id=ClientId(i),
+        packet_key=bytes([i] * 32),
+        mask_key=bytes(32),
+        nonce=bytes(16),
+        signature=bytes(64),
+    )
+    for i in (1, 5)
+)
+SESSION = Session(TERMS, ADVERTS)
+SECRETS = [SecretBytes.generate(32) for _ in range(3)]
+HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate(72)}
+STEPS: list[Step] = [
+    Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
+    Shared(SESSION, SECRETS[0], SECRETS[1], SECRETS[2], None),
+    Shared(SESSION, SECRETS[0], SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
+    Masked(SESSION, HELD),
+    Confirmed(SESSION, HELD, (ClientId(1), ClientId(5))),
+]
+FRESH = ClientState.fresh(b"r" * 16)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
+    """Bytes for bytes, since sessions and secrets have no equality of their own."""
+    state = replace(FRESH.released(TERMS), step=step)
+    data = state.to_bytes()
+    again = ClientState.from_bytes(data)
+    assert again.to_bytes() == data
+    assert type(again.step) is type(step)
+    assert again.last_release == (2, 1)
+    if isinstance(step, Masked | Confirmed) and isinstance(again.step, Masked | Confirmed):
+        assert again.step.session.id == SESSION.id
+        assert again.step.held == HELD
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_damaged_state_is_refused(step: Step) -> None:
+    data = FRESH.at(step).to_bytes()
+    for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x02" + data[5:]):
+        with pytest.raises(ProtocolError):
+            ClientState.from_bytes(bad)
+
+
+def test_releases_are_counted_by_round_and_end_the_session() -> None:
+    first = FRESH.at(STEPS[-1]).released(TERMS)
+    assert (first.step, first.last_release, first.num_releases) == (None, (2, 1), 1)
+    assert first.released(replace(TERMS, attempt=2)).num_releases == 2
+    assert first.released(replace(TERMS, round_num=3)).num_releases == 1
+
+
+def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
+    state = FRESH.released(TERMS).at(STEPS[1])
+    assert SECRETS[2].reveal() in state.to_bytes()
+    ended = state.at(None)
+    assert SECRETS[2].reveal() not in ended.to_bytes()
+    assert ended.last_release == (2, 1)

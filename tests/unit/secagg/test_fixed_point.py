@@ -1,0 +1,173 @@
+"""Fixed point: unbiased, bounded, and never out of its modulus."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlearn.errors import ConfigError
+from fedlearn.secagg.fixed_point import (
+    MODULUS_BITS,
+    Lane,
+    LaneRole,
+    QuantisationError,
+    decode,
+    encode,
+    levels_of,
+    modulus_bits_for,
+    vector_lane,
+    weight_lane,
+)
+
+
+def lane(modulus_bits: int = 32, *, size: int = 5, max_level: int = 1000) -> Lane:
+    return Lane(
+        name="delta",
+        role=LaneRole.VECTOR,
+        size=size,
+        step=0.5,
+        max_level=max_level,
+        modulus_bits=modulus_bits,
+        weighted=False,
+    )
+
+
+def noise(size: int, *, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.random.default_rng(seed).integers(0, 1 << 32, size, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("modulus_bits", MODULUS_BITS)
+def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
+    """Values on the grid are exact, also as a sum that wraps around zero."""
+    values = np.array([-500.0, -0.5, 0.0, 0.5, 500.0])
+    words = encode(lane(modulus_bits), values, factor=1.0, noise=noise(5))
+    assert decode(lane(modulus_bits), words, num_clients=1).tolist() == values.tolist()
+    total = words.copy()
+    np.add(words, words[::-1], out=total)
+    assert levels_of(lane(modulus_bits), total).tolist() == [0, 0, 0, 0, 0]
+
+
+def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
+    """The mean of 100,000 roundings of 0.1 steps is 0.1 steps."""
+    many = lane(size=100_000)
+    levels = levels_of(many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(100_000)))
+    assert set(levels.tolist()) == {0, 1}
+    assert abs(levels.mean() - 0.1) < 5 * np.sqrt(0.09 / 100_000)
+    nearest = levels_of(
+        many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(1).repeat(100_000))
+    )
+    assert abs(nearest.mean() - 0.1) > 0.05, "control: one noise for all is biased"
+
+
+def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
+    """Not even by the largest noise, at the largest level that float64 is exact for."""
+    wide = lane(64, size=2, max_level=(1 << 51) - 1)
+    most = np.full(2, 0xFFFFFFFF, np.uint32)
+    values = np.array([wide.bound, -wide.bound])
+    levels = levels_of(wide, encode(wide, values * (1 + 5e-5), factor=1.0, noise=most))
+    assert levels.max() == wide.max_level
+    assert levels.min() >= -wide.max_level
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 500.2, -500.2])
+def test_a_value_that_was_not_clipped_is_refused(bad: float) -> None:
+    values = np.array([0.0, bad, 0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="not finite or above its bound 500"):
+        encode(lane(), values, factor=1.0, noise=noise(5))
+    encode(lane(), np.zeros(5), factor=1.0, noise=noise(5))
+
+
+@pytest.mark.parametrize(("factor", "size"), [(1.5, 5), (-0.1, 5), (1.0, 4)])
+def test_a_factor_or_a_shape_out_of_range_is_refused(factor: float, size: int) -> None:
+    with pytest.raises(ValueError, match=r"factor|numbers"):
+        encode(lane(), np.zeros(size), factor=factor, noise=noise(5))
+
+
+def test_a_sum_that_the_clients_cannot_reach_is_refused() -> None:
+    """It means that a mask was left in; one client more could reach it."""
+    words = np.array([2001, 0, 0, 0, 0], np.uint32)
+    with pytest.raises(ValueError, match="a mask is left in it"):
+        decode(lane(), words, num_clients=2)
+    assert decode(lane(), words, num_clients=3)[0] == 1000.5
+
+
+def test_a_lane_that_could_overflow_cannot_be_made() -> None:
+    """The bound is for n clients: one less fits."""
+    tight = lane(16, max_level=1000)
+    tight.require_room(32)
+    with pytest.raises(ConfigError, match="33 clients with levels up to 1000 overflow 16 bits"):
+        tight.require_room(33)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 100, 128, 129, 1000])
+def test_the_chosen_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
+    for bits in (2, 9, 16, 20, 30):
+        made = vector_lane(
+            "delta",
+            size=1,
+            bound=1.0,
+            quantisation_bits=bits,
+            weight_bits=0,
+            num_clients=num_clients,
+            weighted=False,
+        )
+        words = encode(made, np.ones(1), factor=1.0, noise=noise(1))
+        total = words.copy()
+        np.copyto(total, words.astype(np.uint64) * np.uint64(num_clients), casting="unsafe")
+        assert decode(made, total, num_clients=num_clients)[0] == pytest.approx(num_clients)
+
+
+def test_too_many_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 64"):
+        modulus_bits_for(60, num_clients=100)
+    assert modulus_bits_for(57, num_clients=100) == 64
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "x" * 65),
+        ("size", 0),
+        ("role", LaneRole.METRIC),
+        ("step", 0.0),
+        ("step", float("nan")),
+        ("step", float("inf")),
+        ("max_level", 0),
+        ("max_level", 1 << 51),
+        ("modulus_bits", 2),
+        ("modulus_bits", 48),
+    ],
+)
+def test_an_impossible_lane_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError):
+        replace(lane(), **{field: value})
+
+
+def test_weights_are_exact_whole_numbers() -> None:
+    weights = weight_lane(max_weight=10**6, num_clients=1000)
+    words = encode(weights, np.array([123456.0]), factor=1.0, noise=noise(1))
+    assert decode(weights, words, num_clients=1).tolist() == [123456.0]
+    assert weights.num_bytes == 8
+
+
+def test_the_reported_error_bounds_the_measured_one() -> None:
+    made = vector_lane(
+        "delta",
+        size=20_000,
+        bound=1.0,
+        quantisation_bits=8,
+        weight_bits=0,
+        num_clients=30,
+        weighted=False,
+    )
+    rng = np.random.default_rng(1)
+    values = rng.uniform(-1, 1, (30, 20_000))
+    total = np.zeros(20_000, made.dtype)
+    for row, one in enumerate(values):
+        total += encode(made, one, factor=1.0, noise=noise(20_000, seed=row))
+    error = decode(made, total, num_clients=30) - values.sum(axis=0)
+    reported = QuantisationError.of_sum(made, num_clients=30)
+    assert np.abs(error).max() < reported.largest
+    assert 0.7 * reported.rms < np.sqrt((error**2).mean()) < reported.rms

@@ -1,0 +1,110 @@
+"""Masks cancel exactly, whatever the width, the length and the number of threads."""
+
+import numpy as np
+import pytest
+
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ProtocolError
+from fedlearn.secagg.fixed_point import MODULUS_BITS, Lane, LaneRole, Words
+from fedlearn.secagg.masking import (
+    SPAN_BYTES,
+    MaskKeys,
+    add_packed,
+    fold,
+    keystream,
+    pack,
+    zeros,
+)
+
+KEYS = [SecretBytes.generate(32) for _ in range(5)]
+
+
+def lane(modulus_bits: int, size: int) -> Lane:
+    return Lane(
+        name=f"{modulus_bits}",
+        role=LaneRole.VECTOR,
+        size=size,
+        step=1.0,
+        max_level=1,
+        modulus_bits=modulus_bits,
+        weighted=False,
+    )
+
+
+def drawn(lanes: list[Lane], *, seed: int) -> tuple[Words, ...]:
+    rng = np.random.default_rng(seed)
+    words = zeros(lanes)
+    for one, into in zip(lanes, words, strict=True):
+        raw = rng.integers(0, (1 << one.modulus_bits) - 1, one.size, np.uint64, endpoint=True)
+        np.copyto(into, raw, casting="unsafe")
+    return words
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 7, 65_537, SPAN_BYTES // 4 + 5, SPAN_BYTES + 3])
+def test_masks_added_and_subtracted_leave_nothing(size: int, num_threads: int) -> None:
+    lanes = [lane(64, 1), lane(16, 3), lane(32, size)]
+    words = drawn(lanes, seed=0)
+    before = [one.copy() for one in words]
+    keys = MaskKeys(plus=KEYS[:3], minus=KEYS[3:])
+    fold(words, keys, num_threads=num_threads)
+    assert not np.array_equal(words[2], before[2])
+    fold(words, keys.inverse(), num_threads=1)
+    assert all(np.array_equal(one, other) for one, other in zip(words, before, strict=True))
+
+
+def test_a_mask_is_no_constant_and_lanes_have_their_own() -> None:
+    """Neither does a span repeat the one before."""
+    lanes = zeros([lane(32, SPAN_BYTES), lane(32, SPAN_BYTES)])
+    fold(lanes, MaskKeys(plus=KEYS[:1], minus=[]), num_threads=2)
+    assert len(np.unique(lanes[0])) > 0.99 * SPAN_BYTES
+    step = SPAN_BYTES // 4
+    parts = [part.tobytes() for words in lanes for part in np.split(words, len(words) // step)]
+    assert len(set(parts)) == len(parts) == 8
+
+
+def test_more_masks_than_are_open_at_a_time_are_all_folded() -> None:
+    keys = [SecretBytes.generate(32) for _ in range(300)]
+    total, expected = zeros([lane(32, 10)]), np.zeros(10, np.uint32)
+    fold(total, MaskKeys(plus=keys, minus=[]), num_threads=1)
+    for key in keys:
+        expected += keystream(key, 40).view(np.uint32)
+    assert np.array_equal(total[0], expected)
+
+
+def test_every_bit_of_a_key_matters() -> None:
+    """A stream from fewer bits of a key would repeat: 32 bits are guessed in minutes."""
+    key = bytes(range(32))
+    streams = {keystream(SecretBytes(key), 64).tobytes()}
+    for bit in range(256):
+        flipped = (int.from_bytes(key) ^ (1 << bit)).to_bytes(32)
+        streams.add(keystream(SecretBytes(flipped), 64).tobytes())
+    assert len(streams) == 257
+
+
+def test_masked_zeros_look_uniform() -> None:
+    stream = keystream(KEYS[0], 1 << 20)
+    counts = np.bincount(stream, minlength=256)
+    assert ((counts - 4096) ** 2 / 4096).sum() < 255 + 6 * np.sqrt(510)
+
+
+def test_packed_words_add_up_in_every_modulus() -> None:
+    """An upload has b bits a number and nothing else."""
+    lanes = [lane(bits, 9) for bits in MODULUS_BITS]
+    first, second = drawn(lanes, seed=1), drawn(lanes, seed=2)
+    packed = pack(lanes, first)
+    assert len(packed) == sum(9 * bits // 8 for bits in MODULUS_BITS)
+    sums = zeros(lanes)
+    add_packed(sums, packed, lanes=lanes)
+    add_packed(sums, pack(lanes, second), lanes=lanes)
+    for bits, total, one, other in zip(MODULUS_BITS, sums, first, second, strict=True):
+        modulus = 1 << bits
+        expected = [(int(a) + int(b)) % modulus for a, b in zip(one, other, strict=True)]
+        assert [int(word) % modulus for word in total] == expected
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_vector_of_another_length_is_refused(extra: int) -> None:
+    lanes = [lane(24, 4)]
+    with pytest.raises(ProtocolError, match="12 were asked for"):
+        add_packed(zeros(lanes), bytes(12 + extra), lanes=lanes)

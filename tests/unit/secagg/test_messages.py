@@ -1,0 +1,96 @@
+"""Messages have the sizes that the protocol states, and one encoding each."""
+
+import pytest
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ProtocolError
+from fedlearn.secagg.messages import (
+    HEADER_BYTES,
+    Advert,
+    MaskedVector,
+    Message,
+    Packets,
+    Release,
+    Roster,
+    Shares,
+    Signatures,
+    Survivors,
+    SurvivorSignature,
+    decode,
+    encode,
+    open_packet,
+    packet_of,
+)
+
+A, B = ClientId(1), ClientId(4)
+
+
+def advert(client_id: ClientId) -> Advert:
+    return Advert(
+        client_id=client_id,
+        packet_key=b"c" * 32,
+        mask_key=b"m" * 32,
+        nonce=b"n" * 16,
+        signature=b"s" * 64,
+    )
+
+
+MESSAGES: list[tuple[Message, int]] = [
+    (advert(A), 152),
+    (Roster(adverts=(advert(A), advert(B))), 4 + 2 * 152),
+    (Shares(session=b"s" * 32, commitment=b"c" * 32, packets=(b"p" * 92,) * 3), 68 + 3 * 92),
+    (Packets(packets={A: b"p" * 92, B: b"q" * 92}), 4 + 2 * 100),
+    (MaskedVector(session=b"s" * 32, packed=b"v" * 7), 39),
+    (Survivors(client_ids=(A, B)), 20),
+    (SurvivorSignature(signature=b"s" * 64), 64),
+    (Signatures(signatures={A: b"s" * 64}), 4 + 72),
+    (Release(session=b"s" * 32, shares={A: SecretBytes(b"h" * 36)}), 36 + 44),
+]
+
+
+@pytest.mark.parametrize(("message", "num_bytes"), MESSAGES)
+def test_a_message_has_its_size_and_comes_back(message: Message, num_bytes: int) -> None:
+    data = encode(message)
+    assert len(data) == HEADER_BYTES + num_bytes
+    assert decode(data) == message
+
+
+@pytest.mark.parametrize(("message", "num_bytes"), MESSAGES)
+def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) -> None:
+    """Except that a vector may have any length: its lanes tell which is right."""
+    data = encode(message)
+    with pytest.raises(ProtocolError, match=r"early|at most"):
+        decode(data[: HEADER_BYTES + min(num_bytes, 32) - 1])
+    if not isinstance(message, MaskedVector):
+        with pytest.raises(ProtocolError, match="1 bytes too many"):
+            decode(data + b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "ends 4 bytes early"),
+        (b"FLSB\x01\x00", "no message of secure aggregation"),
+        (b"FLSA\x02\x00", "version 2, this side speaks 1"),
+        (b"FLSA\x01\x0a", "says 10 where at most 9"),
+        (b"FLSA\x01\x06\xff\xff\xff\xff", "at most 0"),
+        (b"FLSA\x01\x06\x01\x00\x00\x00" + b"\xff" * 8, "at most 9223372036854775807"),
+        (b"FLSA\x01\x06\x02\x00\x00\x00" + bytes(16), "strictly ascending"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
+    """A list that claims more entries than there are bytes allocates nothing."""
+    with pytest.raises(ProtocolError, match=reason):
+        decode(data)
+
+
+def test_a_packet_holds_the_shares_of_one_holder() -> None:
+    pair = SecretBytes(b"h" * 72)
+    plain = packet_of(5, pair)
+    assert len(plain) + 16 == 92
+    assert open_packet(plain, point=5, sender=A) == pair
+    with pytest.raises(ProtocolError, match="another holder's shares"):
+        open_packet(plain, point=6, sender=A)
+    with pytest.raises(ProtocolError, match="early"):
+        open_packet(plain[:-1], point=5, sender=A)

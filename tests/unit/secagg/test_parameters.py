@@ -1,0 +1,139 @@
+"""k and t: the published choices, the formulas they rest on, and what is refused."""
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from fedlearn.errors import ConfigError
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.parameters import (
+    Adversary,
+    Assumptions,
+    corrupted_neighbours,
+    derive,
+    is_connected,
+    lowest_quorum,
+    num_holders,
+)
+
+CURIOUS, ACTIVE = Adversary.HONEST_BUT_CURIOUS, Adversary.ACTIVE_SERVER
+
+
+def assume(
+    adversary: Adversary,
+    topology: Topology,
+    *,
+    corruption: float = 0.1,
+    dropout: float = 0.1,
+) -> Assumptions:
+    return Assumptions(
+        adversary=adversary,
+        topology=topology,
+        corruption=corruption,
+        dropout=dropout,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("adversary", "n", "k", "t"),
+    [
+        (CURIOUS, 100, 22, 11),
+        (CURIOUS, 300, 42, 22),
+        (CURIOUS, 1000, 52, 28),
+        (CURIOUS, 10_000, 60, 32),
+        (ACTIVE, 100, 32, 22),
+        (ACTIVE, 300, 76, 52),
+        (ACTIVE, 1000, 114, 78),
+        (ACTIVE, 10_000, 144, 98),
+    ],
+)
+def test_sparse_graphs_have_the_published_sizes(
+    adversary: Adversary, n: int, k: int, t: int
+) -> None:
+    """A tenth corrupted, a tenth dropped, 2^-40 and 2^-30."""
+    found = derive(n, assumptions=assume(adversary, Topology.SPARSE))
+    assert (found.num_neighbours, found.threshold) == (k, t)
+
+
+@pytest.mark.parametrize("n", [3, 10, 30, 100, 101])
+@pytest.mark.parametrize("corruption", [0.0, 0.1, 0.3])
+def test_in_a_complete_graph_t_is_the_least_that_is_safe(n: int, corruption: float) -> None:
+    """One share less, and an active server gets both secrets of a client."""
+    given = assume(ACTIVE, Topology.COMPLETE, corruption=corruption, dropout=0.0)
+    found, corrupted = derive(n, assumptions=given), math.floor(corruption * n + 1e-9)
+    assert 2 * found.threshold > n + corrupted >= 2 * (found.threshold - 1)
+    assert found.quorum == lowest_quorum(n, assumptions=given) == found.threshold
+
+
+def test_a_third_corrupted_needs_more_than_two_thirds() -> None:
+    given = assume(ACTIVE, Topology.COMPLETE, corruption=1 / 3)
+    assert derive(100, assumptions=given).threshold == 67
+    assert derive(99, assumptions=given).threshold == 67
+
+
+def test_the_tail_is_that_of_the_exact_distribution() -> None:
+    """P[more than a corrupted neighbours] with rational numbers: below the bound, a - 1 above."""
+    for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
+        a = corrupted_neighbours(n, k, assumptions=assume(ACTIVE, Topology.SPARSE))
+        others, ways = n - 1, math.comb(n - 1, k)
+
+        def above(
+            x: int, k: int = k, c: int = corrupted, o: int = others, w: int = ways
+        ) -> Fraction:
+            cases = (math.comb(c, y) * math.comb(o - c, k - y) for y in range(x + 1, k + 1))
+            return Fraction(sum(cases), w)
+
+        allowed = Fraction(1, n * 2**41)
+        assert above(a) <= allowed < above(a - 1)
+
+
+def test_a_ring_is_connected_unless_two_gaps_open() -> None:
+    """Fewer are gone than two gaps need: never; many more: nearly always."""
+    given = assume(CURIOUS, Topology.SPARSE)
+    assert is_connected(100, 22, assumptions=given)
+    assert not is_connected(100, 4, assumptions=given)
+    assert is_connected(10, 4, assumptions=given), "two of ten are gone, a cut needs four"
+
+
+@pytest.mark.parametrize(
+    ("n", "given", "message"),
+    [
+        (1, assume(CURIOUS, Topology.COMPLETE), "2 to"),
+        (10, assume(ACTIVE, Topology.COMPLETE, corruption=0.5, dropout=0.4), "needs q = 8"),
+        (10, assume(CURIOUS, Topology.COMPLETE, corruption=0.6, dropout=0.5), "needs t = 7"),
+        (
+            10,
+            assume(ACTIVE, Topology.SPARSE, corruption=0.3, dropout=0.3),
+            "use the complete graph",
+        ),
+    ],
+)
+def test_assumptions_that_nothing_satisfies_are_refused(
+    n: int, given: Assumptions, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        derive(n, assumptions=given)
+
+
+@pytest.mark.parametrize(("name", "value"), [("corruption", 1.0), ("dropout", -0.1)])
+def test_impossible_fractions_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} lies in"):
+        assume(ACTIVE, Topology.COMPLETE, **{name: value})
+
+
+def test_the_choice_is_printed_with_its_formulas() -> None:
+    text = derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain()
+    assert "k = 114, of them corrupted a = 40, more with P <= 2^-41" in text
+    assert "t = 78, the least with 2t > h + a = 154" in text
+    assert "2q > n + A = 1100" in text
+    curious = derive(1000, assumptions=assume(CURIOUS, Topology.COMPLETE)).explain()
+    assert "t > a = 100" in curious
+    assert "quorum" not in curious
+
+
+def test_a_client_keeps_its_own_shares_in_the_complete_graph_only() -> None:
+    assert num_holders(10, 9) == 10
+    assert num_holders(10, 4) == 4
