@@ -44,7 +44,7 @@ class Aggregator(Protocol[StateT]):
         """Return the state of both sets of clients. Consumes both."""
 
     def finalize(self, state: StateT) -> Tensor:
-        """Return the aggregated delta, shape [P].
+        """Return the aggregated delta, shape [P]; the state may be used up by this.
 
         Raises:
             ValueError: Nothing was folded in.
@@ -120,8 +120,8 @@ class WeightedMean:
         return WeightedSum(left.total_P.add_(right.total_P), left.weight.add_(right.weight))
 
     def finalize(self, state: WeightedSum) -> Tensor:
-        """Return the sum divided by the sum of weights."""
+        """Return the sum divided by the sum of weights, in the sum's place."""
         weight = float(state.weight)
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
-        return state.total_P / weight
+        return state.total_P.div_(weight)

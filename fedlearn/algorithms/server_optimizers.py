@@ -79,7 +79,9 @@ class ServerSgd:
         if self.momentum != 0.0:
             velocity = state["velocity"] * self.momentum + velocity
             state = {"velocity": velocity}
-        return _apply(params, delta_P, velocity * self.learning_rate), state
+        # At rate 1 the product is the velocity, and another model in memory.
+        update = velocity if self.learning_rate == 1.0 else velocity * self.learning_rate
+        return _apply(params, delta_P, update), state
 
 
 class SecondMoment(StrEnum):

@@ -61,36 +61,38 @@ class _Fold(Generic[StateT]):
 
     Attributes:
         aggregator: How they are combined.
-        rows_RP: Where they wait until all rows are taken.
+        rows_RP: Where they wait until all rows are taken; ``None``: each is combined at once,
+            where it lies.
         state: Those that are combined already.
         num_added: How many there were, waiting ones included.
     """
 
     aggregator: Aggregator[StateT]
-    rows_RP: Tensor
+    rows_RP: Tensor | None
     state: StateT
     num_added: int = 0
     _waiting: list[int] = field(default_factory=list)
 
-    def next_row(self) -> Tensor:
+    def next_row(self) -> Tensor | None:
         """Return the row that the next update belongs in; it may be written in vain."""
-        return self.rows_RP[len(self._waiting)]
+        return None if self.rows_RP is None else self.rows_RP[len(self._waiting)]
 
     def add(self, update: "Update") -> None:
-        """Take the update that was written to :meth:`next_row`."""
+        """Take the update that was written to :meth:`next_row`, if there are rows."""
         self._waiting.append(update.num_examples)
         self.num_added += 1
-        if len(self._waiting) == len(self.rows_RP):
-            self._accumulate()
+        if self.rows_RP is None:
+            self._accumulate(update.delta_P.unsqueeze(0))
+        elif len(self._waiting) == len(self.rows_RP):
+            self._accumulate(self.rows_RP)
 
     def close(self) -> StateT:
         """Return the aggregate of all."""
-        if self._waiting:
-            self._accumulate()
+        if self.rows_RP is not None and self._waiting:
+            self._accumulate(self.rows_RP[: len(self._waiting)])
         return self.state
 
-    def _accumulate(self) -> None:
-        deltas_BP = self.rows_RP[: len(self._waiting)]
+    def _accumulate(self, deltas_BP: Tensor) -> None:
         weights_B = self.aggregator.weigh(deltas_BP.new_tensor(self._waiting))
         self.state = self.aggregator.accumulate(self.state, Block(deltas_BP, weights_B))
         self._waiting.clear()
@@ -101,8 +103,9 @@ class PlainCollector(Generic[StateT]):
     """Collects deltas in the clear, a slab of them at a time.
 
     Each reply is checked and packed into the next row of a slab; a full slab, and what is in
-    it at the close of the round, is one block for the aggregator. With one row the replies
-    are folded in one by one, to the last bit as by an engine at block size 1.
+    it at the close of the round, is one block for the aggregator. Without room for two rows the
+    replies are folded in one by one where they lie, to the last bit as by an engine at block
+    size 1.
 
     Memory: the aggregate, one reply, and the slab, which is kept from round to round.
 
@@ -110,7 +113,7 @@ class PlainCollector(Generic[StateT]):
         channel: How clients are reached.
         aggregator: How deltas are combined.
         policy: When the round closes.
-        slab_bytes: Bound of the slab's size; one model where that is larger.
+        slab_bytes: Bound of the slab's size; there is none if two models do not fit.
     """
 
     channel: Channel
@@ -147,6 +150,7 @@ class PlainCollector(Generic[StateT]):
             if isinstance(update, Update):
                 fold.add(update)
             settled[arrival.client_id] = _participation(arrival, update)
+            del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:
                 break
         is_closed = fold.num_added == self.policy.num_wanted or len(settled) == len(cohort)
@@ -166,8 +170,8 @@ class PlainCollector(Generic[StateT]):
     def _fold(self, params: Params) -> _Fold[StateT]:
         layout, device = params.layout, params.vector.device
         fitting = self.slab_bytes // (layout.size * layout.dtype.itemsize)
-        num_rows = max(1, min(fitting, self.policy.num_wanted))
-        rows_RP = self._slab.rows(num_rows, like=params.vector)
+        num_rows = min(fitting, self.policy.num_wanted)
+        rows_RP = self._slab.rows(num_rows, like=params.vector) if num_rows > 1 else None
         state = self.aggregator.init(layout, device=device)
         return _Fold(aggregator=self.aggregator, rows_RP=rows_RP, state=state)
 
@@ -204,6 +208,7 @@ def validated(
         round_num: The round that it must be of.
         layout: The model that it must fit.
         out: Where the delta is written, shape [P]; also that of a reply that is not finite.
+            ``None``: it stays where it lies if it is one vector there.
     """
     if isinstance(reply, Failure):
         return reply
@@ -215,7 +220,8 @@ def validated(
         return Failure(problem)
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
-    delta_P = layout.pack(reply.delta, out=out)
+    joined_P = layout.joined(reply.delta) if out is None else None
+    delta_P = layout.pack(reply.delta, out=out) if joined_P is None else joined_P
     if not is_sound(delta_P):
         return Failure(UNSOUND_DELTA)
     return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))

@@ -11,6 +11,7 @@ class DoorCounters:
     Attributes:
         connections: TLS connections that were begun; 0 without TLS.
         authenticated: Of them, those that an enrolled client has made.
+        enrolment_connections: TLS connections to the enrolment port that were begun.
         sessions: Sessions that were opened.
         sessions_replaced: Ended because their client opened another.
         sessions_dropped: Ended because their client did not read.
@@ -33,6 +34,7 @@ class DoorCounters:
 
     connections: int = 0
     authenticated: int = 0
+    enrolment_connections: int = 0
     sessions: int = 0
     sessions_replaced: int = 0
     sessions_dropped: int = 0

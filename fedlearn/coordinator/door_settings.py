@@ -12,6 +12,9 @@ class DoorSettings:
         enrolment_address: ``host:port`` for enrolment; ``None``: nobody can enrol here.
         max_connected: Clients connected at once; others are asked to come back, unless their
             reply is awaited.
+        max_handshakes: Connections more than that at once, of whoever: under way, or of clients
+            that are being sent away. Each takes some 25 kB. Never more in all than half of the
+            files that the process may open.
         handshake_timeout_s: For TLS, and again for the first message.
         stall_timeout_s: A transfer in which nothing moves for so long is ended, and so is the
             session of a client that does not read.
@@ -25,6 +28,7 @@ class DoorSettings:
     address: str
     enrolment_address: str | None = None
     max_connected: int = 10_000
+    max_handshakes: int = 10_000
     handshake_timeout_s: float = 10.0
     stall_timeout_s: float = 30.0
     come_back_s: float = 60.0

@@ -13,7 +13,7 @@ Nothing that a client does or leaves undone holds up another one, or the main th
 """
 
 import asyncio
-import ipaddress
+import resource
 import shutil
 import threading
 from collections import Counter
@@ -41,9 +41,11 @@ from fedlearn.coordinator.service_enrolment import MAX_ENROLMENT_BYTES, Enrolmen
 from fedlearn.coordinator.service_hall import Context, Ending, Hall, Session, read
 from fedlearn.coordinator.service_transfers import Transfers
 from fedlearn.coordinator.spool import GroupWriter, ended_exchanges
+from fedlearn.core.clock import utc
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.addresses import is_loopback
 from fedlearn.transport.grpc_client import NAME_METADATA
 from fedlearn.transport.identity import fingerprint
 
@@ -63,6 +65,17 @@ _MAX_CALLS = 16
 
 #: Bytes of a message other than a reply.
 _MAX_SMALL_BYTES = 16 << 10
+
+#: Connections to the enrolment port at once. Whoever reaches it may hold one, for a while only.
+_MAX_ENROLMENT_CONNECTIONS = 1000
+
+#: Seconds that a client has to read the last message of its session.
+_LAST_WORD_S = 1.0
+
+#: Seconds between two lines of the log about strangers, who come as fast as they like.
+_REPORT_S = 10.0
+
+_EXPIRED = "this client's certificate has expired; enrol again with a new invitation"
 
 _SOFTWARE = f"fedlearn {version('fedlearn')}"
 
@@ -117,6 +130,8 @@ class Door:
         self._changed = threading.Event()
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
+        self._strangers = 0
+        self._reported_s = clock.now_s()
         self._roster = Roster(registry, self._roster_changed)
         self._hall = Hall(
             max_connected=settings.max_connected,
@@ -215,7 +230,7 @@ class Door:
 
     def _require_loopback(self) -> None:
         for address in (self._settings.address, self._settings.enrolment_address):
-            if self._authority is None and address is not None and not _is_loopback(address):
+            if self._authority is None and address is not None and not is_loopback(address):
                 raise DeploymentError(
                     f"without TLS the door opens on the loopback only, not on {address!r}; take "
                     "127.0.0.1, or run with certificates (without --insecure)"
@@ -231,7 +246,14 @@ class Door:
             "Download": grpc.stream_stream_rpc_method_handler(self._download),
             "Upload": grpc.stream_stream_rpc_method_handler(self._upload),
         }
-        self._server = self._new_server(wire.DOOR, handlers, max_bytes=wire.MAX_MESSAGE_BYTES)
+        settings = self._settings
+        self._server = self._new_server(
+            wire.DOOR,
+            handlers,
+            max_bytes=wire.MAX_MESSAGE_BYTES,
+            max_connections=_affordable(settings.max_connected + settings.max_handshakes),
+            idle_s=2 * wire.KEEPALIVE_S,  # a client that is there has a session
+        )
         self.address = self._bind(self._server, self._settings.address, mutual=True)
         self._enrolment_server: grpc.aio.Server | None = None
         if self._settings.enrolment_address is not None:
@@ -245,7 +267,13 @@ class Door:
                 clock=self._clock,
             )
             enrol: _Handlers = {"Enrol": grpc.stream_stream_rpc_method_handler(enrolments.enrol)}
-            server = self._new_server(wire.ENROLMENT, enrol, max_bytes=MAX_ENROLMENT_BYTES)
+            server = self._new_server(
+                wire.ENROLMENT,
+                enrol,
+                max_bytes=MAX_ENROLMENT_BYTES,
+                max_connections=_affordable(_MAX_ENROLMENT_CONNECTIONS),
+                idle_s=settings.handshake_timeout_s,
+            )
             address = self._settings.enrolment_address
             self.enrolment_address = self._bind(server, address, mutual=False)
             await server.start()
@@ -260,6 +288,8 @@ class Door:
         handlers: _Handlers,
         *,
         max_bytes: int,
+        max_connections: int,
+        idle_s: float,
     ) -> grpc.aio.Server:
         server = grpc.aio.server(
             options=[
@@ -268,6 +298,8 @@ class Door:
                 ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
                 ("grpc.max_metadata_size", 16 << 10),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.max_connection_idle_ms", _ms(idle_s)),
                 ("grpc.server_handshake_timeout_ms", _ms(self._settings.handshake_timeout_s)),
                 ("grpc.keepalive_time_ms", _ms(2 * wire.KEEPALIVE_S)),
                 ("grpc.keepalive_timeout_ms", _ms(wire.KEEPALIVE_S)),
@@ -302,6 +334,8 @@ class Door:
             nonlocal served
             if mutual:
                 self.counters.connections += 1
+            else:
+                self.counters.enrolment_connections += 1
             try:
                 latest = authority.server_certificate()
             except DeploymentError as error:
@@ -333,6 +367,29 @@ class Door:
             await asyncio.sleep(_POLL_S)
             await self._roster.renew()
             self._desk.tell_untold()
+            self._cut_expired()
+            self._report_strangers()
+
+    def _cut_expired(self) -> None:
+        """End the sessions whose certificate has expired since they were opened."""
+        for session in self._hall.sessions():
+            if self._has_expired(session.client):
+                self._cut(session, _EXPIRED)
+
+    def _has_expired(self, client: EnrolledClient) -> bool:
+        return client.certificate_expires_utc <= utc(self._clock.unix_s())
+
+    def _report_strangers(self) -> None:
+        """Log now and then how many connections came to nothing: nobody else tells of them."""
+        now_s = self._clock.now_s()
+        if now_s - self._reported_s < _REPORT_S:
+            return
+        self._reported_s = now_s
+        strangers = self.counters.connections - self.counters.authenticated
+        if strangers > self._strangers:
+            num_new = strangers - self._strangers
+            _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
+        self._strangers = strangers
 
     def _roster_changed(self) -> None:
         """End the sessions of clients that are revoked or have another certificate now."""
@@ -382,6 +439,11 @@ class Door:
         self._calls[client.client_id] += 1
         try:
             yield client
+        except grpc.aio.InternalError as error:
+            # A message is still being sent to a client that does not read: its call cannot be
+            # ended in words. A call that is let go of is reset.
+            _log.info("call_dropped", client_id=client.client_id)
+            raise asyncio.CancelledError from error
         finally:
             self._calls[client.client_id] -= 1
             if not self._calls[client.client_id]:
@@ -412,24 +474,33 @@ class Door:
 
     async def _converse(self, session: Session, context: Context) -> None:
         """Listen and speak until one side ends the session."""
+        timeout_s = self._settings.stall_timeout_s
+        writing = asyncio.create_task(
+            session.write(context, timeout_s=timeout_s, counters=self.counters)
+        )
         tasks = {
             asyncio.create_task(self._listen(session, context)),
-            asyncio.create_task(
-                session.write(
-                    context, timeout_s=self._settings.stall_timeout_s, counters=self.counters
-                )
-            ),
+            writing,
             asyncio.create_task(session.wait_cut()),
         }
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._leave(session)
+            session.finish(Ending(grpc.StatusCode.OK, "the client has left"))
+            # gRPC takes no end of a call while a message is being sent.
+            await asyncio.wait({writing}, timeout=_LAST_WORD_S)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            self._hall.leave(session)
-            if self._hall.find(session.client.client_id) is None:
-                self._desk.gone(session.client.client_id)
+            self._leave(session)
+        if writing.cancelled():
+            raise asyncio.CancelledError
+
+    def _leave(self, session: Session) -> None:
+        self._hall.leave(session)
+        if self._hall.find(session.client.client_id) is None:
+            self._desk.gone(session.client.client_id)
 
     async def _listen(self, session: Session, context: Context) -> None:
         bucket = TokenBucket(self._settings.max_messages_per_s, self._clock.now_s())
@@ -496,6 +567,8 @@ class Door:
             await self._refuse(
                 context, grpc.StatusCode.UNAUTHENTICATED, "this client was revoked", "revoked"
             )
+        if self._has_expired(client):  # since the connection was made
+            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, _EXPIRED, "expired")
         return client
 
     async def _recognised(self, context: Context) -> EnrolledClient | None:
@@ -555,13 +628,16 @@ def _configuration(
     return grpc.ssl_server_certificate_configuration([key_and_chain], root_certificates=roots)
 
 
+def _affordable(num_connections: int) -> int:
+    """Return how many connections may be open: half of the files that the process may open.
+
+    Without a bound, whoever connects often enough keeps the run from its own database.
+    """
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_files == resource.RLIM_INFINITY:
+        return num_connections
+    return max(1, min(num_connections, max_files // 2))
+
+
 def _ms(seconds: float) -> int:
     return max(1, round(1000.0 * seconds))
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -9,6 +9,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import structlog
+
 from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.coordinator.door_state import ExchangeState, Key
 from fedlearn.coordinator.service_desk import Desk, LiveExchange, Offer
@@ -16,13 +18,16 @@ from fedlearn.coordinator.service_hall import Hall
 from fedlearn.coordinator.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
 from fedlearn.core.clock import Clock, WallClock
 from fedlearn.core.codec import encode
+from fedlearn.core.files import disk_errors
 from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest
-from fedlearn.errors import FedlearnError, StoreError
+from fedlearn.errors import FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, as_reply
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
+
+_log = structlog.get_logger(__name__)
 
 #: Raises what shall end waiting: :class:`~fedlearn.errors.Parked`, for one.
 Check = Callable[[], None]
@@ -94,15 +99,16 @@ class DoorChannel:
         """Ask clients, those too that connect later, and yield what they answer.
 
         Each reply is read and decoded when it is asked for. A reply is accepted, and its
-        client told so, when the next one is asked for or the exchange is left.
+        client told so, when the next one is asked for or the exchange is left. A disk that
+        is full is waited for before anyone is asked.
 
         Raises:
-            StoreError: The disk is full, or broken.
+            StoreError: The disk is broken.
             FedlearnError: What ``check`` raises; the exchange can be opened again.
         """
         if not requests:
             return
-        live = self._opened(requests, deadline_s=deadline_s)
+        live = self._opened_with_space(requests, deadline_s=deadline_s)
         self._loop.post(partial(self._desk.open, live))
         try:
             yield from self._arrivals(live)
@@ -127,8 +133,27 @@ class DoorChannel:
 
         forget_exchanges(self._folder / "replies", unneeded=is_old)
 
-    def _opened(self, requests: Mapping[ClientId, Request], *, deadline_s: float) -> LiveExchange:
-        key = self._next_key(next(iter(requests.values())))
+    def _opened_with_space(
+        self, requests: Mapping[ClientId, Request], *, deadline_s: float
+    ) -> LiveExchange:
+        key, is_told = self._next_key(next(iter(requests.values()))), False
+        while True:
+            try:
+                return self._opened(key, requests, deadline_s=deadline_s)
+            except NoSpace as error:
+                if not is_told:
+                    _log.error("exchange_waits_for_space", folder=key.folder, reason=str(error))
+                is_told = True
+            try:
+                self._check()
+            except FedlearnError:
+                self._unmake_key(key)
+                raise
+            self._clock.sleep(_LOOK_S)
+
+    def _opened(
+        self, key: Key, requests: Mapping[ClientId, Request], *, deadline_s: float
+    ) -> LiveExchange:
         now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
         durable = key.kind == TrainRequest.__name__
         log = ReplyLog(
@@ -176,18 +201,13 @@ class DoorChannel:
     def _offers(self, requests: Iterable[Request]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
         folder = self._folder / "requests"
-        try:
+        with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [_offer(request, folder=folder) for request in requests]
             needed = {offer.path for offer in offers}
             for path in folder.iterdir():
                 if path not in needed:
                     path.unlink(missing_ok=True)  # a download that reads it has it open
-        except OSError as error:
-            raise StoreError(
-                f"cannot write the requests of a round to {folder}: {error.strerror}; free some "
-                "space there, or make it writable"
-            ) from error
         return offers
 
     def _arrivals(self, live: LiveExchange) -> Iterator[Arrival]:

@@ -185,7 +185,7 @@ class Desk:
         self.writer.close(live.log, closed, partial(_log_closed, key))
         for client_id in late:
             self._late(key, client_id)
-        if silent:
+        if silent and self.is_leader():  # otherwise another coordinator may wait for them
             reason = "the round has closed" if by_itself else "the round has enough replies"
             cancel = wire_pb2.Cancel(key=key_message(key), reason=reason)
             message = wire_pb2.FromCoordinator(cancel=cancel).SerializeToString()

@@ -72,6 +72,7 @@ class Enrolments:
             self._counters.refused["handshake"] += 1
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came in time")
         if not self._bucket.has(now_s=self._clock.now_s()):
+            self._counters.refused["rate"] += 1
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "too many enrolments; try again"
             )

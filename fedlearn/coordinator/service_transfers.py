@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,9 @@ from fedlearn.transport import wire, wire_pb2
 
 #: Downloads and uploads of one client at once.
 _MAX_TRANSFERS = 2
+
+#: Chunks of an upload, and of all uploads, that wait for the disk together.
+_MAX_TOGETHER, _MAX_WAITING_CHUNKS = 16, 32
 
 _NOT_AS_ANNOUNCED = Ruling(Verdict.REFUSED, "not as many bytes came as were announced", "size")
 
@@ -108,7 +111,7 @@ class Transfers:
             os.close(descriptor)
 
     async def _write_chunk(self, context: Context, data: bytes) -> None:
-        await self._write(context, wire_pb2.Chunk(data=data).SerializeToString())
+        await self._write(context, wire.bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, data))
         self.counters.bytes_out += len(data)
 
     async def _ruling(
@@ -196,25 +199,11 @@ class Transfers:
         envelope: wire_pb2.Envelope,
         context: Context,
     ) -> Judgement:
-        """Receive what is missing, the next chunk while the last one is written and hashed."""
-        loop, missing = asyncio.get_running_loop(), upload.num_bytes - upload.offset
-        writing: asyncio.Future[None] | None = None
+        """Receive what is missing, and return whether it is what was announced."""
         try:
-            while missing > 0:
-                data = _parsed_part(await self._read(context)).data
-                missing -= len(data)
-                if missing < 0 or not data:
-                    break
-                if writing is not None:
-                    await asyncio.shield(writing)
-                writing = loop.run_in_executor(self.files, upload.write, data)
-            if writing is not None:
-                await asyncio.shield(writing)
+            missing = await self._pump(upload, context)
         except OSError as error:
             raise self._no_space(client.client_id, error) from error
-        finally:
-            if writing is not None:
-                await asyncio.wait({writing})  # the file is not closed under it
         if missing == 0 and upload.digest() == envelope.sha256:
             return Standing.OPEN
         upload.discard()
@@ -224,6 +213,47 @@ class Transfers:
         ruling = WRONG_HASH if missing == 0 else _NOT_AS_ANNOUNCED
         self.desk.refused(client, ruling)
         return ruling
+
+    async def _pump(self, upload: PartialUpload, context: Context) -> int:
+        """Receive chunks while those before are written; return how many bytes are missing.
+
+        However it ends, what has come is in the file, for the upload to go on from there.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        missing, chunks = upload.num_bytes - upload.offset, list[memoryview]()
+        writing = self._write_to(upload, ())
+        try:
+            while missing > 0:
+                data = _parsed_data(await self._read(context))
+                missing -= len(data)
+                if missing < 0 or not data:
+                    break
+                chunks.append(data)
+                if missing == 0 or len(chunks) >= self._num_together():
+                    await asyncio.shield(writing)
+                    writing, chunks = self._write_to(upload, chunks), []
+            await asyncio.shield(writing)
+        finally:
+            await asyncio.wait({writing})  # the file is not closed under it
+            if chunks and writing.exception() is None:
+                writing = self._write_to(upload, chunks)
+                await asyncio.wait({writing})
+                writing.exception()  # this upload is over already
+        return missing
+
+    def _num_together(self) -> int:
+        """Return how many chunks of an upload are handed to the disk together.
+
+        Waking a thread costs as much as writing a chunk; the bound is for all uploads.
+        """
+        return max(1, min(_MAX_TOGETHER, _MAX_WAITING_CHUNKS // max(1, len(self._uploads))))
+
+    def _write_to(
+        self, upload: PartialUpload, chunks: Iterable[memoryview]
+    ) -> "asyncio.Future[None]":
+        return asyncio.get_running_loop().run_in_executor(self.files, upload.write, *chunks)
 
     async def _settled(self, key: Key, client_id: ClientId) -> Ruling:
         """Wait for the verdict on a reply that is here."""
@@ -286,6 +316,12 @@ def _parsed_request(data: bytes) -> wire_pb2.DownloadRequest:
         return wire_pb2.DownloadRequest.FromString(data)
     except DecodeError as error:
         raise _Ended(grpc.StatusCode.INVALID_ARGUMENT, "not a DownloadRequest") from error
+
+
+def _parsed_data(data: bytes) -> memoryview:
+    """Return the bytes in an UploadPart, without a copy as our clients send them."""
+    found = wire.only_field(wire_pb2.UploadPart.DATA_FIELD_NUMBER, data)
+    return memoryview(_parsed_part(data).data) if found is None else found
 
 
 def _parsed_part(data: bytes) -> wire_pb2.UploadPart:

@@ -11,6 +11,7 @@ A reply counts once its record is durable. Whoever is killed at any instruction 
 whose last record may be torn: it is cut off, and what remains is what counts.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -23,11 +24,12 @@ from enum import IntEnum
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, TypeAlias
 
-from fedlearn.core.files import sync_folder
+from fedlearn.core.files import disk_errors, sync_folder
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 
@@ -138,29 +140,26 @@ class ReplyLog:
             durable: Whether what is appended shall survive a crash.
 
         Raises:
-            StoreError: The disk is full, or the folder cannot be read or written.
+            NoSpace: The disk is full.
+            StoreError: The folder cannot be read or written.
         """
         self.folder = folder
         self._durable = durable
-        try:
+        with disk_errors(folder, raises=StoreError, doing="open the log of replies in"):
             found = _recovered(folder) if durable else None
             if found is None or found.opened is None or found.opened.run_id != opened.run_id:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700, parents=True)
                 found = None
+            else:
+                _make_own(folder / _LOG_NAME, num_bytes=found.end)
             self._descriptor = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             self._end = found.end if found else 0
-            os.ftruncate(self._descriptor, self._end)
             if found is None:
                 self._write([_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
             if durable:
                 sync_folder(folder)
                 sync_folder(folder.parent)
-        except OSError as error:
-            raise StoreError(
-                f"cannot open the log of replies in {folder}: {error.strerror}; free some space "
-                "there, or make it writable"
-            ) from error
         first = found.opened if found and found.opened else opened
         self.is_resumed = found is not None
         self.opened_unix_s = first.opened_unix_s
@@ -193,15 +192,20 @@ class ReplyLog:
             return [error] * len(drafts)
         return logged
 
-    def read(self, reply: LoggedReply) -> bytes:
+    def read(self, reply: LoggedReply) -> bytes | mmap:
         """Return the bytes of a logged reply.
+
+        A large one is mapped, not read: that saves a copy, and memory for it.
 
         Raises:
             StoreError: They cannot be read.
         """
         try:
+            if reply.num_bytes == 0:
+                return b""
             if reply.offset < 0:
-                return _reply_path(self.folder, reply).read_bytes()
+                with _reply_path(self.folder, reply).open("rb") as stream:
+                    return mmap(stream.fileno(), reply.num_bytes, access=ACCESS_READ)
             return os.pread(self._descriptor, reply.num_bytes, reply.offset)
         except OSError as error:
             raise StoreError(
@@ -277,17 +281,22 @@ class PartialUpload:
         self.offset = self._stream.tell()
         self.was_resumed = self.offset > 0
 
-    def write(self, data: bytes) -> None:
-        """Append ``data``, which must fit into what is missing.
+    def write(self, *chunks: bytes | memoryview) -> None:
+        """Append ``chunks``, which must fit into what is missing.
 
         Raises:
             OSError: The disk is full; what was written stays, and the upload can go on.
         """
-        view = memoryview(data)
-        while view:
-            written = self._stream.write(view)
-            self._hash.update(view[:written])
-            view, self.offset = view[written:], self.offset + (written or 0)
+        begin = self.offset
+        for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                written = self._stream.write(view)
+                self._hash.update(view[:written])
+                view, self.offset = view[written:], self.offset + (written or 0)
+        # Pages that are not on the disk yet are only sent there: the sync at the end waits less.
+        num_bytes = self.offset - begin
+        os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def digest(self) -> bytes:
         """Return the SHA-256 of what is here."""
@@ -297,9 +306,12 @@ class PartialUpload:
         """Give the complete file its final name and let go of it; it is durable before that.
 
         Raises:
-            OSError: It could not be made durable.
+            OSError: It could not be made durable, or another coordinator, taken over and not
+                aware of it yet, has written to it: then it is too long, and begun again.
         """
         with self._stream:
+            if os.fstat(self._stream.fileno()).st_size != self.num_bytes:
+                raise OSError(errno.EIO, "another process has written to this upload")
             if durable:
                 os.fdatasync(self._stream.fileno())
             self._path.rename(path)
@@ -469,27 +481,60 @@ class _Found:
 
 
 def _recovered(folder: Path) -> _Found | None:
-    """Return what is whole in the log of ``folder``; ``None`` if there is no log."""
+    """Return what is whole in the log of ``folder``; ``None`` if there is no log.
+
+    Raises:
+        StoreError: Its records are whole, and not ours.
+    """
     try:
         stream = (folder / _LOG_NAME).open("rb")
     except FileNotFoundError:
         return None
-    opened, closed, replies, end = None, None, list[LoggedReply](), 0
     with stream:
-        for kind, body, begin in _records(stream):
-            match kind:
-                case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
-                    break
-                case _Kind.OPENED:
-                    opened = Opened(**json.loads(body))
-                case _Kind.CLOSED:
-                    closed = Closed(**json.loads(body))
-                    continue
-                case _:
-                    replies.append(_logged(kind, body, begin))
-            end = begin + len(body)
+        try:
+            opened, replies, closed, end = _parsed(stream)
+        except (ValueError, TypeError, RecursionError, struct.error) as error:
+            raise StoreError(
+                f"{folder / _LOG_NAME} holds whole records that mean nothing here "
+                f"({type(error).__name__}: {error}); go on with the version of fedlearn that wrote "
+                "it, or remove the folder and lose the replies in it"
+            ) from error
     whole = [reply for reply in replies if reply.offset >= 0 or _is_whole(folder, reply)]
     return _Found(opened, whole, closed, end)
+
+
+def _parsed(
+    stream: BinaryIO,
+) -> tuple[Opened | None, Sequence[LoggedReply], Closed | None, int]:
+    """Return the first record of a log, the replies, the last record, and where they end."""
+    opened, closed, replies, end = None, None, list[LoggedReply](), 0
+    for kind, body, begin in _records(stream):
+        match kind:
+            case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
+                break
+            case _Kind.OPENED:
+                opened = Opened(**json.loads(body))
+            case _Kind.CLOSED:
+                closed = Closed(**json.loads(body))
+                continue
+            case _:
+                replies.append(_logged(kind, body, begin))
+        end = begin + len(body)
+    return opened, replies, closed, end
+
+
+def _make_own(log: Path, *, num_bytes: int) -> None:
+    """Put a copy of the first ``num_bytes`` in the place of ``log``, durably.
+
+    A coordinator that was taken over while it stood still, and wakes, has the old one open:
+    what it appends before it hears of that would lie on top of what is appended here.
+    """
+    copy = log.with_suffix(".new")
+    shutil.copyfile(log, copy)
+    with copy.open("rb+") as stream:
+        stream.truncate(num_bytes)
+        os.fsync(stream.fileno())
+    copy.replace(log)
 
 
 def _records(stream: BinaryIO) -> Iterator[tuple[_Kind, bytes, int]]:

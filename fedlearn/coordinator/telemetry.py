@@ -2,16 +2,19 @@
 
 HTTP without TLS and without a secret in it, for supervisors and Prometheus. It runs in a
 thread and event loop of its own: a coordinator that waits for its turn has no door yet, and
-must say so.
+must say so. Whoever else reaches the port cannot keep a supervisor from its answer.
 """
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -23,6 +26,12 @@ ResultT = TypeVar("ResultT")
 
 _STEP_S = 30.0  # to start or to stop; a bound, not a wait
 _STOP_S = 2.0
+
+#: Connections at once; there is one supervisor, and one Prometheus.
+_MAX_CONNECTIONS = 128
+
+#: Seconds that a connection may keep without a whole request.
+_IDLE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +74,6 @@ class Telemetry:
         self._registry.register(_Families(snapshot))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-        self._runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_STOP_S)
 
     def __enter__(self) -> Self:
         """Serve.
@@ -99,26 +107,49 @@ class Telemetry:
 
     async def _serve(self) -> str:
         host, _, port = self.address.rpartition(":")
+        self._runner = web.ServerRunner(_Server(self._answer), shutdown_timeout=_STOP_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, host.strip("[]"), int(port)).start()
         return f"{host}:{self._runner.addresses[0][1]}"
 
-    def _app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/livez", self._livez)
-        app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/metrics", self._metrics)
-        return app
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        if request.method not in {"GET", "HEAD"}:
+            return web.Response(status=web.HTTPMethodNotAllowed.status_code)
+        match request.path:
+            case "/livez":
+                return _verdict(self._snapshot().not_alive)
+            case "/readyz":
+                return _verdict(self._snapshot().not_ready)
+            case "/metrics":
+                return self._metrics()
+        return web.Response(status=web.HTTPNotFound.status_code)
 
-    async def _livez(self, _: web.Request) -> web.Response:
-        return _verdict(self._snapshot().not_alive)
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        return _verdict(self._snapshot().not_ready)
-
-    async def _metrics(self, _: web.Request) -> web.Response:
+    def _metrics(self) -> web.Response:
         body = generate_latest(self._registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Server(web.Server):
+    """Serves so many connections: the oldest makes room for the newest."""
+
+    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> None:
+        logger = logging.getLogger(__name__)
+        logger.addFilter(_is_worth_a_line)
+        super().__init__(answer, access_log=None, keepalive_timeout=_IDLE_S, logger=logger)
+        self._kept: deque[web.RequestHandler] = deque()
+
+    def __call__(self) -> web.RequestHandler:
+        """Return what speaks on a new connection."""
+        handler = super().__call__()
+        self._kept.append(handler)
+        if len(self._kept) > _MAX_CONNECTIONS:
+            self._kept.popleft().force_close()
+        return handler
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whether something is more than a peer that does not speak HTTP."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def _verdict(problem: str) -> web.Response:

@@ -8,13 +8,12 @@ as one safetensors file. Nothing is unpickled: decoding bytes from a peer never 
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, TypeGuard
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -58,6 +57,8 @@ _DTYPES: Mapping[object, torch.dtype] = {
     "C64": torch.complex64,
 }
 
+_NAMES = {dtype: str(name) for name, dtype in _DTYPES.items()}
+
 
 def encode(message: Request | Reply) -> bytes:
     """Return the wire form of ``message``.
@@ -68,10 +69,29 @@ def encode(message: Request | Reply) -> bytes:
     """
     kind, fields, tensors = _take_apart(message)
     header = json.dumps({"kind": kind, "fields": fields}).encode()
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
-    return b"".join((prefix, header, safetensors.torch.save(contiguous)))
+    return b"".join((prefix, header, *_file(tensors)))
+
+
+def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a safetensors file, its tensors in the order given.
+
+    The library would sort them by name; in a model's own order they are one vector, which
+    the receiver can fold in where it lies. Those with wide elements come first, for alignment.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    table, end = {}, 0
+    for name, value in ordered:
+        begin, end = end, end + value.nbytes
+        dtype, shape = _NAMES[value.dtype], list(value.shape)
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    head = json.dumps(table).encode()
+    head += b" " * (-len(head) % _ALIGNMENT)
+    yield _TABLE_SIZE.pack(len(head))
+    yield head
+    for _, value in ordered:
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def decode(data: bytes | mmap) -> Request | Reply:

@@ -130,6 +130,24 @@ class Layout:
             view.copy_(tensors[name].detach())
         return vector
 
+    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the named tensors as one vector without a copy, where they lie as one.
+
+        Args:
+            tensors: All of the layout, of its shapes; others are ignored.
+
+        Returns:
+            Shape [P], or ``None``: they have another dtype, order or place.
+        """
+        parts = [tensors[spec.name] for spec in self.specs]
+        start, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+        for spec, part in zip(self.specs, parts, strict=True):
+            is_next = part.data_ptr() == start + spec.offset * self.dtype.itemsize
+            is_here = is_next and part.untyped_storage().data_ptr() == storage
+            if not (is_here and part.dtype == self.dtype and part.is_contiguous()):
+                return None
+        return parts[0].detach().as_strided((self.size,), (1,))
+
 
 @dataclass(frozen=True, eq=False)
 class Params:

@@ -11,7 +11,7 @@ compiler whose code every protobuf in our range runs::
 PROTOCOL = 1
 
 #: Bytes of a request or reply in one chunk.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 512 << 10
 
 #: Largest request or reply that travels inside the session's stream.
 MAX_INLINE_BYTES = 256 << 10

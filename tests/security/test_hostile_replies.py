@@ -19,7 +19,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TrainContext
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.coordinator.collection import MAX_EXAMPLES, MAX_REASON, PlainCollector
 from fedlearn.coordinator.evaluation import ChannelEvaluator
 from fedlearn.coordinator.round import RoundPlan, run_round
@@ -204,7 +204,7 @@ class Leaking:
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise ValueError(f"bad row: patient Alice, weight {tensors['weight'].tolist()}")
 
-    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         raise ValueError("patient Alice")
 
 

@@ -66,10 +66,10 @@ def test_patience_ends() -> None:
 
 
 def test_other_errors_are_not_waited_for() -> None:
-    """A full disk does not empty itself."""
+    """A disk that is broken does not mend itself."""
 
     def fail() -> None:
-        raise StoreError("the disk is full")
+        raise StoreError("the disk is broken")
 
     clock = VirtualClock()
     with pytest.raises(StoreError, match="disk"):

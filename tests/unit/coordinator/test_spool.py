@@ -64,7 +64,7 @@ def test_what_was_logged_is_there_again_in_order(tmp_path: Path) -> None:
     logged(log, [upload(log.folder, 1, b"one" * 1000)])
     log.close(None)
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
-    assert [(each.client_id, again.read(each)) for each in again.replies] == [
+    assert [(each.client_id, bytes(again.read(each))) for each in again.replies] == [
         (2, b"two"),
         (0, b"zero"),
         (1, b"one" * 1000),

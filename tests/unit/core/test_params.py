@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import TrainReply
 from fedlearn.core.params import Layout, Params
 
 
@@ -191,3 +193,29 @@ def test_params_are_a_copy_of_the_module() -> None:
     model(torch.randn(4, 3))
     assert params.named()["weight"].tolist() == [1.0] * 3
     assert int(params.named()["num_batches_tracked"]) == 0
+
+
+def test_tensors_that_lie_as_one_vector_are_joined_without_a_copy() -> None:
+    """As a reply's do after decoding; in another order, place or dtype they are not."""
+    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    vector = torch.arange(float(layout.size))
+    views = layout.views(vector)
+    joined = layout.joined(views)
+    assert joined is not None
+    assert joined.data_ptr() == vector.data_ptr()
+    assert torch.equal(joined, vector)
+    swapped = {"0.weight": views["0.bias"], **{n: v for n, v in views.items() if n != "0.weight"}}
+    apart = {name: view.clone() for name, view in views.items()}
+    wide = {name: view.double() for name, view in views.items()}
+    assert [layout.joined(each) for each in (swapped, apart, wide)] == [None, None, None]
+
+
+def test_a_decoded_reply_is_one_vector() -> None:
+    """What a client encodes in its model's order."""
+    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    delta = layout.views(torch.arange(float(layout.size)))
+    reply = decode(encode(TrainReply(round_num=0, delta=delta, num_examples=1, metrics={})))
+    assert isinstance(reply, TrainReply)
+    joined = layout.joined(reply.delta)
+    assert joined is not None
+    assert torch.equal(joined, layout.pack(delta))

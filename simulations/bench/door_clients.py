@@ -1,0 +1,206 @@
+"""Many clients in one process: enrolled in bulk, connected at once, answering at once."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from door_coordinator import AUTHORITY, CLIENTS, model
+
+from fedlearn.coordinator.authority import Authority
+from fedlearn.core.clock import Clock
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import TrainReply
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession
+from fedlearn.transport.identity import SERVER_NAME, Identity, fingerprint, signed_bytes
+
+#: Clients that connect at the same time.
+_CONNECTING = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """One enrolled client.
+
+    Attributes:
+        client_id: Its number.
+        identity: Its keys.
+        credentials: For mutual TLS.
+    """
+
+    client_id: int
+    identity: Identity
+    credentials: Credentials
+
+    def envelope(
+        self, key: wire_pb2.TaskKey, *, digest: bytes, num_bytes: int
+    ) -> wire_pb2.Envelope:
+        """Return the signed description of a reply."""
+        signed = signed_bytes(key, client_id=self.client_id, sha256=digest)
+        return wire_pb2.Envelope(
+            key=key, sha256=digest, num_bytes=num_bytes, signature=self.identity.sign(signed)
+        )
+
+
+def enrol(num: int, folder: Path) -> list[Client]:
+    """Make an authority and so many clients, as an operator would one by one.
+
+    The coordinator finds both in ``folder``.
+    """
+    authority = Authority.open(folder / AUTHORITY, host_names=())
+    clients, listed = list[Client](), list[dict[str, str]]()
+    for client_id in range(num):
+        name, identity = f"client-{client_id}", Identity.create()
+        certificate_pem = authority.sign(
+            identity.csr_pem(name), name=name, client_id=client_id, valid_days=7
+        )
+        credentials = Credentials(
+            ca_pem=authority.ca_pem,
+            certificate_pem=certificate_pem,
+            tls_key_pem=identity.tls_key_pem,
+            server_name=SERVER_NAME,
+        )
+        clients.append(Client(client_id=client_id, identity=identity, credentials=credentials))
+        listed.append(
+            {
+                "name": name,
+                "identity_key": identity.public_key.hex(),
+                "fingerprint": fingerprint(certificate_pem),
+            }
+        )
+    (folder / CLIENTS).write_text(json.dumps(listed))
+    return clients
+
+
+@dataclass(frozen=True)
+class Call:
+    """A client with a task.
+
+    Attributes:
+        client: Whose.
+        connection: To the door.
+        session: Its stream.
+        task: What is asked.
+    """
+
+    client: Client
+    connection: DoorConnection
+    session: DoorSession
+    task: wire_pb2.Task
+
+
+#: What clients do with a task.
+Answer = Callable[[Call], Awaitable[None]]
+
+
+@dataclass
+class Inline:
+    """Answers with an update that fits into the session's stream.
+
+    Attributes:
+        size: Elements of the model.
+        tensors: Its tensors.
+    """
+
+    size: int
+    tensors: int
+    _replies: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    async def __call__(self, call: Call) -> None:
+        """Sign and send."""
+        task = call.task
+        data, digest = self._reply(task.key.round_num)
+        envelope = call.client.envelope(task.key, digest=digest, num_bytes=len(data))
+        result = wire_pb2.Result(envelope=envelope, data=data)
+        await call.session.send(wire_pb2.FromClient(result=result))
+
+    def _reply(self, round_num: int) -> tuple[bytes, bytes]:
+        """Return the update of a round and its hash; all clients send the same."""
+        if round_num not in self._replies:
+            data = encoded_update(self.size, tensors=self.tensors, round_num=round_num)
+            self._replies[round_num] = data, sha256(data).digest()
+        return self._replies[round_num]
+
+
+@dataclass
+class Bulky:
+    """Downloads the model and uploads an update of its size, a few clients at a time.
+
+    Attributes:
+        path: The update, a file.
+        digest: Its SHA-256.
+        at_once: Clients that move bytes at the same time.
+        downloads: Whether the model is fetched first, as a client that trains would.
+        clock: Real time.
+        upload_s: The seconds of each upload until its receipt.
+    """
+
+    path: Path
+    digest: bytes
+    at_once: asyncio.Semaphore
+    downloads: bool
+    clock: Clock
+    upload_s: asyncio.Queue[float] = field(default_factory=asyncio.Queue)
+
+    async def __call__(self, call: Call) -> None:
+        """Download, and upload.
+
+        Raises:
+            SystemExit: The update was not accepted, so the figures would mean nothing.
+        """
+        task, num_bytes = call.task, self.path.stat().st_size
+        envelope = call.client.envelope(task.key, digest=self.digest, num_bytes=num_bytes)
+        async with self.at_once:
+            if self.downloads:
+                copy = self.path.with_name(f"download-{call.client.client_id}")
+                await call.connection.download(task.sha256, num_bytes=task.num_bytes, path=copy)
+                copy.unlink()
+            started_s = self.clock.now_s()
+            receipt = await call.connection.upload(envelope, self.path)
+            self.upload_s.put_nowait(self.clock.now_s() - started_s)
+        if receipt.verdict != wire_pb2.Receipt.ACCEPTED:
+            raise SystemExit(f"an upload was not accepted: {receipt}")
+
+
+@asynccontextmanager
+async def connected(clients: Sequence[Client], address: str, answer: Answer) -> AsyncIterator[None]:
+    """Connect all clients and have them answer until the context is left.
+
+    Raises:
+        BaseExceptionGroup: A client has failed.
+    """
+    connecting, welcomed = asyncio.Semaphore(_CONNECTING), asyncio.Semaphore(0)
+
+    async def run(client: Client) -> None:
+        async with DoorConnection(address, client.credentials) as connection:
+            hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software="bench")
+            session = connection.session(hello)
+            async with connecting:
+                opened = await session.__aenter__()
+            try:
+                welcomed.release()
+                while (told := await opened.receive()) is not None:
+                    if told.WhichOneof("what") == "task":
+                        await answer(Call(client, connection, opened, told.task))
+            finally:
+                await session.__aexit__(None, None, None)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run(client)) for client in clients]
+        for _ in clients:
+            await welcomed.acquire()
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def encoded_update(size: int, *, tensors: int, round_num: int) -> bytes:
+    """Return an update of fixed numbers as a client sends it."""
+    layout = model(size, tensors=tensors).layout
+    delta = layout.views(torch.full((layout.size,), 1e-3))
+    return encode(TrainReply(round_num=round_num, delta=delta, num_examples=10, metrics={}))

@@ -1,0 +1,186 @@
+"""A coordinator in a process of its own, told on standard input what to do.
+
+The process under measurement of ``door.py``: the real door, channel, collector and round, and
+nothing else. It reads one JSON object a line and answers each with one.
+"""
+
+import argparse
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.collection import PlainCollector
+from fedlearn.coordinator.registry import MemoryRegistry
+from fedlearn.coordinator.round import RoundPlan, ServerState, run_round
+from fedlearn.coordinator.service import Door, DoorChannel, DoorSettings
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId, TrainRequest
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+
+#: Where ``door.py`` leaves the certificate authority and the list of clients.
+AUTHORITY, CLIENTS = "authority", "clients.json"
+
+_MEAN = WeightedMean(by_examples=True)
+
+
+def model(size: int, *, tensors: int) -> Params:
+    """Return a model of zeros with about so many elements in so many tensors."""
+    parts = [nn.Parameter(torch.zeros(size // tensors)) for _ in range(tensors)]
+    return Params.of(nn.ParameterList(parts))
+
+
+def registry_of(clients: Sequence[Mapping[str, str]], clock: SystemClock) -> MemoryRegistry:
+    """Return a registry of clients that have their certificates already."""
+    registry = MemoryRegistry(clock)
+    for client in clients:
+        signed = (b"", client["fingerprint"], "2999-01-01T00:00:00Z")
+        registry.redeem(
+            client["name"],
+            registry.invite(client["name"], tags=(), valid_s=3600.0),
+            identity_key=bytes.fromhex(client["identity_key"]),
+            certify=partial(_certified, signed),
+        )
+    return registry
+
+
+def _certified(signed: tuple[bytes, str, str], _: ClientId) -> tuple[bytes, str, str]:
+    return signed
+
+
+def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan[WeightedSum]:
+    """Return rounds that ask so many clients and wait for all of them."""
+    policy = StragglerPolicy(
+        num_wanted=cohort,
+        over_selection=1.0,
+        deadline_s=math.inf,
+        min_reports=1,
+        below_minimum=BelowMinimum.FAIL,
+        max_retries=0,
+    )
+    return RoundPlan(
+        sampler=UniformSampler(),
+        policy=policy,
+        collector=PlainCollector(channel=channel, aggregator=_MEAN, policy=policy, slab_bytes=0),
+        local=LocalSgd(epochs=1, batch_size=10, learning_rate=0.1),
+        aggregator=_MEAN,
+        server_optimizer=ServerSgd(learning_rate=1.0, momentum=0.0),
+        seed=Seed(0),
+    )
+
+
+@dataclass(kw_only=True)
+class Coordinator:
+    """What the process can be told to do.
+
+    Attributes:
+        channel: To the clients.
+        clock: Real time.
+    """
+
+    channel: DoorChannel
+    clock: SystemClock
+    _params: Params | None = field(default=None, init=False)
+    _next_round: int = field(default=0, init=False)
+
+    def wait(self, *, num: int) -> dict[str, object]:
+        """Wait until so many clients are connected."""
+        self.channel.wait_for(num, lambda: None)
+        return {"available": len(self.channel.available())}
+
+    def load(self, *, size: int, tensors: int) -> dict[str, object]:
+        """Make the model that a coordinator holds between rounds."""
+        self._params = model(size, tensors=tensors)
+        return {"num_bytes": self._params.num_bytes}
+
+    def rounds(self, *, num: int, cohort: int) -> dict[str, object]:
+        """Run rounds; return the seconds of each and how many clients have reported."""
+        assert self._params is not None
+        plan = round_plan(self.channel, cohort=cohort)
+        state: ServerState = replace(plan.init(self._params), round_num=self._next_round)
+        self._params = None  # the state's from here on
+        seconds, reported = list[float](), 0
+        for _ in range(num):
+            started_s = self.clock.now_s()
+            state, collected = run_round(state, plan, attempt=0)
+            seconds.append(self.clock.now_s() - started_s)
+            reported += collected.count(Status.REPORTED)
+        self._params, self._next_round = state.params, state.round_num
+        return {"seconds": seconds, "reported": reported}
+
+    def receive(self, *, num: int, size: int) -> dict[str, object]:
+        """Ask clients with a request of so many elements; take what they send and drop it."""
+        request = TrainRequest(
+            round_num=self._next_round,
+            attempt=0,
+            tensors=model(size, tensors=1).named(),
+            settings={},
+            seed=0,
+        )
+        self._next_round += 1
+        cohort: list[ClientId] = list(self.channel.available())[:num]
+        arrivals = self.channel.exchange(dict.fromkeys(cohort, request), deadline_s=math.inf)
+        return {"received": sum(1 for _ in arrivals)}
+
+
+def serve(coordinator: Coordinator) -> None:
+    """Do what standard input says until it ends."""
+    commands: Mapping[str, Callable[..., dict[str, object]]] = {
+        "wait": coordinator.wait,
+        "load": coordinator.load,
+        "rounds": coordinator.rounds,
+        "receive": coordinator.receive,
+    }
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)  # Any: the arguments of one of ours
+        print(json.dumps(commands[command.pop("do")](**command)), flush=True)
+
+
+def main() -> None:
+    """Open the door, say where it is, and serve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    folder, clock = arguments.folder, SystemClock()
+    structlog.configure(  # standard output is for answers
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+    torch.set_num_threads(arguments.threads)
+    clients = json.loads((folder / CLIENTS).read_text())
+    door = Door(
+        DoorSettings(address="127.0.0.1:0", max_connected=len(clients)),
+        registry=registry_of(clients, clock),
+        run_id="0" * 32,
+        spool_dir=folder / "spool",
+        authority=Authority.open(folder / AUTHORITY, host_names=()),
+        eligible=lambda _client, _told: True,
+        is_leader=lambda: True,
+        clock=clock,
+    )
+    door.start()
+    print(json.dumps({"address": door.address}), flush=True)
+    serve(Coordinator(channel=door.channel(), clock=clock))
+    door.stop(grace_s=0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Make the corpus again, after a change of a format: ``python -m tests.security.fuzz.seeds``.
+
+What is in it is what each target reads when all is well; the fuzzer goes on from there.
+"""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fedlearn.coordinator import spool
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.identity import Invitation, signed_bytes
+from tests.security.fuzz.targets import CLIENT, KEY, RUN_ID, signer
+
+CORPUS = Path(__file__).parent / "corpus"
+
+_TENSORS = {"weight": torch.ones(2, 2), "bias": torch.zeros(0), "steps": torch.ones(()).long()}
+_METRICS = {"loss": 0.5}
+
+
+def seeds() -> Mapping[str, Mapping[str, bytes]]:
+    """Return what is well formed, by target and name."""
+    return {
+        "codec": _codec(),
+        "messages": _messages(),
+        "envelopes": _envelopes(),
+        "reply_log": _reply_log(),
+        "invitation": {"whole": _invitation()},
+        "signing_request": {"whole": signer().csr_pem("clinic-a")},
+    }
+
+
+def _codec() -> Mapping[str, bytes]:
+    train = TrainRequest(
+        round_num=1, attempt=0, tensors=_TENSORS, settings={"epochs": 1, "name": "x"}, seed=7
+    )
+    return {
+        "train_request": encode(train),
+        "evaluate_request": encode(EvaluateRequest(round_num=1, tensors=_TENSORS)),
+        "train_reply": encode(
+            TrainReply(round_num=1, delta=_TENSORS, num_examples=5, metrics=_METRICS)
+        ),
+        "evaluate_reply": encode(EvaluateReply(round_num=1, num_examples=5, metrics=_METRICS)),
+        "failure": encode(Failure("battery low")),
+    }
+
+
+def _messages() -> Mapping[str, bytes]:
+    key = wire_pb2.TaskKey(**KEY._asdict())
+    eligibility = wire_pb2.Eligibility(num_examples=5, device="cpu", idle=True)
+    hello = wire_pb2.Hello(
+        protocol=wire.PROTOCOL, software="fedlearn", eligibility=eligibility, held=[key]
+    )
+    training = wire_pb2.Progress(key=key, phase=wire_pb2.Progress.TRAINING)
+    whole = wire_pb2.Result(envelope=_envelope(b"data"), data=b"data")
+    another = wire_pb2.Result(envelope=_envelope(b"data"), data=b"more")
+    spoken = [
+        wire_pb2.FromClient(hello=hello),
+        wire_pb2.FromClient(eligibility=eligibility),
+        wire_pb2.FromClient(progress=training),
+        wire_pb2.FromClient(result=another),
+        wire_pb2.FromClient(result=whole),
+    ]
+    return {
+        "answer": _session(*spoken),
+        "hello": _session(spoken[0]),
+        "again": _session(*spoken[::-1]),
+    }
+
+
+def _session(*messages: wire_pb2.FromClient) -> bytes:
+    parts = [message.SerializeToString() for message in messages]
+    return b"".join(len(part).to_bytes(2, "big") + part for part in parts)
+
+
+def _envelopes() -> Mapping[str, bytes]:
+    return {
+        "awaited": wire_pb2.UploadPart(envelope=_envelope(b"data")).SerializeToString(),
+        "chunk": wire_pb2.UploadPart(data=b"data").SerializeToString(),
+    }
+
+
+def _envelope(data: bytes) -> wire_pb2.Envelope:
+    key, digest = wire_pb2.TaskKey(**KEY._asdict()), sha256(data).digest()
+    signature = signer().sign(signed_bytes(key, client_id=CLIENT, sha256=digest))
+    return wire_pb2.Envelope(key=key, sha256=digest, num_bytes=len(data), signature=signature)
+
+
+def _reply_log() -> Mapping[str, bytes]:
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "log"
+        opened = spool.Opened(run_id=RUN_ID, opened_unix_s=1.5)
+        log = spool.ReplyLog(folder, opened=opened, durable=True)
+        draft = spool.Draft(
+            client_id=ClientId(3),
+            elapsed_s=0.5,
+            sha256=sha256(b"data").digest(),
+            num_bytes=4,
+            data=b"data",
+        )
+        log.append([draft, draft])
+        log.close(spool.Closed(num_consumed=1, by_itself=True))
+        content = (folder / "replies.log").read_bytes()
+    opened_body = json.dumps(vars(opened)).encode()
+    closed_body = json.dumps({"num_consumed": 0, "by_itself": False}).encode()
+    bodies = [(0, opened_body), (1, bytes(60)), (2, bytes(56)), (3, closed_body)]
+    framed = b"".join(bytes([kind, len(body)]) + body for kind, body in bodies)
+    return {"file": b"\0" + content, "torn": b"\0" + content[:-7], "bodies": b"\1" + framed}
+
+
+def _invitation() -> bytes:
+    with TemporaryDirectory() as name:
+        path = Path(name) / "invitation"
+        Invitation(
+            name="clinic-a",
+            addresses=("127.0.0.1:1",),
+            enrolment_addresses=("127.0.0.1:2",),
+            ca_pem=b"PEM",
+            token=b"token",
+            expires_utc="2027-01-01T00:00:00Z",
+        ).save(path)
+        return path.read_bytes()
+
+
+def main() -> None:
+    """Write the corpus; what was found by fuzzing stays."""
+    for target, contents in seeds().items():
+        folder = CORPUS / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()

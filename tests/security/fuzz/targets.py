@@ -1,0 +1,247 @@
+"""What is fed with any bytes: each target returns, or the fuzzer has found something.
+
+A target swallows the error that its subject documents for bytes that are none of ours.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import DecodeError
+
+from fedlearn.coordinator import service, spool
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.door_counters import DoorCounters
+from fedlearn.coordinator.door_roster import Roster
+from fedlearn.coordinator.door_state import Docket, ExchangeState, Key
+from fedlearn.coordinator.eligibility import Requirements
+from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
+from fedlearn.coordinator.service_desk import Desk, LiveExchange, Offer
+from fedlearn.coordinator.service_enrolment import Enrolments
+from fedlearn.coordinator.service_hall import Hall, Session
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, StoreError
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
+
+Target = Callable[[bytes], None]
+
+RUN_ID = "r"
+KEY = Key(RUN_ID, "TrainRequest", 1, 0, 0)
+CLIENT = ClientId(3)
+
+#: In a memory of its own where there is one: the fuzzer writes thousands of files a second.
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with an unguessable name is made there
+_FOLDER = TemporaryDirectory(prefix="fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None)
+_PLACE = Path(_FOLDER.name)
+
+
+def codec(data: bytes) -> None:
+    """A request or reply."""
+    with suppress(ProtocolError):
+        decode(data)
+
+
+def messages(data: bytes) -> None:
+    """What one client says in its session while an exchange is open."""
+    desk, session, left = _Desk.new(), None, data
+    while left:
+        size, left = int.from_bytes(left[:2], "big"), left[2:]
+        try:
+            message = service._parsed(left[:size])  # noqa: SLF001 - below gRPC
+        except ProtocolError:
+            return
+        left = left[size:]
+        if session is None or message.WhichOneof("what") == "hello":
+            session = desk.enter(message.hello)
+        else:
+            desk.hear(session, message)
+    desk.finish()
+
+
+def envelopes(data: bytes) -> None:
+    """What an upload begins with."""
+    desk = _Desk.new()
+    with suppress(DecodeError):
+        desk.desk.admit(desk.client, wire_pb2.UploadPart.FromString(data).envelope)
+
+
+def reply_log(data: bytes) -> None:
+    """A log of replies, as a crash or a disk may leave it: the first byte says how much is right.
+
+    Odd: what follows are bodies of records whose framing is right; even: the bytes of the file.
+    """
+    folder = _PLACE / "log"
+    folder.mkdir(exist_ok=True)
+    content = b"".join(_framed(data[1:])) if data[:1] and data[0] % 2 else data[1:]
+    (folder / "replies.log").write_bytes(content)
+    with suppress(StoreError):
+        found = spool._recovered(folder)  # noqa: SLF001 - what opening a log begins with
+        assert found is not None
+        assert 0 <= found.end <= len(content)
+
+
+def invitation(data: bytes) -> None:
+    """A file that somebody says is an invitation."""
+    path = _PLACE / "invitation"
+    path.write_bytes(data)
+    with suppress(DeploymentError):
+        Invitation.load(path)
+
+
+def signing_request(data: bytes) -> None:
+    """What a stranger with a token and keys of its own asks a certificate for."""
+    (enrolments, token), identity = _enrolling(), signer()
+    request = wire_pb2.EnrolRequest(
+        name="clinic-a",
+        token=token,
+        csr_pem=data,
+        identity_key=identity.public_key,
+        identity_signature=identity.sign(enrolment_bytes(token, data)),
+    )
+    with suppress(EnrolmentRefused):
+        enrolments._redeem(request)  # noqa: SLF001 - below gRPC
+
+
+def planted(data: bytes) -> None:
+    """The control: wrong for four bytes in four thousand million, which a fuzzer finds."""
+    if len(data) > 3 and data[0] == 0x46 and data[1] == 0x4C and data[2] > 0xF0:  # noqa: SIM102
+        if data[3] == 0x7B:
+            raise IndexError("the bug that was planted")
+
+
+TARGETS: Mapping[str, Target] = {
+    "codec": codec,
+    "messages": messages,
+    "envelopes": envelopes,
+    "reply_log": reply_log,
+    "invitation": invitation,
+    "signing_request": signing_request,
+}
+
+
+def _framed(data: bytes) -> Iterator[bytes]:
+    """Yield records with the bodies in ``data``: kind, length, body."""
+    while data:
+        kind, size = data[0] % 4, data[1] if len(data) > 1 else 0
+        yield spool._record(spool._Kind(kind), data[2 : 2 + size])  # noqa: SLF001
+        data = data[2 + size :]
+
+
+class _Desk:
+    """A desk with an open exchange in which one client is awaited."""
+
+    def __init__(self, log: spool.ReplyLog, writer: spool.GroupWriter) -> None:
+        clock, counters = VirtualClock(), DoorCounters()
+        self.client = EnrolledClient(
+            client_id=CLIENT,
+            name="clinic-a",
+            tags=("country=ch",),
+            identity_key=signer().public_key,
+            fingerprint="ab",
+            status="active",
+            enrolled_utc="2026-01-01T00:00:00Z",
+            certificate_expires_utc="2027-01-01T00:00:00Z",
+        )
+        requirements = Requirements(min_examples=1, devices=("cpu",), idle=True)
+        self.hall = Hall(
+            max_connected=2,
+            come_back_s=1.0,
+            eligible=requirements.admits,
+            changed=lambda: None,
+            counters=counters,
+            clock=clock,
+        )
+        self.desk = Desk(
+            docket=Docket(RUN_ID),
+            hall=self.hall,
+            writer=writer,
+            is_leader=lambda: True,
+            counters=counters,
+            clock=clock,
+            is_recovering=False,
+        )
+        self.hall.is_needed = self.desk.is_needed
+        offer = Offer(sha256=bytes(32), num_bytes=100, data=b"x" * 100, path=None)
+        self.live = LiveExchange(
+            state=ExchangeState.of(KEY, [(CLIENT, 0)], now_s=0.0),
+            offers=[offer],
+            log=log,
+            arrivals=SimpleQueue(),
+            started_s=0.0,
+            deadline_s=60.0,
+        )
+        self.desk.open(self.live)
+
+    @classmethod
+    def new(cls) -> "_Desk":
+        """Return a fresh one; the log and its thread are the same, and have told all they had."""
+        log, writer, delivered = _writing()
+        while not delivered.empty():
+            delivered.get()()
+        return cls(log, writer)
+
+    def enter(self, hello: wire_pb2.Hello) -> Session:
+        """Do what the door does with a client that comes."""
+        session = Session(self.client, hello, since_s=0.0)
+        self.desk.answer_held(session)
+        if self.hall.enter(session):
+            self.desk.greet(session)
+        return session
+
+    def hear(self, session: Session, message: wire_pb2.FromClient) -> None:
+        """Do what the door does with a message."""
+        match message.WhichOneof("what"):
+            case "result":
+                self.desk.result(session, message.result)
+            case "progress":
+                self.desk.progressed(session, message.progress)
+            case "eligibility":
+                self.hall.reconsider(session, message.eligibility)
+
+    def finish(self) -> None:
+        """See that what the peer said can be told to the operator."""
+        status = self.desk.status(str)
+        assert status["exchange"] is not None
+        self.hall.eligible()
+
+
+@cache
+def _writing() -> tuple[spool.ReplyLog, spool.GroupWriter, "SimpleQueue[Callable[[], None]]"]:
+    delivered: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    opened = spool.Opened(run_id=RUN_ID, opened_unix_s=0.0)
+    log = spool.ReplyLog(_PLACE / "exchange", opened=opened, durable=False)
+    return log, spool.GroupWriter(delivered.put), delivered
+
+
+@cache
+def _enrolling() -> tuple[Enrolments, bytes]:
+    """Return an enrolment service, and a token that the same keys may redeem again."""
+    clock = VirtualClock()
+    registry = MemoryRegistry(clock)
+    enrolments = Enrolments(
+        registry=registry,
+        roster=Roster(registry, lambda: None),
+        authority=Authority.open(_PLACE / "ca", host_names=()),
+        timeout_s=1.0,
+        certificate_days=1,
+        counters=DoorCounters(),
+        clock=clock,
+    )
+    return enrolments, registry.invite("clinic-a", tags=(), valid_s=1e9)
+
+
+@cache
+def signer() -> Identity:
+    """Return the keys of the client of all targets, the same everywhere; seeds are signed by it."""
+    return Identity(
+        identity_key=Ed25519PrivateKey.from_private_bytes(bytes(32)),
+        tls_key=ec.derive_private_key(1, ec.SECP256R1()),
+    )

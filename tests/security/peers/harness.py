@@ -1,0 +1,374 @@
+"""A door behind mutual TLS, honest clients that take part, and peers that speak what they like."""
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import torch
+
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.door_loop import LoopThread
+from fedlearn.coordinator.door_settings import DoorSettings
+from fedlearn.coordinator.registry import MemoryRegistry, Registry
+from fedlearn.coordinator.service import Door
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
+from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation, signed_bytes
+
+RUN_ID = "0123456789abcdef0123456789abcdef"
+WAIT_S = 10.0
+LOOPBACK = "127.0.0.1:0"
+HANDSHAKE_S = 0.5
+SETTINGS = DoorSettings(
+    address=LOOPBACK,
+    enrolment_address=LOOPBACK,
+    handshake_timeout_s=HANDSHAKE_S,
+    stall_timeout_s=2.0,
+)
+HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
+DELTA = {"weight": torch.ones(4)}
+
+#: What an honest round may take while others misbehave: an unhindered one takes 0.05 s.
+ROUND_S = 3.0
+
+T = TypeVar("T")
+
+
+@dataclass
+class SetClock(SystemClock):
+    """A real clock that can be set: the time of day, and how much has passed."""
+
+    ahead_s: float = 0.0
+    jump_s: float = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.jump_s
+
+    def unix_s(self) -> float:
+        return super().unix_s() + self.ahead_s
+
+
+@dataclass
+class Peer:
+    """Somebody with keys, and perhaps a certificate."""
+
+    name: str
+    identity: Identity
+    client_id: int
+    credentials: Credentials
+
+
+@dataclass
+class Site:
+    """A deployment on loopback: its authority, its registry, and the doors that were opened."""
+
+    folder: Path
+    loop: LoopThread
+    registry: Registry
+    authority: Authority
+    clock: SetClock = field(default_factory=SetClock)
+    doors: list[Door] = field(default_factory=list)
+    num_rounds: int = 0
+
+    @property
+    def door(self) -> Door:
+        return self.doors[-1]
+
+    def open(self, settings: DoorSettings = SETTINGS, *, run_id: str = RUN_ID) -> Door:
+        door = Door(
+            settings,
+            registry=self.registry,
+            run_id=run_id,
+            spool_dir=self.folder / "spool" / run_id,
+            authority=self.authority,
+            eligible=lambda *_: True,
+            is_leader=lambda: True,
+            clock=self.clock,
+        )
+        door.start()
+        self.doors.append(door)
+        return door
+
+    def invitation(self, name: str, *, valid_s: float = 60.0) -> Invitation:
+        return Invitation(
+            name=name,
+            addresses=(self.door.address,),
+            enrolment_addresses=(self.door.enrolment_address,),
+            ca_pem=self.authority.ca_pem,
+            token=self.registry.invite(name, tags=(), valid_s=valid_s),
+            expires_utc="2999-01-01T00:00:00Z",
+        )
+
+    def enrolled(self, name: str) -> Peer:
+        identity, invitation = Identity.create(), self.invitation(name)
+        certificate, client_id = self.run(enrol(self.door.enrolment_address, invitation, identity))
+        return self.peer(name, identity, certificate, client_id=client_id)
+
+    def peer(self, name: str, identity: Identity, certificate: bytes, *, client_id: int) -> Peer:
+        credentials = Credentials(
+            ca_pem=self.authority.ca_pem,
+            certificate_pem=certificate,
+            tls_key_pem=identity.tls_key_pem if certificate else b"",
+            server_name=SERVER_NAME,
+        )
+        return Peer(name, identity, client_id, credentials)
+
+    def run(self, coroutine: Awaitable[T]) -> T:
+        async def awaited() -> T:
+            return await coroutine
+
+        return self.loop.call(awaited()).result(WAIT_S)
+
+    def in_session(self, peer: Peer, call: Callable[[DoorSession], Awaitable[T]]) -> T:
+        async def said() -> T:
+            async with (
+                DoorConnection(self.door.address, peer.credentials) as connection,
+                connection.session(HELLO) as session,
+            ):
+                return await call(session)
+
+        return self.run(said())
+
+    def refused(self, cause: str) -> int:
+        return self.door.counters.refused[cause]
+
+    def train(self, *peers: Peer, seconds: float = ROUND_S) -> None:
+        """Let honest clients finish a round in time, while whatever was begun goes on."""
+        began_s = self.clock.now_s()
+        request = request_of(self.num_rounds)
+        self.num_rounds += 1
+        honest = [self.loop.call(answer(self.door.address, peer)) for peer in peers]
+        cohort = [ClientId(peer.client_id) for peer in peers]
+        channel = self.door.channel()
+        arrivals = channel.exchange(dict.fromkeys(cohort, request), deadline_s=WAIT_S)
+        assert {arrival.client_id for arrival in arrivals} == set(cohort)
+        for each in honest:
+            assert each.result(WAIT_S) == wire_pb2.Receipt.ACCEPTED
+        assert self.clock.now_s() - began_s < seconds
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        ends_s = self.clock.now_s() + WAIT_S
+        while not holds():
+            assert self.clock.now_s() < ends_s
+            self.clock.sleep(0.02)
+
+
+def request_of(round_num: int) -> TrainRequest:
+    return TrainRequest(
+        round_num=round_num, attempt=0, tensors={"weight": torch.zeros(4)}, settings={}, seed=0
+    )
+
+
+def reply(round_num: int = 0) -> bytes:
+    return encode(TrainReply(round_num=round_num, delta=DELTA, num_examples=1, metrics={}))
+
+
+async def answer(address: str, peer: Peer) -> int:
+    """Take one task, train, and return the verdict."""
+    async with (
+        DoorConnection(address, peer.credentials) as connection,
+        connection.session(HELLO) as session,
+    ):
+        task = await told(session, "task")
+        await session.send(trained(task.task, peer))
+        return (await told(session, "receipt")).receipt.verdict
+
+
+async def told(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
+    """Return the next message of a kind."""
+    while (message := await session.receive()) is not None:
+        if message.WhichOneof("what") == kind:
+            return message
+    raise AssertionError(f"the session ended without a {kind}")
+
+
+def trained(task: wire_pb2.Task, peer: Peer) -> wire_pb2.FromClient:
+    """Return the honest answer: no change, for whatever model."""
+    asked = decode(task.data)
+    if isinstance(asked, TrainRequest):
+        zeros = {name: torch.zeros_like(value) for name, value in asked.tensors.items()}
+        data = encode(
+            TrainReply(
+                round_num=asked.round_num, delta=zeros, num_examples=5, metrics={"loss": 1.0}
+            )
+        )
+    else:
+        metrics = {"loss": 1.0, "accuracy": 0.5}
+        data = encode(EvaluateReply(round_num=task.key.round_num, num_examples=5, metrics=metrics))
+    return result(task.key, data, peer)
+
+
+def envelope(
+    key: wire_pb2.TaskKey, data: bytes, peer: Peer, *, client_id: int | None = None
+) -> wire_pb2.Envelope:
+    digest = sha256(data).digest()
+    claimed = peer.client_id if client_id is None else client_id
+    signed = signed_bytes(key, client_id=claimed, sha256=digest)
+    return wire_pb2.Envelope(
+        key=key, sha256=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
+    )
+
+
+def result(
+    key: wire_pb2.TaskKey, data: bytes, peer: Peer, *, client_id: int | None = None
+) -> wire_pb2.FromClient:
+    signed = envelope(key, data, peer, client_id=client_id)
+    return wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data))
+
+
+# Peers below gRPC.
+
+
+def address_of(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def tls_context(peer: Peer | None, folder: Path) -> ssl.SSLContext:
+    """Return TLS with the peer's certificate, if any, that believes every server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if peer is not None:
+        path = folder / f"{peer.name}.pem"
+        path.write_bytes(peer.credentials.certificate_pem + peer.credentials.tls_key_pem)
+        context.load_cert_chain(path)
+    return context
+
+
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """Return the first flight of a TLS handshake."""
+    outgoing = ssl.MemoryBIO()
+    talk = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=SERVER_NAME)
+    with suppress(ssl.SSLWantReadError):
+        talk.do_handshake()
+    return outgoing.read()
+
+
+def is_ended(stream: socket.socket, *, timeout_s: float = WAIT_S) -> bool:
+    """Read whatever comes; return whether the other side ends the connection in time."""
+    clock = SystemClock()
+    ends_s = clock.now_s() + timeout_s
+    while (left_s := ends_s - clock.now_s()) > 0.0:
+        stream.settimeout(left_s)
+        try:
+            if not stream.recv(1 << 16):
+                return True
+        except TimeoutError:
+            return False
+        except OSError:  # reset
+            return True
+    return False
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS_FRAME, GOAWAY = 0, 1, 3, 4, 7
+END_STREAM, ACK, END_HEADERS = 1, 1, 4
+
+
+def frame(kind: int, *, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
+    """Return an HTTP/2 frame."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def call_headers(method: str, *, stream: int) -> bytes:
+    """Return the frame that begins a gRPC call; each header a literal without index."""
+    pairs = {
+        ":method": "POST",
+        ":scheme": "https",
+        ":path": f"/{method}",
+        ":authority": SERVER_NAME,
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    block = b"".join(
+        b"\0" + b"".join(bytes([len(each)]) + each.encode() for each in pair)
+        for pair in pairs.items()
+    )
+    return frame(HEADERS, flags=END_HEADERS, stream=stream, payload=block)
+
+
+@contextmanager
+def http2(address: str, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    """Connect, and say what HTTP/2 begins with."""
+    with (
+        socket.create_connection(address_of(address), timeout=WAIT_S) as plain,
+        context.wrap_socket(plain, server_hostname=SERVER_NAME) as stream,
+    ):
+        stream.sendall(PREFACE + frame(SETTINGS_FRAME))
+        yield stream
+
+
+def frames_until_quiet(stream: ssl.SSLSocket, *, quiet_s: float) -> Counter[int]:
+    """Count what comes by kind until nothing has come for a while or the connection has ended."""
+    counts, content = Counter[int](), b""
+    stream.settimeout(quiet_s)
+    while True:
+        try:
+            came = stream.recv(1 << 16)
+        except OSError:
+            return counts
+        if not came:
+            return counts
+        content += came
+        while len(content) >= 9 + (size := int.from_bytes(content[:3], "big")):
+            counts[content[3]] += 1
+            content = content[9 + size :]
+
+
+async def raw_call(
+    address: str, peer: Peer, method: str, *messages: bytes, half_close: bool = False
+) -> tuple[list[bytes], grpc.StatusCode]:
+    """Send whatever bytes as messages of a call; return what came, and how the call ended.
+
+    Without ``half_close`` it is the door that ends it.
+    """
+    tls = grpc.ssl_channel_credentials(
+        peer.credentials.ca_pem,
+        peer.credentials.tls_key_pem or None,
+        peer.credentials.certificate_pem or None,
+    )
+    options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+    async with grpc.aio.secure_channel(address, tls, options) as channel:
+        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{method}"
+        )
+        call, came = start(), list[bytes]()
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for message in messages:
+                await call.write(message)
+            if half_close:
+                await call.done_writing()
+            while isinstance(data := await call.read(), bytes):
+                came.append(data)
+        return came, await call.code()
+
+
+@contextmanager
+def site_in(folder: Path, registry: Registry | None = None) -> Iterator[Site]:
+    """Open a door in ``folder``, and close all that were opened."""
+    loop, clock = LoopThread("peers"), SetClock()
+    authority = Authority.open(folder / "ca", host_names=())
+    site = Site(folder, loop, registry or MemoryRegistry(clock), authority, clock)
+    site.open()
+    yield site
+    for door in site.doors:
+        door.stop(grace_s=0.0)
+    loop.stop()

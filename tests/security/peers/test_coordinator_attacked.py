@@ -1,0 +1,240 @@
+"""A coordinator's process under all of it at once: ten thousand half-open connections, and noise.
+
+The numbers that the documentation names are measured here.
+"""
+
+import asyncio
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from fedlearn.config import render
+from fedlearn.coordinator.door_loop import LoopThread
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.randomness import Seed
+from fedlearn.deployment.starter import starter
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
+from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation
+from tests.security.peers.harness import (
+    HELLO,
+    Peer,
+    address_of,
+    client_hello,
+    tls_context,
+    trained,
+)
+
+NUM_CLIENTS = 2
+NUM_HALF_OPEN = 10_000
+LONG_S = 60.0
+
+#: Of all the connections, beyond what the coordinator takes anyway.
+MAX_GROWTH_BYTES = 600 << 20
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+
+
+@dataclass
+class Deployment:
+    """A coordinator's process, and the folder that it runs in."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+    http: str
+
+    def invite(self, name: str) -> Invitation:
+        command = [sys.executable, "-m", "fedlearn", "invite", name]
+        subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=LONG_S)
+        return Invitation.load(self.folder / f"{name}.invitation")
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        clock = SystemClock()
+        ends_s = clock.now_s() + LONG_S
+        while not holds():
+            assert clock.now_s() < ends_s, self.log()[-3000:]
+            assert self.process.poll() is None, self.log()[-3000:]
+            clock.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        try:
+            with urlopen(f"http://{self.http}/readyz", timeout=10):
+                return True
+        except OSError:  # URLError and HTTPError are
+            return False
+
+    def seconds_of_rounds(self, num: int) -> float:
+        """Return the seconds until so many more rounds are finished."""
+        clock, last = SystemClock(), self.metrics()["fedlearn_round"] + num
+        began_s = clock.now_s()
+        self.wait_until(lambda: self.metrics()["fedlearn_round"] >= last)
+        return clock.now_s() - began_s
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def peak_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = [each for each in text.splitlines() if each.startswith("VmHWM:")]
+        return int(line.split()[1]) << 10
+
+    def metrics(self) -> dict[str, float]:
+        with urlopen(f"http://{self.http}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+
+def free_addresses(num: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    door, enrolment, http = free_addresses(3)
+    config = starter()
+    changes = {
+        "num_rounds": 100_000,
+        "cohort": config.cohort.model_copy(update={"num_wanted": NUM_CLIENTS}),
+        "stragglers": config.stragglers.model_copy(update={"over_selection": 1.0}),
+        "coordinator": config.coordinator.model_copy(
+            update={"address": door, "enrolment_address": enrolment, "http_address": http}
+        ),
+    }
+    (tmp_path / "coordinator.toml").write_text(render(config.model_copy(update=changes)))
+    command = [sys.executable, "-m", "fedlearn", "coordinator", "coordinator.toml", "--json"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        deployment = Deployment(tmp_path, process, http)
+        deployment.wait_until(deployment.is_ready)
+        yield deployment
+        process.kill()
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread("clients")
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < NUM_HALF_OPEN + 1000:
+        pytest.skip(f"a process may open {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def take_part(invitation: Invitation, joined: asyncio.Event) -> None:
+    """Enrol, and answer every task; whoever is turned away at the port tries again."""
+    identity = Identity.create()
+    certificate, client_id = await enrol(invitation.enrolment_addresses[0], invitation, identity)
+    credentials = Credentials(
+        ca_pem=invitation.ca_pem,
+        certificate_pem=certificate,
+        tls_key_pem=identity.tls_key_pem,
+        server_name=SERVER_NAME,
+    )
+    peer = Peer(invitation.name, identity, client_id, credentials)
+    while True:
+        with suppress(ConnectionError):
+            await answer_all(invitation.addresses[0], peer, joined)
+        await asyncio.sleep(0.2)  # a back-off, as every client has one
+
+
+async def answer_all(address: str, peer: Peer, joined: asyncio.Event) -> None:
+    async with (
+        DoorConnection(address, peer.credentials) as connection,
+        connection.session(HELLO) as session,
+    ):
+        joined.set()
+        while (message := await session.receive()) is not None:
+            if message.WhichOneof("what") == "task":
+                await session.send(trained(message.task, peer))
+
+
+async def arrival(joined: asyncio.Event) -> None:
+    await joined.wait()
+
+
+def wait_for(loop: LoopThread, joined: asyncio.Event, clients: Sequence[Future[None]]) -> None:
+    """Wait until a client has joined; whatever ends one of them ends the test."""
+    arrived = loop.call(arrival(joined))
+    wait([arrived, *clients], timeout=LONG_S, return_when=FIRST_COMPLETED)
+    for client in clients:
+        if client.done():
+            client.result()
+    assert arrived.done()
+
+
+def half_open(stack: ExitStack, address: str, first: bytes, num: int) -> None:
+    """Connect, say what comes first or nothing, and then nothing more."""
+    target = address_of(address)
+    for _ in range(num):
+        stream = stack.enter_context(socket.create_connection(target, timeout=LONG_S))
+        with suppress(OSError):  # it is full, and closes at once
+            stream.sendall(first)
+
+
+def test_rounds_go_on_through_ten_thousand_half_open_connections(
+    deployment: Deployment, loop: LoopThread, many_files: None
+) -> None:
+    clients = list[Future[None]]()
+    for number in range(NUM_CLIENTS):
+        invitation, joined = deployment.invite(f"client-{number}"), asyncio.Event()
+        clients.append(loop.call(take_part(invitation, joined)))
+        wait_for(loop, joined, clients)
+    newcomer, joined = deployment.invite("newcomer"), asyncio.Event()
+    deployment.seconds_of_rounds(5)
+    unhindered_s, before_bytes = deployment.seconds_of_rounds(20), deployment.peak_bytes()
+    door, enrolment = newcomer.addresses[0], newcomer.enrolment_addresses[0]
+    hello, noise = client_hello(tls_context(None, deployment.folder)), Seed(0).numpy().bytes(5000)
+    with ExitStack() as stack:
+        for first in (b"", hello[:100], hello, noise):
+            half_open(stack, door, first, NUM_HALF_OPEN // 4)
+        for address in (enrolment, deployment.http):
+            for first in (b"", noise):
+                half_open(stack, address, first, 20)
+        hindered_s = deployment.seconds_of_rounds(20)
+        clients.append(loop.call(take_part(newcomer, joined)))
+        wait_for(loop, joined, clients)
+        deployment.seconds_of_rounds(20)
+        growth_bytes = deployment.peak_bytes() - before_bytes
+        metrics = deployment.metrics()
+    assert hindered_s < unhindered_s + 5.0
+    assert growth_bytes < MAX_GROWTH_BYTES
+    strangers = metrics["fedlearn_connections_total"] - metrics["fedlearn_authenticated_total"]
+    assert strangers >= 0.9 * NUM_HALF_OPEN
+    assert metrics["fedlearn_enrolment_connections_total"] >= 40 + NUM_CLIENTS
+    assert metrics['fedlearn_participations_total{status="failed"}'] == 0.0
+    deployment.wait_until(lambda: '"event": "strangers"' in deployment.log())
+    assert "Traceback" not in deployment.log()
+    assert len(deployment.log().splitlines()) < 100  # none for each of them
+    for client in clients:
+        client.cancel()

@@ -1,0 +1,226 @@
+"""Whoever reaches a port without being a client: refused, counted, and the round goes on."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+
+from fedlearn.coordinator.authority import Authority
+from fedlearn.coordinator.telemetry import Snapshot, Telemetry
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConnectionRefused
+from fedlearn.transport.grpc_client import DoorSession
+from fedlearn.transport.identity import Identity
+from tests.security.peers.harness import (
+    HANDSHAKE_S,
+    PREFACE,
+    SETTINGS,
+    Site,
+    address_of,
+    client_hello,
+    http2,
+    is_ended,
+    site_in,
+    tls_context,
+)
+
+
+def connected(stack: ExitStack, address: str, num: int = 1) -> list[socket.socket]:
+    target = address_of(address)
+    return [stack.enter_context(socket.create_connection(target)) for _ in range(num)]
+
+
+async def hang_up(session: DoorSession) -> None:
+    """Say nothing more."""
+
+
+def test_an_expired_certificate_is_refused_before_anything_is_said(
+    site: Site, tmp_path: Path
+) -> None:
+    """Of our own authority, and valid once."""
+    honest, identity = site.enrolled("honest"), Identity.create()
+    past = Authority.open(tmp_path / "ca", host_names=(), now=lambda: "2020-01-01T00:00:00Z")
+    assert past.ca_pem == site.authority.ca_pem
+    csr = identity.csr_pem("clinic-a")
+    for days, error in ((1, ConnectionError), (36500, ConnectionRefused)):  # the second: control
+        certificate = past.sign(csr, name="clinic-a", client_id=1, valid_days=days)
+        peer = site.peer("clinic-a", identity, certificate, client_id=1)
+        with pytest.raises(error):
+            site.in_session(peer, hang_up)
+        site.train(honest)
+    assert site.refused("unknown") == 1
+    counters = site.door.counters
+    assert counters.connections > counters.authenticated == counters.sessions == 2
+
+
+def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
+    """TLS looks at a certificate once, when the connection is made."""
+    peer = site.enrolled("clinic-a")
+
+    async def stay(session: DoorSession) -> object:
+        site.clock.ahead_s = 400 * 86400.0
+        return await session.receive()
+
+    with pytest.raises(ConnectionRefused, match="expired"):
+        site.in_session(peer, stay)
+    with pytest.raises(ConnectionRefused, match="expired"):
+        site.in_session(peer, hang_up)
+    assert site.refused("expired") == 1
+    site.clock.ahead_s = 0.0
+    site.in_session(peer, hang_up)
+    assert site.refused("expired") == 1
+
+
+def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Path) -> None:
+    """Silent, in the middle of its first message, after it, and after TLS; on both ports."""
+    honest = site.enrolled("honest")
+    context = tls_context(honest, tmp_path)
+    hello = client_hello(context)
+    with ExitStack() as stack:
+        waiting = []
+        for address in (site.door.address, site.door.enrolment_address):
+            for first in (b"", hello[:1], hello[:100], hello):
+                (stream,) = connected(stack, address)
+                stream.sendall(first)
+                waiting.append(stream)
+        (plain,) = connected(stack, site.door.address)
+        waiting.append(stack.enter_context(context.wrap_socket(plain)))  # and no HTTP/2
+        site.train(honest)
+        assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in waiting)
+    counters = site.door.counters
+    site.wait_until(lambda: counters.connections == 4 + 1 + 1)
+    assert counters.enrolment_connections == 4 + 1
+    assert counters.authenticated == counters.sessions == 1
+
+
+def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Path) -> None:
+    """The time is for all of it, not from one byte to the next."""
+    hello, clock = client_hello(tls_context(None, tmp_path)), SystemClock()
+    with ExitStack() as stack:
+        (stream,) = connected(stack, site.door.address)
+        began_s, num_sent = clock.now_s(), 0
+        try:
+            for num_sent in range(len(hello)):
+                stream.sendall(hello[num_sent : num_sent + 1])
+                if is_ended(stream, timeout_s=0.02):
+                    break
+        except OSError:
+            pass
+        assert num_sent < len(hello) - 1
+        assert clock.now_s() - began_s < 10 * HANDSHAKE_S
+
+
+def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path) -> None:
+    """It asks for no certificate: whoever says nothing after TLS would keep its place."""
+    stays = tls_context(None, tmp_path)
+    with http2(site.door.enrolment_address, stays) as stream:
+        assert is_ended(stream, timeout_s=10 * HANDSHAKE_S)
+    site.enrolled("honest")
+
+
+def test_only_so_many_connections_are_taken(site: Site) -> None:
+    """The others are closed at once, and cost nothing; the next ones find room again."""
+    honest = site.enrolled("honest")
+    site.open(replace(SETTINGS, max_connected=1, max_handshakes=19))
+    with ExitStack() as stack:
+        streams = connected(stack, site.door.address, 200)
+        closed = [stream for stream in streams if is_ended(stream, timeout_s=HANDSHAKE_S / 100)]
+        assert len(closed) >= 150
+        assert site.door.counters.connections <= 20
+        assert all(is_ended(stream) for stream in streams)
+        site.train(honest)
+
+
+NOISE = Seed(0).numpy().bytes(1 << 16)
+GARBAGE = {
+    "noise": NOISE,
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "http2 without tls": PREFACE + bytes(100),
+    "a record of TLS that lies": b"\x16\x03\x01\xff\xff" + NOISE[:1000],
+    "an alert": b"\x15\x03\x03\x00\x02\x02\x28",
+    "ssh": b"SSH-2.0-OpenSSH_9.9\r\n",
+    "zeros": bytes(1 << 16),
+}
+
+
+def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
+    honest, num_streams = site.enrolled("honest"), 10 * len(GARBAGE)
+    with ExitStack() as stack:
+        streams = []
+        for address in (site.door.address, site.door.enrolment_address):
+            for content in GARBAGE.values():
+                for stream in connected(stack, address, 10):
+                    stream.sendall(content)
+                    streams.append(stream)
+        site.train(honest)
+        assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in streams)
+    assert site.door.counters.connections == num_streams + 1
+    assert site.door.counters.enrolment_connections == num_streams + 1
+    assert site.door.counters.sessions == 1
+
+
+def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
+    """One line now and then, however many come."""
+    with structlog.testing.capture_logs() as logs, site_in(tmp_path) as site, ExitStack() as stack:
+        connected(stack, site.door.address, 30)
+        site.wait_until(lambda: site.door.counters.connections == 30)
+        site.clock.jump_s = 60.0
+        site.wait_until(lambda: any(entry["event"] == "strangers" for entry in logs))
+    (line,) = [entry for entry in logs if entry["event"] == "strangers"]
+    assert line["num_connections"] == line["num_so_far"] == 30
+
+
+# The HTTP port.
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    with Telemetry("127.0.0.1:0", Snapshot) as telemetry:
+        yield telemetry
+
+
+def is_alive(telemetry: Telemetry) -> bool:
+    with socket.create_connection(address_of(telemetry.address), timeout=5.0) as stream:
+        stream.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return stream.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"NOISE " + NOISE, b"400"),
+        (b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", b"405"),
+        (b"GET /" + b"x" * (1 << 16) + b" HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (1 << 12) + b"\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n", b"200"),
+    ],
+)
+def test_garbage_on_the_http_port_gets_an_answer_and_no_more(
+    telemetry: Telemetry, sent: bytes, answer: bytes
+) -> None:
+    with socket.create_connection(address_of(telemetry.address), timeout=5.0) as stream:
+        stream.sendall(sent)
+        assert stream.recv(100).split()[1] == answer
+    assert is_alive(telemetry)
+
+
+def test_many_who_say_nothing_on_the_http_port_make_room_for_who_does(
+    telemetry: Telemetry,
+) -> None:
+    """The oldest goes: a supervisor that hears nothing would end the coordinator."""
+    with ExitStack() as stack:
+        streams = connected(stack, telemetry.address, 300)
+        for stream in streams[::2]:
+            stream.sendall(b"GET /livez HTTP/1.1\r\nslow: l")
+        assert is_alive(telemetry)
+        assert is_ended(streams[0], timeout_s=1.0)
+        assert is_ended(streams[1], timeout_s=1.0)
+        num_open = sum(not is_ended(stream, timeout_s=0.001) for stream in streams)
+        assert 0 < num_open <= 128
+        assert is_alive(telemetry)
