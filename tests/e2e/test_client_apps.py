@@ -17,7 +17,7 @@ from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.build import deployment
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalTrainer
+from fedlearn.client.trainer import UNATTENDED, LocalTrainer
 from fedlearn.config import load
 from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.coordinator.round import RoundPlan, run_round
@@ -187,7 +187,8 @@ def test_a_text_file_is_a_clients_data(tmp_path: Path) -> None:
     file = tmp_path / "diary.txt"
     file.write_text("It was the best of times, it was the worst of times. " * 200)
     trainer = app("next_character", [{"FEDLEARN_DATA": str(file)}])
-    assert trainer.trainers[0].evaluate(_weights("next_character")).num_examples == 26
+    weights = _weights("next_character")
+    assert trainer.trainers[0].evaluate(weights, control=UNATTENDED).num_examples == 26
 
 
 def _weights(name: str) -> Mapping[str, torch.Tensor]:
