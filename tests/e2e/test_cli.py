@@ -288,6 +288,7 @@ def exported(shell: Shell, name: str) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell) -> None:
     """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
     shell.type("simulate", "--name", "whole", *LONG)

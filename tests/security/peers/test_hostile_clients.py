@@ -292,7 +292,7 @@ def everything(folder: Path) -> set[Path]:
 
 def test_a_hash_that_does_not_exist_is_not_found(site: Site) -> None:
     peer = site.enrolled("clinic-a")
-    for digest in (b"", bytes(31), bytes(32), bytes(33), bytes(1 << 20)):
+    for digest in (b"", bytes(31), bytes(32), bytes(33), bytes(wire.CHUNK_BYTES)):
         request = wire_pb2.DownloadRequest(sha256=digest).SerializeToString()
         came, code = site.run(raw_call(site.door.address, peer, DOWNLOAD, request))
         assert (came, code) == ([], grpc.StatusCode.NOT_FOUND)
@@ -300,11 +300,11 @@ def test_a_hash_that_does_not_exist_is_not_found(site: Site) -> None:
 
 
 GIANTS = {
-    "software": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="x" * 1_000_000)),
-    "held": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, held=[wire_pb2.TaskKey()] * 500_000)),
-    "device": said(eligibility=wire_pb2.Eligibility(device="x" * 1_000_000)),
-    "kind": said(progress=wire_pb2.Progress(key=wire_pb2.TaskKey(kind="x" * 1_000_000))),
-    "a field that nobody knows": b"\xfa\x3e" + b"\xc0\x84\x3d" + bytes(1_000_000),
+    "software": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="x" * 500_000)),
+    "held": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, held=[wire_pb2.TaskKey()] * 200_000)),
+    "device": said(eligibility=wire_pb2.Eligibility(device="x" * 500_000)),
+    "kind": said(progress=wire_pb2.Progress(key=wire_pb2.TaskKey(kind="x" * 500_000))),
+    "a field that nobody knows": b"\xfa\x3e" + b"\xa0\xc2\x1e" + bytes(500_000),
     "groups in groups": b"\x0b" * 100_000,
     "a length beyond the message": b"\x0a\xff\xff\xff\xff\x0f",
     "text that is none": b"\x0a\x04\x12\x02\xff\xfe",
@@ -473,7 +473,7 @@ def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path:
 def test_a_flood_is_read_at_its_pace(site: Site) -> None:
     """The rest waits in the peer's own buffers, and the window of its connection."""
     flooder, honest = site.enrolled("flooder"), site.enrolled("honest")
-    big = wire_pb2.Result(envelope=wire_pb2.Envelope(), data=bytes(1 << 20))
+    big = wire_pb2.Result(envelope=wire_pb2.Envelope(), data=bytes(wire.CHUNK_BYTES))
 
     async def flood(session: DoorSession) -> None:
         for _ in range(1000):
