@@ -147,9 +147,16 @@ class Keep:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Send a reply."""
+    """Send a reply.
+
+    Attributes:
+        held: Which.
+        is_asked_again: Whether its task came once more. One that was sent before a coordinator
+            had opened its exchange again, after a restart, was not heard.
+    """
 
     held: HeldReply
+    is_asked_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -250,7 +257,7 @@ def _offered(here: Conversation, task: OpenTask) -> Step:
     if here.unmet or here.is_stopping:
         return here, ()  # the session is about to end; the next one is offered it again
     if here.held is not None and here.held.key == task.key:
-        return here, (Deliver(here.held),)
+        return here, (Deliver(here.held, is_asked_again=True),)
     if here.task is None:
         return _start(here, task)
     if here.task.key == task.key and not here.is_called_off:

@@ -242,8 +242,8 @@ class Runtime:
                 self._home.close_task()
             case Keep(answered):
                 await self._keep(answered)
-            case Deliver(held):
-                self._deliver(held)
+            case Deliver(held, is_asked_again):
+                self._deliver(held, is_asked_again=is_asked_again)
             case Drop(held, reason):
                 _log.info("reply_dropped", round_num=held.key.round_num, reason=reason)
                 self._home.drop(held)
@@ -401,9 +401,12 @@ class Runtime:
 
     # Replies
 
-    def _deliver(self, held: HeldReply) -> None:
+    def _deliver(self, held: HeldReply, *, is_asked_again: bool) -> None:
         link = self._link
-        if link is None or held.key in link.delivered:
+        # An upload that was not heard has ended with an error; what went inside the session
+        # may be lost without one, and is recognised if it was not.
+        is_due = is_asked_again and _is_inline(held)
+        if link is None or (held.key in link.delivered and not is_due):
             return
         link.delivered.add(held.key)
         self._emit(EventKind.UPLOADING, key=held.key)
@@ -412,7 +415,7 @@ class Runtime:
 
     async def _send_reply(self, link: _Link, held: HeldReply) -> None:
         try:
-            if held.num_bytes <= min(held.max_inline_bytes, wire.MAX_INLINE_BYTES):
+            if _is_inline(held):
                 await link.session.send(self._result(held.key, held.path.read_bytes()))
             else:
                 envelope = self._envelope(held.key, held.sha256, held.num_bytes)
@@ -648,6 +651,10 @@ def _kind_of(device: torch.device | str) -> str:
 
 def _failed(task: OpenTask, reason: str) -> Answered:
     return Answered(task, encode(Failure(reason)), None)
+
+
+def _is_inline(held: HeldReply) -> bool:
+    return held.num_bytes <= min(held.max_inline_bytes, wire.MAX_INLINE_BYTES)
 
 
 def _download_name(key: TaskKey) -> str:

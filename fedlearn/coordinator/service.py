@@ -54,6 +54,9 @@ __all__ = ["Door", "DoorChannel", "DoorSettings"]
 #: Seconds between two looks at the registry and at who leads.
 _POLL_S = 1.0
 
+#: Seconds past the grace in which calls that were cancelled have to end.
+_STOP_S = 0.5
+
 #: Connections whose client has been recognised, of those that are remembered.
 _MAX_PEERS = 1 << 16
 
@@ -358,9 +361,12 @@ class Door:
         self._desk.abandon()
         for session in self._hall.sessions():
             self._hall.send_away(session, "the coordinator is stopping", after_s=1.0)
-        await self._server.stop(grace_s)
-        if self._enrolment_server is not None:
-            await self._enrolment_server.stop(grace_s)
+        servers = [each for each in (self._server, self._enrolment_server) if each is not None]
+        stopping = [asyncio.create_task(each.stop(grace_s)) for each in servers]
+        # gRPC waits on for calls whose client is gone without a word: until its keepalive ends.
+        _, late = await asyncio.wait(stopping, timeout=grace_s + _STOP_S)
+        if late:
+            _log.warning("door_closed_late", servers=len(late), waited_s=grace_s + _STOP_S)
 
     async def _keep_polling(self) -> None:
         while True:

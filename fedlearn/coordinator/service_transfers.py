@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -236,12 +236,18 @@ class Transfers:
                     writing, chunks = self._write_to(upload, chunks), []
             await asyncio.shield(writing)
         finally:
-            await asyncio.wait({writing})  # the file is not closed under it
-            if chunks and writing.exception() is None:
-                writing = self._write_to(upload, chunks)
-                await asyncio.wait({writing})
-                writing.exception()  # this upload is over already
+            await _to_its_end(self._flush(upload, writing, chunks))
         return missing
+
+    async def _flush(
+        self, upload: PartialUpload, writing: "asyncio.Future[None]", chunks: list[memoryview]
+    ) -> None:
+        """Write what has come and wait for it: the file is not closed under a write."""
+        await asyncio.wait({writing})
+        if chunks and writing.exception() is None:
+            writing = self._write_to(upload, chunks)
+            await asyncio.wait({writing})
+            writing.exception()  # this upload is over already
 
     def _num_together(self) -> int:
         """Return how many chunks of an upload are handed to the disk together.
@@ -309,6 +315,22 @@ class Transfers:
             self._running[client_id] -= 1
             if not self._running[client_id]:
                 del self._running[client_id]
+
+
+async def _to_its_end(coroutine: Coroutine[object, object, None]) -> None:
+    """Wait for ``coroutine``; a cancellation meanwhile is raised once it is done.
+
+    A connection that is cut both ends a read and cancels the call, in either order.
+    """
+    task, cancelled = asyncio.create_task(coroutine), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def _parsed_request(data: bytes) -> wire_pb2.DownloadRequest:

@@ -92,7 +92,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task that is offered again is not begun again": ((*WORKING, Offered(task())), STARTED),
     "a task that is answered is answered again, not worked on again": (
         (*FINISHED, Offered(task())),
-        [*SENT, Deliver(held())],
+        [*SENT, Deliver(held(), is_asked_again=True)],
     ),
     "a reply waits for the next session": (
         (*WORKING, Disconnected(), answered(), Kept(held()), HELLO),

@@ -1,0 +1,61 @@
+"""A model that counts who took part, and clients that vote with it instead of training.
+
+Client k of round r adds 1 to ``votes[r, k]`` and nothing to anything else. The mean of n reports
+puts exactly 1/n there: the model after a round says who was counted, and how often.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.core.clock import SystemClock
+
+MAX_ROUNDS, MAX_CLIENTS = 64, 8
+
+#: Environment variable: the folder in which a test holds clients back and hears of them.
+STAGE = "SURVIVAL_STAGE"
+
+_LOOK_S = 0.02
+
+
+class Ballots(nn.Module):
+    """Zeros everywhere: sums of whole numbers stay exact. ``ballast`` is its size in floats."""
+
+    def __init__(self, ballast: int) -> None:
+        super().__init__()
+        self.votes = nn.Parameter(torch.zeros(MAX_ROUNDS, MAX_CLIENTS))
+        self.weight = nn.Parameter(torch.zeros(64, 10))
+        self.ballast = nn.Parameter(torch.zeros(ballast))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features.flatten(1) @ self.weight
+
+
+class Voter:
+    """Votes; while the file ``hold`` or ``hold-K`` is on the stage, it trains on and on."""
+
+    num_examples = 1
+    device = "cpu"
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        stage, me, clock = Path(os.environ[STAGE]), context.client_id, SystemClock()
+        with (stage / f"trained-{me}").open("a") as stream:
+            stream.write(f"{context.round_num}\n")
+        while (stage / "hold").exists() or (stage / f"hold-{me}").exists():
+            context.control.check()
+            clock.sleep(_LOOK_S)
+        votes = tensors["votes"].clone()
+        votes[context.round_num, me] += 1.0
+        return LocalResult(
+            tensors={**tensors, "votes": votes},
+            num_examples=1,
+            metrics={"loss": 0.0},
+            state={},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={"votes": float(tensors["votes"].sum())})

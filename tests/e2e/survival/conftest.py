@@ -1,0 +1,27 @@
+"""The processes of this folder come from one launcher; its modules import each other."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.e2e.survival.harness import Launcher, Site  # noqa: E402 (found by the line above)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Starts processes; those that are left end with the session."""
+    with Launcher.start() as started:
+        yield started
+
+
+@pytest.fixture
+def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
+    """A deployment on SQLite, not configured yet."""
+    with Site(launcher, tmp_path, store_url=None) as site:
+        yield site

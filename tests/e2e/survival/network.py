@@ -1,0 +1,121 @@
+"""A network that a test slows down, freezes and cuts: a TCP proxy that counts what passes."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
+
+from fedlearn.core.clock import SystemClock
+
+_PIECE_BYTES = 32 << 10
+_BUFFER_BYTES = 64 << 10
+
+
+@dataclass
+class Way:
+    """One direction.
+
+    Attributes:
+        num_bytes: Passed so far, over all connections.
+        trips_at: Trip when so many have passed; ``None``: never.
+    """
+
+    num_bytes: int = 0
+    trips_at: int | None = None
+
+
+@dataclass
+class Proxy:
+    """Stands between a client and a coordinator.
+
+    Attributes:
+        target: ``host:port`` of the coordinator.
+        bytes_per_s: Of each connection and direction.
+        freezes: Whether a trip lets nothing pass any more; otherwise it cuts all connections
+            and takes no others.
+        up: From the client.
+        down: To the client.
+        tripped: Set by a trip.
+    """
+
+    target: str
+    bytes_per_s: float
+    freezes: bool = False
+    up: Way = field(default_factory=Way)
+    down: Way = field(default_factory=Way)
+    tripped: Event = field(default_factory=Event)
+    _lock: Lock = field(default_factory=Lock)
+    _sockets: list[socket.socket] = field(default_factory=list)
+    _thaw: Event = field(default_factory=Event)
+
+    @contextmanager
+    def running(self) -> Iterator["Proxy"]:
+        """Take connections until the block ends."""
+        self._thaw.set()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._listener = listener
+            Thread(target=self._accept, daemon=True).start()
+            try:
+                yield self
+            finally:
+                self._thaw.set()
+                self._trip(forever=True)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def restore(self) -> None:
+        """Let everything pass again."""
+        self.up.trips_at = self.down.trips_at = None
+        self.tripped.clear()
+        self._thaw.set()
+
+    def _accept(self) -> None:
+        host, _, port = self.target.rpartition(":")
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                if self.tripped.is_set():
+                    client.close()
+                    continue
+                try:
+                    server = socket.create_connection((host, int(port)))
+                except ConnectionError:
+                    client.close()
+                    continue
+                for each in (client, server):
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+                with self._lock:
+                    self._sockets += [client, server]
+                for way, ends in ((self.up, (client, server)), (self.down, (server, client))):
+                    Thread(target=self._pump, args=(way, *ends), daemon=True).start()
+
+    def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        clock = SystemClock()
+        with suppress(OSError):
+            while data := source.recv(_PIECE_BYTES):
+                self._thaw.wait()
+                sink.sendall(data)
+                with self._lock:
+                    way.num_bytes += len(data)
+                    trips = way.trips_at is not None and way.num_bytes >= way.trips_at
+                if trips and not self.tripped.is_set():
+                    self._trip(forever=False)
+                clock.sleep(len(data) / self.bytes_per_s)
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _trip(self, *, forever: bool) -> None:
+        self.tripped.set()
+        if self.freezes and not forever:
+            self._thaw.clear()
+            return
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()

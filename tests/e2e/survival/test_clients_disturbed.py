@@ -1,0 +1,174 @@
+"""Clients that are killed, cut off, frozen, or wrong about the time."""
+
+import signal
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.survival.harness import LARGE, LONG_S, Site, audit, until, until_said
+from tests.e2e.survival.network import Proxy
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+
+#: 8 MB: some seconds on the slowed network.
+_BALLAST = 2_000_000
+_MODEL_BYTES = 4 * _BALLAST
+_BYTES_PER_S = 6e6
+_DEADLINE_S = 3.0
+
+
+@pytest.mark.parametrize("disturbance", ["cut", "kill"])
+@pytest.mark.parametrize("way", ["download", "upload"])
+def test_a_transfer_goes_on_where_it_was(site: Site, way: str, disturbance: str) -> None:
+    """Cut off, or killed and started again, in the middle: about half a model is left to move.
+
+    Whoever began again would move one and a half models.
+    """
+    site.configure(num_rounds=1, num_clients=1, ballast=_BALLAST)
+    coordinator = site.serving()
+    target = site.config.coordinator.address
+    with Proxy(target, bytes_per_s=_BYTES_PER_S, freezes=disturbance == "kill").running() as proxy:
+        site.reconfigure(public_addresses=(proxy.address,))
+        counted = proxy.down if way == "download" else proxy.up
+        counted.trips_at = _MODEL_BYTES // 2
+        (client,) = site.populate()
+        assert proxy.tripped.wait(30.0)
+        if disturbance == "kill":
+            client.kill()
+            site.join(0)
+        proxy.restore()
+        assert coordinator.wait() == 0, coordinator.tail()
+        audit(site)
+        assert site.trained(0) == [0]
+        assert _MODEL_BYTES <= counted.num_bytes < 1.3 * _MODEL_BYTES
+
+
+def test_a_client_that_is_killed_while_it_trains_trains_again(site: Site) -> None:
+    """The round waits for it, and nobody else notices."""
+    site.configure(num_rounds=1)
+    coordinator = site.serving()
+    with site.holding(2):
+        clients = site.populate()
+        until(lambda: site.trained(2) == [0])
+        clients[2].kill()
+        site.join(2)
+        until(lambda: site.trained(2) == [0, 0])
+    assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert site.trained(0) == [0]
+
+
+def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: Site) -> None:
+    """It has finished, and the coordinator stands still: the reply waits on the client's disk."""
+    site.configure(num_rounds=1)
+    coordinator = site.serving()
+    with site.holding(2):
+        clients = site.populate()
+        until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
+        coordinator.send(signal.SIGSTOP)
+    until(lambda: any((site.folder / "client-2" / "spool").glob("*/reply.json")))
+    clients[2].kill()
+    coordinator.send(signal.SIGCONT)
+    site.join(2)
+    assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert site.trained(2) == [0]
+
+
+@pytest.mark.parametrize("ballast", [0, LARGE], ids=["inline", "upload"])
+def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
+    site: Site, ballast: int
+) -> None:
+    """After a restart the door is open first; a client with a reply does not wait for anything."""
+    site.configure(num_rounds=1, num_clients=1, ballast=ballast)
+    first = site.serving()
+    with site.holding():
+        site.populate()
+        until(lambda: site.trained(0) == [0])
+        first.kill()
+    until(lambda: any((site.folder / "client-0" / "spool").glob("*/reply.json")))
+    second = site.coordinator(sabotages=["linger"])
+    assert second.wait(within_s=LONG_S / 3) == 0, second.tail()
+    audit(site)
+    assert site.trained(0) == [0]
+
+
+@pytest.mark.parametrize("sabotages", [(), ("dawdle",)], ids=["", "control"])
+def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
+    site: Site, sabotages: tuple[str, ...]
+) -> None:
+    """By no more than a second, by the coordinator's own record; awake again, it takes part.
+
+    The control: a coordinator that closes its rounds three seconds late.
+    """
+    site.configure(num_rounds=2 if sabotages else 4, min_reports=2, deadline_s=_DEADLINE_S)
+    coordinator = site.serving(sabotages=sabotages)
+    (site.stage / "hold-2").touch()
+    clients = site.populate()
+    until(lambda: site.trained(2) == [0])
+    (site.stage / "hold").touch()
+    (site.stage / "hold-2").unlink()
+    clients[2].send(signal.SIGSTOP)
+    (site.stage / "hold").unlink()
+    until(lambda: len(site.rounds()) >= 2)
+    seconds = site.rounds()[1].seconds
+    if sabotages:
+        assert seconds > _DEADLINE_S + 1.0
+        return
+    assert _DEADLINE_S <= seconds < _DEADLINE_S + 1.0
+    clients[2].send(signal.SIGCONT)
+    assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert any(number >= 2 for number in site.told(2, "accepted"))
+
+
+def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: Site) -> None:
+    """Half of it has come; then the line is silent and stays open."""
+    site.configure(num_rounds=2, min_reports=2, deadline_s=_DEADLINE_S)
+    coordinator = site.serving()
+    for number in (0, 1):
+        site.enrol(number)
+    target = site.config.coordinator.address
+    with Proxy(target, bytes_per_s=4 * _BYTES_PER_S, freezes=True).running() as proxy:
+        site.reconfigure(public_addresses=(proxy.address,))
+        site.enrol(2)
+        proxy.up.trips_at = 4_000_000 + 2_000_000  # in the second round
+        for number in range(3):
+            site.join(number)
+        assert coordinator.wait() == 0, coordinator.tail()
+        assert proxy.tripped.is_set()
+    audit(site)
+    assert site.told(2, "accepted") == {0}
+    assert _DEADLINE_S <= site.rounds()[1].seconds < _DEADLINE_S + 1.0
+
+
+_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+@pytest.mark.skipif(_FAKETIME is None, reason="libfaketime is not here: apt-get install faketime")
+def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: Site) -> None:
+    """One behind, one ahead, from the moment the certificates are made; no deadline is theirs."""
+    site.configure(num_rounds=2, deadline_s=20.0)
+    coordinator = site.serving()
+    for number in range(3):
+        site.enrol(number)
+    hour = timedelta(hours=1, minutes=2)
+    began = datetime.now(UTC)
+    offsets = (-hour, hour, timedelta())
+    clients = [
+        site.join(
+            number,
+            LD_PRELOAD=str(_FAKETIME),
+            FAKETIME=f"{offset.total_seconds():+.0f}",
+            FAKETIME_DONT_FAKE_MONOTONIC="1",
+        )
+        for number, offset in enumerate(offsets)
+    ]
+    for client, offset in zip(clients, offsets, strict=True):
+        until_said(client, "connected")
+        shown = datetime.fromisoformat(client.log()[0]["timestamp"])
+        assert abs(shown - began - offset) < timedelta(minutes=1)
+    assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3

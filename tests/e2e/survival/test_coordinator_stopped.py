@@ -1,0 +1,101 @@
+"""A coordinator that is told to stop, one whose database goes away, and one at its first start."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from fedlearn.core.clock import SystemClock
+from tests.e2e.survival.harness import Crash, PostgreSQL, Site, audit, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+
+#: What the configuration gives an upload to end; and the process, to leave a busy machine.
+_GRACE_S, _LEAVES_S = 2.0, 8.0
+
+#: Of the database; 30 s are no different, and longer.
+_AWAY_S = 10.0
+
+
+def test_a_stop_parks_the_round_within_its_bound(site: Site) -> None:
+    """SIGTERM, while one client trains on: the next coordinator goes on in the same round.
+
+    The clients are not told anything; each trains once.
+    """
+    site.configure(num_rounds=2, shutdown_grace_s=_GRACE_S)
+    first = site.serving()
+    with site.holding(2):
+        clients = site.populate(hurries=False)
+        until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
+        first.send(signal.SIGTERM)
+        assert until(lambda: first.said("parked") > 0) < _GRACE_S + 1.0
+        assert first.wait(within_s=_LEAVES_S) == 0
+        assert site.rounds() == []
+        second = site.serving()
+        until(lambda: all(client.said("connected") == 2 for client in clients))
+    assert second.wait() == 0, second.tail()
+    audit(site)
+    assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3
+    assert [record.attempt for record in site.rounds()] == [0, 0]
+
+
+@pytest.fixture
+def own_postgresql() -> Iterator[PostgreSQL]:
+    """A server of this test alone: others' must not go away."""
+    with TemporaryDirectory(prefix="pg-", dir="/tmp") as folder:  # a socket's path must be short
+        server = PostgreSQL.make(Path(folder))
+        if server is None:
+            pytest.skip("no PostgreSQL binaries: install postgresql")
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def test_a_database_that_goes_away_in_a_round_is_waited_for(
+    site: Site, own_postgresql: PostgreSQL
+) -> None:
+    """The last replies come meanwhile; nobody is told that they count before it is back."""
+    site.store_url = own_postgresql.url
+    site.configure(num_rounds=2)
+    coordinator, clock = site.serving(), SystemClock()
+    with site.holding(1, 2):
+        site.populate()
+        until(lambda: site.told(0, "accepted") == {0})
+        own_postgresql.stop()
+        clock.sleep(2.0)  # the lease runs out
+    clock.sleep(_AWAY_S - 2.0)
+    assert coordinator.is_running, coordinator.tail()
+    assert site.told(1, "accepted") == site.told(2, "accepted") == set()
+    own_postgresql.start()
+    assert coordinator.wait() == 0, coordinator.tail()
+    assert coordinator.said("database_away") >= 1
+    audit(site)
+    assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3
+
+
+_C = "fedlearn.coordinator"
+_FIRST_STEPS = [
+    Crash("database made, no run", f"{_C}.store:Database.create", "before"),
+    Crash("run made, not deployed", f"{_C}.store:Database.create", "after"),
+    Crash("deployed, no lease", "fedlearn.deployment.record:deploy", "after"),
+    Crash("lease taken, no keys", f"{_C}.store_lease:Lease.try_acquire", "after"),
+    Crash("keys made, no door", f"{_C}.authority:Authority.open", "after"),
+    Crash("door open, no checkpoint", f"{_C}.store:StoredRun.commit", "before"),
+]
+
+
+def test_a_first_start_that_is_killed_at_any_step_is_a_start(site: Site) -> None:
+    """Each step is killed once; then a run begins and ends as if nothing had been."""
+    site.configure(num_rounds=1)
+    for step in _FIRST_STEPS:
+        process = site.coordinator(crash=step)
+        assert process.wait() is None, f"{step.phase}: {process.tail()}"
+        assert process.has_crashed_itself(), f"{step.phase}: {process.tail()}"
+    last = site.serving()
+    site.populate()
+    assert last.wait() == 0, last.tail()
+    audit(site)

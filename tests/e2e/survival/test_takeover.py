@@ -1,0 +1,90 @@
+"""Two coordinators on one PostgreSQL: one dies or stands still, the other goes on."""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fedlearn.cli.failures import RUN_FAILED
+from fedlearn.core.clock import SystemClock
+from tests.e2e.survival.harness import Miscounted, Process, Site, audit, free_addresses, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("postgresql")]
+
+_TAKEOVER_S, _DEADLINE_S = 4.0, 6.0
+
+
+@pytest.fixture
+def site(site: Site, postgresql_url: str) -> Site:
+    """The same, on PostgreSQL."""
+    site.store_url = postgresql_url
+    return site
+
+
+def two(
+    site: Site, *, num_rounds: int, sabotages: Sequence[str] = (), **settings: Any
+) -> tuple[Process, Process]:
+    """Start a coordinator that leads and one that stands by; clients know both."""
+    site.configure(num_rounds=num_rounds, **settings)
+    elsewhere = free_addresses(3)
+    # The second comes first: clients that look for a coordinator need not wait for a frozen one.
+    site.reconfigure(public_addresses=(elsewhere[0], site.config.coordinator.address))
+    first = site.serving()
+    keys = ("address", "enrolment_address", "http_address")
+    listening = [f"--set=coordinator.{k}={v}" for k, v in zip(keys, elsewhere, strict=True)]
+    second = site.coordinator(*listening, sabotages=sabotages)
+    until(lambda: second.said("standby") > 0)
+    return first, second
+
+
+def test_a_second_coordinator_takes_over_within_seconds(site: Site) -> None:
+    """In the middle of a round: two replies were acknowledged by the one that died."""
+    first, second = two(site, num_rounds=2)
+    with site.holding(2):
+        site.populate()
+        until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
+        first.kill()
+        assert until(lambda: second.said("leading") > 0) < _TAKEOVER_S
+    assert second.wait() == 0, second.tail()
+    audit(site)
+    assert [site.trained(number) for number in (0, 1)] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("sabotages", [(), ("share the log",)], ids=["", "control"])
+def test_a_coordinator_that_stood_still_is_fenced_off(
+    site: Site, sabotages: tuple[str, ...]
+) -> None:
+    """It wakes past the deadline of the round that it was in; what it does then harms nobody.
+
+    The control: were the log of replies one file for both, the sleeper would close it on top
+    of a reply that the other one has acknowledged, and a third would not find that.
+    """
+    settings = {"deadline_s": _DEADLINE_S, "min_reports": 1}
+    first, second = two(site, num_rounds=1, sabotages=sabotages, **settings)
+    clock = SystemClock()
+    with site.holding(2):
+        with site.holding(1):
+            clients = site.populate()
+            until(lambda: site.told(0, "accepted") == {0})
+            closes_s = clock.now_s() + _DEADLINE_S
+            first.send(signal.SIGSTOP)
+            assert until(lambda: second.said("serving") > 0) < _TAKEOVER_S
+            clients[1].kill()
+        site.join(1)
+        until(lambda: site.told(1, "accepted") == {0})
+        second.kill()
+        until(lambda: clock.now_s() > closes_s)
+        first.send(signal.SIGCONT)
+        assert first.wait() == RUN_FAILED
+        assert "is coordinated by" in first.tail()
+        assert site.rounds() == []
+        assert not any("cancelled" in line for line in clients[2].lines())
+        third = site.serving()
+    assert third.wait() == 0, third.tail()
+    if sabotages:
+        with pytest.raises(Miscounted, match="was told that it counts"):
+            audit(site)
+        return
+    audit(site)
+    assert site.trained(1) == [0, 0], "once before it was killed itself, and once after"
