@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedlearn import config as cf
 from fedlearn.algorithms import recipes
+from fedlearn.algorithms.aggregators import WeightedMean
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
@@ -30,6 +31,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import behaviour as devices
 from fedlearn.simulation import models, sources
 from fedlearn.simulation.federated_data import (
@@ -74,6 +76,11 @@ class Simulation:
         """The seed of everything random in the run."""
         return Seed(self.config.seed)
 
+    @property
+    def secure(self) -> SecurePlan | None:
+        """What sessions of secure aggregation ask; ``None``: it is off."""
+        return secure_plan(self.config, self.policy, self.algorithm.aggregator)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
@@ -106,6 +113,41 @@ class Deployment:
         return Seed(self.config.seed)
 
 
+def secure_plan(
+    config: cf.Config, policy: StragglerPolicy, aggregator: object
+) -> SecurePlan | None:
+    """Return what sessions of secure aggregation ask; ``None``: it is off.
+
+    Raises:
+        ConfigError: Nothing satisfies the assumptions, a sum could overflow, or the algorithm needs
+            more than the sum.
+    """
+    section = config.secure_aggregation
+    if not section.is_on:
+        return None
+    if not isinstance(aggregator, WeightedMean):
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", but {type(aggregator).__name__} must '
+            "see each update, and the coordinator learns their sum alone; aggregate by a weighted "
+            'mean, or set the mode to "off"'
+        )
+    plan = section.plan(
+        policy.num_asked, min_reports=policy.min_reports, by_examples=aggregator.by_examples
+    )
+    plan.explain()  # raises where a sum could overflow
+    return plan
+
+
+def _require_simulable(config: cf.Config) -> None:
+    section, transport = config.secure_aggregation, config.engine.transport
+    if section.is_on and transport == "engine" and section.simulate_as == "protocol":
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", but engine.transport is "engine", which '
+            'has no client sessions; set engine.transport to "memory" to run the protocol itself, '
+            'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
+        )
+
+
 def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
     """Return the pieces that ``config`` names for a coordinator.
 
@@ -127,6 +169,12 @@ def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
     data = federated_data(config, data_dir=data_dir) if has_data else None
     if data is not None:
         _require_fitting(config.loss, data.test)
+    if config.secure_aggregation.is_on:
+        raise ConfigError(
+            f'secure_aggregation.mode is "{config.secure_aggregation.mode}", but a deployed '
+            "coordinator of this version has no pinned directory of its clients' keys; "
+            'set it to "off", or run `fedlearn simulate`'
+        )
     minimised = objective(config.loss)
     _require_watched(config.early_stopping, minimised)
     return Deployment(
@@ -176,11 +224,12 @@ def around(
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
 
     Raises:
-        ConfigError: More clients are asked in a round than there are, or the run is to stop
-            by an accuracy that the objective does not measure.
+        ConfigError: More clients are asked in a round than there are, the run is to stop by an
+            accuracy that the objective does not measure, or secure aggregation cannot hold.
         DataError: Bandwidth traces are missing.
     """
     _require_watched(config.early_stopping, objective)
+    _require_simulable(config)
     if config.centralized:
         return _pooled(config, make_model, objective, data, algorithm)
     policy, population = config.straggler_policy(), data.population.num_clients
@@ -189,6 +238,7 @@ def around(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
+    secure_plan(config, policy, algorithm.aggregator)
     return Simulation(
         make_model=make_model,
         objective=objective,

@@ -121,6 +121,9 @@ def do_check(experiment: Path | None, *, overrides: Sequence[str], places: Place
     resolved = resolve_config(config, places.site(config, progress_to(sys.stdout, as_json=False)))
     for note in resolved.notes:
         _print(f"# {note}")
+    if (plan := resolved.simulation.secure) is not None:
+        for line in plan.explain().splitlines():
+            _print(f"# {line}")
     _print(render(config).removesuffix("\n"))
 
 

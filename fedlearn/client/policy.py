@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fedlearn.core.messages import EvaluateRequest, Settings, TrainRequest
+from fedlearn.core.messages import EvaluateRequest, SecureRequest, Settings, TrainRequest
 from fedlearn.errors import ConfigError
 
 
@@ -40,16 +40,17 @@ class Policy:
 
         Args:
             kind: Class of the request.
-            settings: How to train; ``None`` while that is not known yet.
+            settings: How to train; ``None`` while that is not known yet, or if nothing is to be
+                trained.
             num_tasks_today: Trainings within the last 24 hours.
         """
         if kind == EvaluateRequest.__name__:
             return None if self.evaluate else "policy: evaluate is off"
-        if kind != TrainRequest.__name__:
-            return None
-        # No request of this version asks for secure aggregation: its update could be read.
-        if self.require_secure_aggregation:
-            return "policy: require_secure_aggregation, and the update would be readable"
+        if kind == TrainRequest.__name__:
+            if self.require_secure_aggregation:
+                return "policy: require_secure_aggregation, and the update would be readable"
+        elif kind != SecureRequest.__name__ or settings is None:
+            return None  # of a session's messages, only one asks for training
         if self.max_tasks_per_day is not None and num_tasks_today >= self.max_tasks_per_day:
             return f"policy: max_tasks_per_day is {self.max_tasks_per_day}"
         return None if settings is None else self._too_many_epochs(settings)

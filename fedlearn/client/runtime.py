@@ -59,7 +59,7 @@ from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.files import write_private
-from fedlearn.core.messages import ClientId, Failure, TrainRequest
+from fedlearn.core.messages import ClientId, Failure, SecureRequest, TrainRequest, training_in
 from fedlearn.errors import Cancelled, ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
@@ -371,7 +371,7 @@ class Runtime:
             return _failed(
                 task, f"a reply of {len(reply)} bytes, at most {task.max_reply_bytes} are taken"
             )
-        if task.key.kind == TrainRequest.__name__:
+        if _has_training(task.key.kind, data):
             self._home.count_task(self._clock.unix_s())
         return Answered(task, reply, None if state == before else state)
 
@@ -381,8 +381,7 @@ class Runtime:
             request = decode(self._home.request.read_bytes())
         except ProtocolError:
             return None  # the session says so
-        train = request if isinstance(request, TrainRequest) else None
-        return self._refusal(type(request).__name__, train)
+        return self._refusal(type(request).__name__, training_in(request))
 
     async def _keep(self, answered: Answered) -> None:
         task = answered.task
@@ -644,6 +643,13 @@ class Runtime:
 def _kind_of(device: torch.device | str) -> str:
     """Return what a coordinator asks for: "cuda", whichever of several GPUs it is."""
     return str(device).partition(":")[0]
+
+
+def _has_training(kind: str, data: bytes) -> bool:
+    """Return whether a request that was answered asked to train."""
+    if kind == SecureRequest.__name__:  # one message of several
+        return training_in(decode(data)) is not None
+    return kind == TrainRequest.__name__
 
 
 def _failed(task: OpenTask, reason: str) -> Answered:

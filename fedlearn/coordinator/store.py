@@ -280,9 +280,7 @@ class StoredRun:
         """
         checkpoint = self.load()
         if checkpoint is None:
-            raise StoreError(
-                f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`"
-            )
+            raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
         return _under("best/", checkpoint=checkpoint) or _under("params/", checkpoint=checkpoint)
 
     def rewind(self) -> Checkpoint:

@@ -49,6 +49,19 @@ def test_a_readable_update_is_refused_where_secure_aggregation_is_required() -> 
     assert policy.refusal("EvaluateRequest", settings=None, num_tasks_today=0) is None
 
 
+def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None:
+    """And is held to the other rules, in the one message of a session that asks for training."""
+    policy = Policy(require_secure_aggregation=True, max_epochs=2, max_tasks_per_day=1)
+
+    def asked(settings: Settings | None, num_tasks_today: int) -> str | None:
+        return policy.refusal("SecureRequest", settings=settings, num_tasks_today=num_tasks_today)
+
+    assert asked({"epochs": 2}, 0) is None
+    assert asked({"epochs": 3}, 0) is not None
+    assert asked({"epochs": 2}, 1) == "policy: max_tasks_per_day is 1"
+    assert asked(None, 1) is None  # shares of what was trained before
+
+
 @pytest.mark.parametrize("name", ["max_epochs", "max_tasks_per_day"])
 def test_a_negative_maximum_is_refused(name: str) -> None:
     """It would forbid what zero forbids already: most likely a slip."""
