@@ -112,6 +112,11 @@ class Deployment:
         """The seed of everything random in the run that need not be secret."""
         return Seed(self.config.seed)
 
+    @property
+    def secure(self) -> SecurePlan | None:
+        """What sessions of secure aggregation ask; ``None``: it is off."""
+        return secure_plan(self.config, self.policy, self.algorithm.aggregator)
+
 
 def secure_plan(
     config: cf.Config, policy: StragglerPolicy, aggregator: object
@@ -169,21 +174,17 @@ def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
     data = federated_data(config, data_dir=data_dir) if has_data else None
     if data is not None:
         _require_fitting(config.loss, data.test)
-    if config.secure_aggregation.is_on:
-        raise ConfigError(
-            f'secure_aggregation.mode is "{config.secure_aggregation.mode}", but a deployed '
-            "coordinator of this version has no pinned directory of its clients' keys; "
-            'set it to "off", or run `fedlearn simulate`'
-        )
     minimised = objective(config.loss)
     _require_watched(config.early_stopping, minimised)
+    policy, chosen = config.straggler_policy(), algorithm(config)
+    secure_plan(config, policy, chosen.aggregator)
     return Deployment(
         make_model=model_factory(config, data),
         objective=minimised,
         test=None if data is None else data.test,
-        algorithm=algorithm(config),
+        algorithm=chosen,
         sampler=sampler(config.cohort),
-        policy=config.straggler_policy(),
+        policy=policy,
         requirements=Requirements(**config.coordinator.eligibility.model_dump()),
         config=config,
     )

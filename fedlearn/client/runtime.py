@@ -61,6 +61,7 @@ from fedlearn.core.codec import decode, encode
 from fedlearn.core.files import write_private
 from fedlearn.core.messages import ClientId, Failure, SecureRequest, TrainRequest, training_in
 from fedlearn.errors import Cancelled, ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.secagg.client import SecureClient
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, signed_bytes
@@ -316,8 +317,24 @@ class Runtime:
         self._emit(EventKind.TRAINING, key=task.key)
         self._report_phase(task.key, wire_pb2.Progress.TRAINING)
         assert self._enrolment is not None  # a task came over a session
-        session = ClientSession(self._enrolment.client_id, self._trainer)
+        session = ClientSession(
+            self._enrolment.client_id, self._trainer, self._secure(self._enrolment)
+        )
         return await loop.run_in_executor(self._worker, self._train, task, session, control)
+
+    def _secure(self, enrolment: Enrolment) -> SecureClient | None:
+        """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
+        coordinator_key = enrolment.invitation.coordinator_key
+        if not coordinator_key:
+            return None
+        return SecureClient(
+            client_id=enrolment.client_id,
+            signer=enrolment.identity,
+            coordinator_key=coordinator_key,
+            directory={enrolment.client_id: enrolment.identity.public_key},
+            policy=self._policy.secure_terms(),
+            num_threads=torch.get_num_threads(),
+        )
 
     def _refusal(self, kind: str, request: TrainRequest | None) -> str | None:
         settings = None if request is None else request.settings

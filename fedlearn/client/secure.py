@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import safetensors.torch
@@ -10,16 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.messages import SecureRequest, TrainReply
-from fedlearn.errors import ProtocolError
+from fedlearn.core.messages import ClientId, SecureRequest, TrainReply
+from fedlearn.errors import PolicyViolation, ProtocolError
 from fedlearn.secagg import messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.fixed_point import LaneRole
+from fedlearn.secagg.keys import KEY_BYTES
 from fedlearn.secagg.plan import HAS_LOSS, LOSS, NUM_EXAMPLES, clipped
 from fedlearn.secagg.terms import Contribution, Terms
 
 #: Among a trainer's tensors; a model's names have no such prefix.
 _SESSION = "fedlearn/secagg"
+_PINS = "fedlearn/pins"
+
+_ID_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +33,7 @@ class Kept:
     Attributes:
         trainer: What the trainer keeps.
         session: Its part in sessions of secure aggregation; ``None``: it has never had any.
+        pins: Identity keys of other clients, as they were first seen in this run.
 
     Example:
         >>> Kept.of(b"").to_bytes()
@@ -37,6 +42,7 @@ class Kept:
 
     trainer: Mapping[str, Tensor]
     session: ClientState | None
+    pins: Mapping[ClientId, bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: bytes) -> "Kept":
@@ -48,15 +54,32 @@ class Kept:
         tensors = safetensors.torch.load(data) if data else {}
         kept = tensors.pop(_SESSION, None)
         session = None if kept is None else ClientState.from_bytes(kept.numpy().tobytes())
-        return cls(trainer=tensors, session=session)
+        return cls(trainer=tensors, session=session, pins=_read_pins(tensors.pop(_PINS, None)))
 
     def to_bytes(self) -> bytes:
         """Return this as bytes; with a session they hold secret keys."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.trainer.items()}
         if self.session is not None:
-            octets = np.frombuffer(self.session.to_bytes(), np.uint8).copy()
-            tensors[_SESSION] = torch.from_numpy(octets)
+            tensors[_SESSION] = _octets(self.session.to_bytes())
+        if self.pins:
+            rows = (each.to_bytes(_ID_BYTES, "little") + key for each, key in self.pins.items())
+            tensors[_PINS] = _octets(b"".join(rows))
         return safetensors.torch.save(tensors) if tensors else b""
+
+    def pinning(self, told: Mapping[ClientId, bytes]) -> "Kept":
+        """Return this with the keys that a coordinator told of, which may add and never change.
+
+        Raises:
+            PolicyViolation: A key is of a wrong length, or another than the one pinned.
+        """
+        for client_id, key in told.items():
+            if len(key) != KEY_BYTES or self.pins.get(client_id, key) != key:
+                raise PolicyViolation(
+                    rule="pinned identity keys",
+                    asked=f"another key of client {client_id}",
+                    limit="the one that was seen first in this run",
+                )
+        return replace(self, pins={**self.pins, **told})
 
     def session_for(self, message: bytes) -> ClientState:
         """Return the state to answer a message from; the first terms name the run.
@@ -83,7 +106,18 @@ def after_failure(data: bytes) -> bytes:
         return data  # nothing that could be answered from
     if kept.session is None or kept.session.step is None:
         return data
-    return Kept(trainer=kept.trainer, session=kept.session.at(None)).to_bytes()
+    return replace(kept, session=kept.session.at(None)).to_bytes()
+
+
+def _octets(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _read_pins(kept: Tensor | None) -> dict[ClientId, bytes]:
+    data = b"" if kept is None else kept.numpy().tobytes()
+    width = _ID_BYTES + KEY_BYTES
+    rows = [data[begin : begin + width] for begin in range(0, len(data), width)]
+    return {ClientId(int.from_bytes(row[:_ID_BYTES], "little")): row[_ID_BYTES:] for row in rows}
 
 
 def contribution(

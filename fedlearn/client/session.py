@@ -25,6 +25,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import AggregationAborted, Cancelled, PolicyViolation, ProtocolError
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.plan import request_hash
+from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 
 
@@ -94,7 +95,10 @@ class ClientSession:
     ) -> tuple[Reply, Kept]:
         """Answer one message of a session; the vector leaves clipped, in fixed point, masked."""
         if self.secure is None:
-            raise ProtocolError("this client has no identity for secure aggregation")
+            raise AggregationAborted(
+                stage=Stage.ADVERTISE,
+                reason="this client was enrolled without the coordinator's key; invite it anew",
+            )
         trained = dict(kept.trainer)
 
         def contribute(terms: Terms) -> Contribution:
@@ -106,10 +110,14 @@ class ClientSession:
             trained.update(trainer)
             return contribution(terms, request, update, request_hash=named)
 
+        kept = kept.pinning(request.directory)
+        # What the client was given beforehand counts more than what it is told.
+        directory = {**kept.pins, **self.secure.directory} if kept.pins else self.secure.directory
+        secure = replace(self.secure, directory=directory)
         session = kept.session_for(request.message)
-        message, session = self.secure.handle(request.message, session, contribute=contribute)
+        message, session = secure.handle(request.message, session, contribute=contribute)
         reply = SecureReply(round_num=request.round_num, message=message)
-        return reply, Kept(trainer=trained, session=session)
+        return reply, replace(kept, trainer=trained, session=session)
 
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl

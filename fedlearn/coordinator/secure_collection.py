@@ -14,7 +14,7 @@ below its minimum, and the run tries again with fresh keys or goes on, as its po
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -56,6 +56,9 @@ _log = structlog.get_logger(__name__)
 MessageT = TypeVar("MessageT")
 
 
+_NOBODY: Mapping[ClientId, bytes] = {}
+
+
 def _never() -> bool:
     return False
 
@@ -77,6 +80,8 @@ class SecureCollector:
         run_id: Of the run, 16 bytes; no two runs share one.
         signer: The coordinator's identity.
         directory: Identity keys of all clients.
+        sends_directory: Whether clients are told the keys of their cohort; where they have them
+            already, they are not.
         stage_deadline_s: Seconds for each stage without training.
         num_threads: Threads to expand masks on.
     """
@@ -88,6 +93,7 @@ class SecureCollector:
     run_id: bytes
     signer: keys.Signer
     directory: Mapping[ClientId, bytes]
+    sends_directory: bool
     stage_deadline_s: float
     num_threads: int
 
@@ -134,8 +140,16 @@ class SecureCollector:
             request_hash=request_hash(training),
         )
         asking = _Asking(self.channel, training, roll, self.stage_deadline_s)
-        signed, advertising = open_session(terms, signer=self.signer, directory=self.directory)
-        asking.same(Stage.ADVERTISE, cohort, signed, messages.Advert, advertising.receive)
+        known = {each: self.directory[each] for each in cohort if each in self.directory}
+        signed, advertising = open_session(terms, signer=self.signer, directory=known)
+        asking.same(
+            Stage.ADVERTISE,
+            cohort,
+            signed,
+            messages.Advert,
+            advertising.receive,
+            directory=known if self.sends_directory else {},
+        )
         roster, sharing = advertising.close()
         members = [advert.client_id for advert in roster.adverts]
         asking.same(Stage.SHARE, members, roster, messages.Shares, sharing.receive)
@@ -252,9 +266,11 @@ class _Asking:
         receive: Callable[[ClientId, MessageT], None],
         *,
         is_enough: Callable[[], bool] = _never,
+        directory: Mapping[ClientId, bytes] = _NOBODY,
     ) -> None:
         """Send all the same message."""
-        requests = dict.fromkeys(asked, self._request(message, with_training=False))
+        request = replace(self._request(message, with_training=False), directory=directory)
+        requests = dict.fromkeys(asked, request)
         deadline_s = self.stage_deadline_s
         self._exchange(stage, requests, kind, receive, deadline_s=deadline_s, is_enough=is_enough)
 

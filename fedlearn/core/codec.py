@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from fedlearn.core.messages import (
+    ClientId,
     EvaluateReply,
     EvaluateRequest,
     Failure,
@@ -245,6 +246,7 @@ def _take_secure_apart(
         "round_num": message.round_num,
         "attempt": message.attempt,
         "lanes": {lane: list(names) for lane, names in message.lanes.items()},
+        "directory": {str(client): key.hex() for client, key in message.directory.items()},
         "train": {} if train is None else {"settings": dict(train.settings), "seed": train.seed},
     }
     if train is not None:
@@ -313,6 +315,7 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
 def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureRequest:
     round_num, attempt = fields.integer("round_num"), fields.integer("attempt")
     lanes = fields.mapping("lanes", _is_names)
+    directory = _directory(fields.mapping("directory", lambda key: isinstance(key, str)))
     inner = _Fields(fields.mapping("train", lambda _: True))
     message = _bytes_of(tensors.get(_MESSAGE, torch.empty(0)))
     model = {name: value for name, value in tensors.items() if name != _MESSAGE}
@@ -331,8 +334,23 @@ def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureR
     elif model:
         raise ProtocolError("malformed message: a model without a request to train")
     return SecureRequest(
-        round_num=round_num, attempt=attempt, message=message, train=train, lanes=lanes
+        round_num=round_num,
+        attempt=attempt,
+        message=message,
+        train=train,
+        lanes=lanes,
+        directory=directory,
     )
+
+
+def _directory(keys: Mapping[str, str]) -> dict[ClientId, bytes]:
+    try:
+        found = {ClientId(int(client)): bytes.fromhex(key) for client, key in keys.items()}
+    except ValueError as error:
+        raise ProtocolError(f"malformed message: an identity key: {error}") from error
+    if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
+        raise ProtocolError("malformed message: the directory has impossible clients")
+    return found
 
 
 def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:

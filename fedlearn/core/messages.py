@@ -60,6 +60,8 @@ class SecureRequest:
         train: What to train on, in the stage where that happens; else ``None``. Of the same round
             and attempt.
         lanes: With ``train``: by lane of the sum the tensors that are laid end to end in it.
+        directory: In the first stage of a deployment, the cohort's identity keys (Ed25519, 32 bytes
+            each), for clients to pin.
     """
 
     round_num: int
@@ -67,6 +69,7 @@ class SecureRequest:
     message: bytes
     train: TrainRequest | None = None
     lanes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    directory: Mapping[ClientId, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -305,6 +305,7 @@ def _over_sessions(
         run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
         signer=identities.coordinator[0],
         directory=identities,
+        sends_directory=False,
         stage_deadline_s=config.secure_aggregation.stage_deadline_s,
         num_threads=torch.get_num_threads(),
     )

@@ -174,7 +174,7 @@ def clipped(values: Tensor, bound: float) -> Tensor:
 
 
 def request_hash(request: SecureRequest) -> bytes:
-    """Return the hash by which terms name what is trained on: of all but the message."""
+    """Return the hash by which terms name what is trained on, whatever else is sent with it."""
     bare = SecureRequest(
         round_num=request.round_num,
         attempt=request.attempt,

@@ -87,6 +87,7 @@ class Desk:
             for i, trainer in enumerate(trainers)
         ]
         self.states = [b""] * 3
+        self.directory: Mapping[ClientId, bytes] = {}
 
     def terms(self, *, attempt: int = 0, hashed: SecureRequest = TRAINING) -> Terms:
         return PLAN.terms(
@@ -105,7 +106,9 @@ class Desk:
         """Return the message in a client's reply, or its failure."""
         request = replace(TRAINING, message=messages.encode(message))
         if not train:
-            request = replace(request, train=None, lanes={})
+            begins = isinstance(message, messages.SignedTerms)
+            directory = self.directory if begins else {}
+            request = replace(request, train=None, lanes={}, directory=directory)
         reply, self.states[client] = self.sessions[client].handle(
             encode(request), self.states[client]
         )
@@ -194,6 +197,34 @@ def test_terms_below_the_policy_are_refused_in_words() -> None:
     assert "`max_clip`: asked 1, allowed at most 0.5" in refused.reason
 
 
+def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
+    """A client that knows nobody learns the cohort at its first advert."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    told = dict(desk.identities)
+    for i, session in enumerate(desk.sessions):
+        assert session.secure is not None
+        own = {ClientId(i): told[ClientId(i)]}
+        desk.sessions[i] = replace(session, secure=replace(session.secure, directory=own))
+    desk.directory = told
+    packets = desk.packets(desk.terms())
+    assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
+    assert Kept.of(desk.states[0]).pins == told
+    desk.directory = {ClientId(1): told[ClientId(2)]}
+    refused = desk.ask(0, desk.open(desk.terms(attempt=1))[0])
+    assert isinstance(refused, Failure)
+    assert "`pinned identity keys`: asked another key of client 1" in refused.reason
+    desk.directory = told
+    assert isinstance(desk.ask(0, desk.open(desk.terms(attempt=1))[0]), messages.Advert)
+
+
+def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
+    """Nor is anything else of that message."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    desk.directory = {ClientId(1): b"short"}
+    assert isinstance(desk.ask(0, desk.open(desk.terms())[0]), Failure)
+    assert desk.states[0] == b""
+
+
 def test_a_client_without_examples_adds_nothing() -> None:
     """As in the clear, where its reply would be refused."""
     desk = Desk([Trainer(num_examples=0), Trainer(), Trainer()])
@@ -205,7 +236,9 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
     """It says so, and still trains in the clear."""
     session = ClientSession(ClientId(0), Trainer())
     reply, state = session.handle(encode(replace(TRAINING, message=b"x")), b"")
-    assert isinstance(decode(reply), Failure)
+    failure = decode(reply)
+    assert isinstance(failure, Failure)
+    assert "invite it anew" in failure.reason
     assert state == b""
     assert isinstance(decode(session.handle(encode(TRAIN), b"")[0]), TrainReply)
 

@@ -181,6 +181,7 @@ class Federation:
             run_id=bytes(16),
             signer=identities.coordinator[0],
             directory=identities,
+            sends_directory=False,
             stage_deadline_s=5.0,
             num_threads=1,
         )

@@ -13,6 +13,7 @@ import torch
 
 from fedlearn.core.codec import VERSION, decode, encode
 from fedlearn.core.messages import (
+    ClientId,
     EvaluateReply,
     EvaluateRequest,
     Failure,
@@ -203,6 +204,7 @@ def secure_request(message: bytes, *, with_training: bool) -> SecureRequest:
         message=message,
         train=train if with_training else None,
         lanes={"parameters": ["message", "model/w"]} if with_training else {},
+        directory={} if with_training else {ClientId(3): bytes(range(32))},
     )
 
 
@@ -215,6 +217,7 @@ def test_a_message_of_secure_aggregation_travels(body: bytes, with_training: boo
     assert isinstance(found, SecureRequest)
     assert (found.round_num, found.attempt, found.message) == (2, 1, body)
     assert {lane: list(names) for lane, names in found.lanes.items()} == sent.lanes
+    assert found.directory == sent.directory
     assert encode(found) == encode(sent)
     train = training_in(found)
     assert (train is not None) == with_training
@@ -230,7 +233,13 @@ def test_a_reply_of_secure_aggregation_travels() -> None:
     assert (found.round_num, found.message) == (7, b"masked")
 
 
-SECURE: Mapping[str, Any] = {"round_num": 1, "attempt": 0, "lanes": {}, "train": {}}  # Any: JSON
+SECURE: Mapping[str, Any] = {
+    "round_num": 1,
+    "attempt": 0,
+    "lanes": {},
+    "train": {},
+    "directory": {},
+}  # Any: JSON
 OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
 
 
@@ -248,6 +257,11 @@ OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
         ({"lanes": {"parameters": "w"}}, OCTETS),
         ({"lanes": {"parameters": [1]}}, OCTETS),
         ({"attempt": -1}, OCTETS),
+        ({"directory": {"1": "zz"}}, OCTETS),
+        ({"directory": {"one": "00"}}, OCTETS),
+        ({"directory": {"-1": "00"}}, OCTETS),
+        ({"directory": {"1": "00", "01": "00"}}, OCTETS),
+        ({"directory": {"1": 0}}, OCTETS),
     ],
 )
 def test_a_malformed_secure_request_is_refused(
