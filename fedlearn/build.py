@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedlearn import config as cf
 from fedlearn.algorithms import recipes
+from fedlearn.algorithms.aggregators import WeightedMean
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
@@ -30,6 +31,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import behaviour as devices
 from fedlearn.simulation import models, sources
 from fedlearn.simulation.federated_data import (
@@ -74,6 +76,11 @@ class Simulation:
         """The seed of everything random in the run."""
         return Seed(self.config.seed)
 
+    @property
+    def secure(self) -> SecurePlan | None:
+        """What sessions of secure aggregation ask; ``None``: it is off."""
+        return secure_plan(self.config, self.policy, self.algorithm.aggregator)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
@@ -105,6 +112,46 @@ class Deployment:
         """The seed of everything random in the run that need not be secret."""
         return Seed(self.config.seed)
 
+    @property
+    def secure(self) -> SecurePlan | None:
+        """What sessions of secure aggregation ask; ``None``: it is off."""
+        return secure_plan(self.config, self.policy, self.algorithm.aggregator)
+
+
+def secure_plan(
+    config: cf.Config, policy: StragglerPolicy, aggregator: object
+) -> SecurePlan | None:
+    """Return what sessions of secure aggregation ask; ``None``: it is off.
+
+    Raises:
+        ConfigError: Nothing satisfies the assumptions, a sum could overflow, or the algorithm needs
+            more than the sum.
+    """
+    section = config.secure_aggregation
+    if not section.is_on:
+        return None
+    if not isinstance(aggregator, WeightedMean):
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", but {type(aggregator).__name__} must '
+            "see each update, and the coordinator learns their sum alone; aggregate by a weighted "
+            'mean, or set the mode to "off"'
+        )
+    plan = section.plan(
+        policy.num_asked, min_reports=policy.min_reports, by_examples=aggregator.by_examples
+    )
+    plan.explain()  # raises where a sum could overflow
+    return plan
+
+
+def _require_simulable(config: cf.Config) -> None:
+    section, transport = config.secure_aggregation, config.engine.transport
+    if section.is_on and transport == "engine" and section.simulate_as == "protocol":
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", but engine.transport is "engine", which '
+            'has no client sessions; set engine.transport to "memory" to run the protocol itself, '
+            'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
+        )
+
 
 def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
     """Return the pieces that ``config`` names for a coordinator.
@@ -129,13 +176,15 @@ def deployment(config: cf.Config, *, data_dir: Path) -> Deployment:
         _require_fitting(config.loss, data.test)
     minimised = objective(config.loss)
     _require_watched(config.early_stopping, minimised)
+    policy, chosen = config.straggler_policy(), algorithm(config)
+    secure_plan(config, policy, chosen.aggregator)
     return Deployment(
         make_model=model_factory(config, data),
         objective=minimised,
         test=None if data is None else data.test,
-        algorithm=algorithm(config),
+        algorithm=chosen,
         sampler=sampler(config.cohort),
-        policy=config.straggler_policy(),
+        policy=policy,
         requirements=Requirements(**config.coordinator.eligibility.model_dump()),
         config=config,
     )
@@ -176,11 +225,12 @@ def around(
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
 
     Raises:
-        ConfigError: More clients are asked in a round than there are, or the run is to stop
-            by an accuracy that the objective does not measure.
+        ConfigError: More clients are asked in a round than there are, the run is to stop by an
+            accuracy that the objective does not measure, or secure aggregation cannot hold.
         DataError: Bandwidth traces are missing.
     """
     _require_watched(config.early_stopping, objective)
+    _require_simulable(config)
     if config.centralized:
         return _pooled(config, make_model, objective, data, algorithm)
     policy, population = config.straggler_policy(), data.population.num_clients
@@ -189,6 +239,7 @@ def around(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
+    secure_plan(config, policy, algorithm.aggregator)
     return Simulation(
         make_model=make_model,
         objective=objective,

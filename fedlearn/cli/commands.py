@@ -10,6 +10,7 @@ from typing import Self
 
 from safetensors.torch import save
 
+from fedlearn.build import algorithm, secure_plan
 from fedlearn.cli.failures import RunEnded, resume_command
 from fedlearn.cli.overview import run_line, run_object, run_page, runs_table
 from fedlearn.config import Config, load, render, resolve_addresses
@@ -116,8 +117,15 @@ def do_resume(name: str, *, places: Places, as_json: bool, from_previous: bool) 
 
 
 def do_check(experiment: Path | None, *, overrides: Sequence[str], places: Places) -> None:
-    """Print the whole tree as TOML; what "auto" comes to on this machine as comments."""
+    """Print the whole tree as TOML; what "auto" comes to on this machine as comments.
+
+    The parameters of secure aggregation come first: a deployment has them, too, where the rest
+    may not be fit to be simulated.
+    """
     config = load(experiment, overrides=overrides)
+    plan = secure_plan(config, config.straggler_policy(), algorithm(config).aggregator)
+    for line in () if plan is None else plan.explain().splitlines():
+        _print(f"# {line}")
     resolved = resolve_config(config, places.site(config, progress_to(sys.stdout, as_json=False)))
     for note in resolved.notes:
         _print(f"# {note}")

@@ -59,8 +59,9 @@ from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.files import write_private
-from fedlearn.core.messages import ClientId, Failure, TrainRequest
+from fedlearn.core.messages import ClientId, Failure, SecureRequest, TrainRequest, training_in
 from fedlearn.errors import Cancelled, ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.secagg.client import SecureClient
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, signed_bytes
@@ -316,8 +317,24 @@ class Runtime:
         self._emit(EventKind.TRAINING, key=task.key)
         self._report_phase(task.key, wire_pb2.Progress.TRAINING)
         assert self._enrolment is not None  # a task came over a session
-        session = ClientSession(self._enrolment.client_id, self._trainer)
+        session = ClientSession(
+            self._enrolment.client_id, self._trainer, self._secure(self._enrolment)
+        )
         return await loop.run_in_executor(self._worker, self._train, task, session, control)
+
+    def _secure(self, enrolment: Enrolment) -> SecureClient | None:
+        """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
+        coordinator_key = enrolment.invitation.coordinator_key
+        if not coordinator_key:
+            return None
+        return SecureClient(
+            client_id=enrolment.client_id,
+            signer=enrolment.identity,
+            coordinator_key=coordinator_key,
+            directory={enrolment.client_id: enrolment.identity.public_key},
+            policy=self._policy.secure_terms(),
+            num_threads=torch.get_num_threads(),
+        )
 
     def _refusal(self, kind: str, request: TrainRequest | None) -> str | None:
         settings = None if request is None else request.settings
@@ -371,7 +388,7 @@ class Runtime:
             return _failed(
                 task, f"a reply of {len(reply)} bytes, at most {task.max_reply_bytes} are taken"
             )
-        if task.key.kind == TrainRequest.__name__:
+        if _has_training(task.key.kind, data):
             self._home.count_task(self._clock.unix_s())
         return Answered(task, reply, None if state == before else state)
 
@@ -381,8 +398,7 @@ class Runtime:
             request = decode(self._home.request.read_bytes())
         except ProtocolError:
             return None  # the session says so
-        train = request if isinstance(request, TrainRequest) else None
-        return self._refusal(type(request).__name__, train)
+        return self._refusal(type(request).__name__, training_in(request))
 
     async def _keep(self, answered: Answered) -> None:
         task = answered.task
@@ -647,6 +663,13 @@ class Runtime:
 def _kind_of(device: torch.device | str) -> str:
     """Return what a coordinator asks for: "cuda", whichever of several GPUs it is."""
     return str(device).partition(":")[0]
+
+
+def _has_training(kind: str, data: bytes) -> bool:
+    """Return whether a request that was answered asked to train."""
+    if kind == SecureRequest.__name__:  # one message of several
+        return training_in(decode(data)) is not None
+    return kind == TrainRequest.__name__
 
 
 def _failed(task: OpenTask, reason: str) -> Answered:

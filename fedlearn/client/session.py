@@ -1,13 +1,13 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import safetensors.torch
 import structlog
 import torch
 from torch import Tensor
 
+from fedlearn.client.secure import Kept, after_failure, contribution
 from fedlearn.client.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -16,11 +16,17 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Reply,
+    SecureReply,
+    SecureRequest,
     TrainReply,
     TrainRequest,
 )
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import Cancelled, ProtocolError
+from fedlearn.errors import AggregationAborted, Cancelled, PolicyViolation, ProtocolError
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.plan import request_hash
+from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Contribution, Terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +40,13 @@ class ClientSession:
     Attributes:
         client_id: This client.
         trainer: What has the data.
+        secure: Its side of secure aggregation: identity, directory, policy; ``None``: it takes
+            part in no session.
     """
 
     client_id: ClientId
     trainer: LocalTrainer
+    secure: SecureClient | None = None
 
     def handle(
         self, data: bytes, state: bytes, *, control: TaskControl = UNATTENDED
@@ -54,7 +63,9 @@ class ClientSession:
             control: How the task is called off and watched.
 
         Returns:
-            The reply on the wire, and the state after it (unchanged by a failure).
+            The reply on the wire, and the state after it: unchanged by a failure, save that a
+            session of secure aggregation is over. It must be durable before the reply is sent,
+            and no state may be answered from twice.
 
         Raises:
             Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
@@ -62,10 +73,14 @@ class ClientSession:
         try:
             match decode(data):
                 case TrainRequest() as request:
-                    reply, tensors = self._train(request, _unpack(state), control)
-                    return encode(reply), _pack(tensors)
+                    kept = Kept.of(state)
+                    reply, tensors = self._train(request, kept.trainer, control)
+                    return encode(reply), replace(kept, trainer=tensors).to_bytes()
                 case EvaluateRequest() as request:
                     return encode(self._evaluate(request, control)), state
+                case SecureRequest() as request:
+                    answer, kept = self._take_part(request, Kept.of(state), control)
+                    return encode(answer), kept.to_bytes()
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
         except Cancelled:
@@ -73,11 +88,40 @@ class ClientSession:
         except Exception as error:  # noqa: BLE001 - the client boundary: one of two in the project
             log = structlog.get_logger(__name__)
             log.warning("request_failed", client_id=self.client_id, error=repr(error))
-            return encode(Failure(reason=type(error).__name__)), state
+            return encode(Failure(reason=_reason(error))), after_failure(state)
+
+    def _take_part(
+        self, request: SecureRequest, kept: Kept, control: TaskControl
+    ) -> tuple[Reply, Kept]:
+        """Answer one message of a session; the vector leaves clipped, in fixed point, masked."""
+        if self.secure is None:
+            raise AggregationAborted(
+                stage=Stage.ADVERTISE,
+                reason="this client was enrolled without the coordinator's key; invite it anew",
+            )
+        trained = dict(kept.trainer)
+
+        def contribute(terms: Terms) -> Contribution:
+            named, train = request_hash(request), request.train
+            if named != terms.request_hash or train is None:
+                raise ProtocolError("the request to train is not the one that the terms name")
+            update, trainer = self._train(train, kept.trainer, control)
+            trained.clear()
+            trained.update(trainer)
+            return contribution(terms, request, update, request_hash=named)
+
+        kept = kept.pinning(request.directory)
+        # What the client was given beforehand counts more than what it is told.
+        directory = {**kept.pins, **self.secure.directory} if kept.pins else self.secure.directory
+        secure = replace(self.secure, directory=directory)
+        session = kept.session_for(request.message)
+        message, session = secure.handle(request.message, session, contribute=contribute)
+        reply = SecureReply(round_num=request.round_num, message=message)
+        return reply, replace(kept, trainer=trained, session=session)
 
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
-    ) -> tuple[Reply, Mapping[str, Tensor]]:
+    ) -> tuple[TrainReply, Mapping[str, Tensor]]:
         context = TrainContext(
             client_id=self.client_id,
             round_num=request.round_num,
@@ -108,11 +152,8 @@ class ClientSession:
         )
 
 
-def _pack(tensors: Mapping[str, Tensor]) -> bytes:
-    if not tensors:
-        return b""
-    return safetensors.torch.save({name: t.detach().cpu() for name, t in tensors.items()})
-
-
-def _unpack(state: bytes) -> Mapping[str, Tensor]:
-    return safetensors.torch.load(state) if state else {}
+def _reason(error: Exception) -> str:
+    """Return what the coordinator is told: refusals in words, of user code the type alone."""
+    if isinstance(error, PolicyViolation | AggregationAborted):
+        return str(error)
+    return type(error).__name__

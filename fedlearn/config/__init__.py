@@ -51,6 +51,7 @@ from fedlearn.config.section import (
     Problem,
     Section,
 )
+from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.template import template
 from fedlearn.config.toml import (
     Key,
@@ -131,6 +132,7 @@ __all__ = [
     "PythonLoss",
     "PythonModel",
     "Section",
+    "SecureAggregationSection",
     "ShardsPartition",
     "StandardLoss",
     "StoreSection",

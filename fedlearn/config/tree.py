@@ -13,6 +13,7 @@ from fedlearn.config.cohort import (
     Cohort,
     Devices,
     LognormalDevices,
+    PoissonCohort,
     StragglersSection,
     UniformCohort,
 )
@@ -21,6 +22,7 @@ from fedlearn.config.data import Data, DigitsData, NoData
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.redaction import without_password
 from fedlearn.config.section import Count, PathText, Problem, RunName, Section
+from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.toml import shown
 from fedlearn.config.training import (
     Algorithm,
@@ -186,6 +188,10 @@ class Config(Section):
     stragglers: StragglersSection = Field(
         StragglersSection(), description="When a round closes and what makes a round."
     )
+    secure_aggregation: SecureAggregationSection = Field(
+        SecureAggregationSection(),
+        description="Whether the coordinator learns the sum of the updates alone.",
+    )
     devices: Devices = Field(LognormalDevices(), description="The simulated devices.")
     evaluation: EvaluationSection = Field(EvaluationSection(), description="Evaluation.")
     early_stopping: EarlyStoppingSection = Field(
@@ -212,6 +218,8 @@ class Config(Section):
         """Return what sections say against each other."""
         yield from self._too_few_clients()
         yield from self._without_data()
+        if self.secure_aggregation.is_on:
+            yield from self._insecure()
         if self.algorithm.name == "fedsgd" and self.client.epochs != 1:
             text = f'is {self.client.epochs}, but FedSGD takes one step; give 1, or use "fedavg"'
             yield Problem(("client.epochs", "algorithm.name"), text)
@@ -247,6 +255,43 @@ class Config(Section):
             )
             yield Problem(("evaluation.clients", "data.source"), text)
 
+    def _insecure(self) -> Iterator[Problem]:
+        """Refuse what secure aggregation cannot hold with."""
+        mode = "secure_aggregation.mode"
+        if self.centralized:
+            text = f"is {shown(self.secure_aggregation.mode)}, but centralized pools the examples"
+            yield Problem((mode, "centralized"), f"{text}; remove one of them")
+        if isinstance(self.cohort, PoissonCohort):
+            text = (
+                'is "poisson", whose cohorts have no least size, but secure aggregation derives '
+                'its threshold from the number of clients asked; use "uniform"'
+            )
+            yield Problem(("cohort.sampling", mode), text)
+            return
+        minimum = self.stragglers.min_reports
+        yield from self.secure_aggregation.problems_with(
+            num_asked=self._num_asked,
+            num_wanted=self.cohort.num_wanted,
+            min_reports=None if minimum == "half" else minimum,
+        )
+        if self.secure_aggregation.simulate_as == "modular_sum" and (
+            self.engine.transport == "memory"
+        ):
+            text = 'is "modular_sum", but engine.transport is "memory", which runs the protocol; '
+            keys = ("secure_aggregation.simulate_as", "engine.transport")
+            yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
+
+    @property
+    def _num_asked(self) -> int:
+        return StragglerPolicy(
+            num_wanted=self.cohort.num_wanted,
+            over_selection=self.stragglers.over_selection,
+            deadline_s=math.inf,
+            min_reports=1,
+            below_minimum=self.stragglers.below_minimum,
+            max_retries=0,
+        ).num_asked
+
     def _too_few_clients(self) -> Iterator[Problem]:
         wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports
         if minimum != "half" and minimum > wanted:
@@ -255,7 +300,7 @@ class Config(Section):
             return
         partition = getattr(self.data, "partition", None)
         num_clients = getattr(partition, "num_clients", math.inf)
-        asked = self.straggler_policy().num_asked
+        asked = self._num_asked
         if asked > num_clients:
             keys = ("cohort.num_wanted", "data.partition.num_clients", "stragglers.over_selection")
             text = f"is {wanted} and {asked} clients are asked, but there are {num_clients}; "
@@ -270,10 +315,17 @@ class Config(Section):
             num_wanted=wanted,
             over_selection=stragglers.over_selection,
             deadline_s=math.inf if deadline_s == "none" else deadline_s,
-            min_reports=math.ceil(wanted / 2) if minimum == "half" else minimum,
+            min_reports=self._half() if minimum == "half" else minimum,
             below_minimum=stragglers.below_minimum,
             max_retries=stragglers.max_retries,
         )
+
+    def _half(self) -> int:
+        """Return half of the reports wanted, or what secure aggregation needs if that is more."""
+        half, secure = math.ceil(self.cohort.num_wanted / 2), self.secure_aggregation
+        if not secure.is_on:
+            return half
+        return max(half, secure.parameters(self._num_asked).min_survivors)
 
     def canonical_json(self) -> str:
         """Return the one JSON text of this tree: sorted keys, no blanks, ASCII."""

@@ -1,8 +1,10 @@
 """The certificate authority of one deployment: whom the door believes, and who the door is.
 
-The authority is four files in a folder: ``ca.key`` and ``ca.pem``, made on the first start and
+The authority is five files in a folder: ``ca.key`` and ``ca.pem``, made on the first start and
 good for ten years; ``server.key`` and ``server.pem``, whose certificate lasts a year and renews
-itself. Coordinators of one deployment share the folder (or copies of it).
+itself; ``coordinator.key`` (Ed25519), made on the first start, which signs the terms of secure
+aggregation and is pinned by every client at its enrolment. Coordinators of one deployment share
+the folder (or copies of it).
 
 Replacing the authority, because its key was lost or ``ca.pem`` nears its end: stop every
 coordinator, move the folder away, start one, and invite every client anew. A client trusts
@@ -22,6 +24,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedlearn.core.clock import utc_now
@@ -61,6 +64,7 @@ class Authority:
 
     Attributes:
         ca_pem: The authority's own certificate, which goes into invitations.
+        coordinator_key: What verifies what :attr:`signer` signed, 32 bytes; likewise.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Authority:
         ca_key: ec.EllipticCurvePrivateKey,
         ca: x509.Certificate,
         server_key: ec.EllipticCurvePrivateKey,
+        signer: Ed25519PrivateKey,
         host_names: Sequence[str],
         now: Callable[[], str],
     ) -> None:
@@ -79,6 +84,8 @@ class Authority:
         self._alternatives = _alternatives(host_names)
         self._now = now
         self._lock = threading.Lock()
+        self._signer = signer
+        self.coordinator_key = signer.public_key().public_bytes_raw()
         self._server: _Server | None = None
         self.ca_pem = ca.public_bytes(serialization.Encoding.PEM)
 
@@ -109,6 +116,7 @@ class Authority:
             ca_key=ca_key,
             ca=ca,
             server_key=_key(folder / "server.key"),
+            signer=_signer(folder / "coordinator.key"),
             host_names=host_names,
             now=now,
         )
@@ -130,6 +138,11 @@ class Authority:
             if self._server is None or _time(self._now) >= self._server.renew_after:
                 self._server = self._renewed()
             return private_pem(self._server_key), self._server.certificate_pem + self.ca_pem
+
+    @property
+    def signer(self) -> Ed25519PrivateKey:
+        """The coordinator's identity: what signs the terms of secure aggregation."""
+        return self._signer
 
     def sign(self, csr_pem: bytes, *, name: str, client_id: int, valid_days: int) -> bytes:
         """Return a certificate, PEM, for the key of a client's signing request.
@@ -203,6 +216,19 @@ def _key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise _damaged(path) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_p256(key):
+        raise _damaged(path)
+    return key
+
+
+def _signer(path: Path) -> Ed25519PrivateKey:
+    """Return the key in ``path``, made there if it is not; whoever comes second loads."""
+    if not path.exists():
+        create_private(path, private_pem(Ed25519PrivateKey.generate()))
+    try:
+        key = serialization.load_pem_private_key(_read(path), password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _damaged(path) from error
+    if not isinstance(key, Ed25519PrivateKey):
         raise _damaged(path)
     return key
 

@@ -19,7 +19,7 @@ from fedlearn.coordinator.spool import LoggedReply, Opened, ReplyLog, forget_exc
 from fedlearn.core.clock import Clock, WallClock
 from fedlearn.core.codec import encode
 from fedlearn.core.files import disk_errors
-from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest
+from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.errors import FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, as_reply
@@ -184,7 +184,7 @@ class DoorChannel:
 
     def _next_key(self, request: Request) -> Key:
         kind = type(request).__name__
-        attempt = request.attempt if isinstance(request, TrainRequest) else 0
+        attempt = 0 if isinstance(request, EvaluateRequest) else request.attempt
         key = Key(self._run_id, kind, request.round_num, attempt, 0)
         last = self._last.get(kind)
         if last is not None and last.order[:2] == key.order[:2]:

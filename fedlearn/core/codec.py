@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from fedlearn.core.messages import (
+    ClientId,
     EvaluateReply,
     EvaluateRequest,
     Failure,
     Reply,
     Request,
+    SecureReply,
+    SecureRequest,
     TrainReply,
     TrainRequest,
 )
@@ -34,6 +37,9 @@ _MAGIC = b"FL"
 VERSION = 1
 
 _TABLE_SIZE = struct.Struct("<Q")
+#: Among the tensors: a message of secure aggregation, and what stands before a model's names.
+_MESSAGE = "message"
+_MODEL = "model/"
 #: Bytes to which tensors are aligned: the widest element.
 _ALIGNMENT = 8
 #: Dimensions that torch's operations can handle.
@@ -237,6 +243,11 @@ def _take_apart(
                 "seed": message.seed,
             }
             return "train_request", fields, message.tensors
+        case SecureRequest():
+            return _take_secure_apart(message)
+        case SecureReply():
+            body = {_MESSAGE: _octets(message.message)}
+            return "secure_reply", {"round_num": message.round_num}, body
         case EvaluateRequest():
             return "evaluate_request", {"round_num": message.round_num}, message.tensors
         case TrainReply():
@@ -245,6 +256,26 @@ def _take_apart(
             return "evaluate_reply", _reply_fields(message), {}
         case Failure():
             return "failure", {"reason": message.reason}, {}
+
+
+def _take_secure_apart(
+    message: SecureRequest,
+) -> tuple[str, dict[str, object], Mapping[str, Tensor]]:
+    tensors, train = {_MESSAGE: _octets(message.message)}, message.train
+    fields: dict[str, object] = {
+        "round_num": message.round_num,
+        "attempt": message.attempt,
+        "lanes": {lane: list(names) for lane, names in message.lanes.items()},
+        "directory": {str(client): key.hex() for client, key in message.directory.items()},
+        "train": {} if train is None else {"settings": dict(train.settings), "seed": train.seed},
+    }
+    if train is not None:
+        tensors |= {_MODEL + name: tensor for name, tensor in train.tensors.items()}
+    return "secure_request", fields, tensors
+
+
+def _octets(data: bytes) -> Tensor:
+    return _view(data, 0) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _reply_fields(message: TrainReply | EvaluateReply) -> dict[str, object]:
@@ -280,6 +311,13 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
                 num_examples=fields.integer("num_examples"),
                 metrics=fields.numbers("metrics"),
             )
+        case "secure_request":
+            message = _secure_request(fields, tensors)
+        case "secure_reply":
+            _require_names(tensors, {_MESSAGE})
+            message = SecureReply(
+                round_num=fields.integer("round_num"), message=_bytes_of(tensors[_MESSAGE])
+            )
         case "evaluate_reply":
             message = EvaluateReply(
                 round_num=fields.integer("round_num"),
@@ -294,12 +332,69 @@ def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply
     return message
 
 
+def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureRequest:
+    round_num, attempt = fields.integer("round_num"), fields.integer("attempt")
+    lanes = fields.mapping("lanes", _is_names)
+    directory = _directory(fields.mapping("directory", lambda key: isinstance(key, str)))
+    inner = _Fields(fields.mapping("train", lambda _: True))
+    message = _bytes_of(tensors.get(_MESSAGE, torch.empty(0)))
+    model = {name: value for name, value in tensors.items() if name != _MESSAGE}
+    train = None
+    if not inner.is_empty:
+        named = _owned({name.removeprefix(_MODEL): value for name, value in model.items()})
+        _require_names(model, {_MODEL + name for name in named})
+        train = TrainRequest(
+            round_num=round_num,
+            attempt=attempt,
+            tensors=named,
+            settings=inner.mapping("settings", _is_scalar),
+            seed=inner.integer("seed"),
+        )
+        inner.finish()
+    elif model:
+        raise ProtocolError("malformed message: a model without a request to train")
+    return SecureRequest(
+        round_num=round_num,
+        attempt=attempt,
+        message=message,
+        train=train,
+        lanes=lanes,
+        directory=directory,
+    )
+
+
+def _directory(keys: Mapping[str, str]) -> dict[ClientId, bytes]:
+    try:
+        found = {ClientId(int(client)): bytes.fromhex(key) for client, key in keys.items()}
+    except ValueError as error:
+        raise ProtocolError(f"malformed message: an identity key: {error}") from error
+    if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
+        raise ProtocolError("malformed message: the directory has impossible clients")
+    return found
+
+
+def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
+    if tensors.keys() != names:
+        wrong = sorted(tensors.keys() ^ names)[:3]
+        raise ProtocolError(f"malformed message: it lacks or adds tensors: {wrong}")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise ProtocolError("malformed message: its bytes are missing")
+    return tensor.numpy().tobytes()
+
+
 def _owned(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _is_scalar(value: object) -> bool:
@@ -311,6 +406,10 @@ class _Fields:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._left = dict(fields)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._left
 
     def integer(self, name: str) -> int:
         value = self._left.pop(name, None)

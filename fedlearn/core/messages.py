@@ -5,8 +5,8 @@ into bytes, :mod:`fedlearn.transport` moves the bytes, and :mod:`fedlearn.client
 answers them. Nothing else crosses the wire.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NewType, TypeAlias
 
 from torch import Tensor
@@ -50,6 +50,42 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SecureRequest:
+    """One message of a session of secure aggregation, from the coordinator to a client.
+
+    Attributes:
+        round_num: Round index, from 0.
+        attempt: How often this round was tried before; each attempt is a session of its own.
+        message: What :mod:`fedlearn.secagg.messages` encoded.
+        train: What to train on, in the stage where that happens; else ``None``. Of the same round
+            and attempt.
+        lanes: With ``train``: by lane of the sum the tensors that are laid end to end in it.
+        directory: In the first stage of a deployment, the cohort's identity keys (Ed25519, 32 bytes
+            each), for clients to pin.
+    """
+
+    round_num: int
+    attempt: int
+    message: bytes
+    train: TrainRequest | None = None
+    lanes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    directory: Mapping[ClientId, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecureReply:
+    """One message of a session of secure aggregation, from a client to the coordinator.
+
+    Attributes:
+        round_num: As in the request.
+        message: What :mod:`fedlearn.secagg.messages` encoded.
+    """
+
+    round_num: int
+    message: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainReply:
     """A client's contribution to one round.
 
@@ -88,5 +124,16 @@ class Failure:
     reason: str
 
 
-Request: TypeAlias = TrainRequest | EvaluateRequest
-Reply: TypeAlias = TrainReply | EvaluateReply | Failure
+Request: TypeAlias = TrainRequest | EvaluateRequest | SecureRequest
+Reply: TypeAlias = TrainReply | EvaluateReply | SecureReply | Failure
+
+
+def training_in(message: Request | Reply) -> TrainRequest | None:
+    """Return what a message asks to train on; ``None`` if it asks for no training."""
+    match message:
+        case TrainRequest():
+            return message
+        case SecureRequest():
+            return message.train
+        case _:
+            return None

@@ -8,6 +8,7 @@ Whoever is killed here, at any line, loses nothing that a client was told is acc
 next start goes on inside the same round.
 """
 
+import hashlib
 import os
 import resource
 import socket
@@ -35,13 +36,15 @@ from fedlearn.core.randomness import SecretBytes
 from fedlearn.deployment.board import Board, Phase
 from fedlearn.deployment.gate import Announced, Gate
 from fedlearn.deployment.heart import Heart
+from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
 from fedlearn.deployment.interruption import Interruption, StopSignals
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
-from fedlearn.deployment.rounds import run_over
+from fedlearn.deployment.rounds import require_plain, run_over
 from fedlearn.errors import ConfigError, FedlearnError, Parked, StoreError
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
+from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.cluster import one_thread
 
 ResultT = TypeVar("ResultT")
@@ -79,6 +82,8 @@ def coordinate(
     if insecure:
         _require_loopback(places.config)
     pieces = build.deployment(places.config, data_dir=places.addresses.data_dir)
+    if insecure:
+        require_plain(pieces)
     coordinator = Coordinator(
         places,
         pieces,
@@ -297,7 +302,9 @@ class Coordinator:
         read = stored.rewind if self._from_previous else stored.load
         checkpoint = self._patiently(read)
         self.board.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        first = first_attempts(journal.last(), record.status, self._pieces.policy)
+        is_secure = self._pieces.secure is not None
+        policy = self._pieces.policy
+        first = first_attempts(journal.last(), record.status, policy, is_secure=is_secure)
         self._patiently(stored.set_running)
         channel = door.channel(check=self.interruption.check)
         self._progress.start(record, stored.path, (f"clients are served at {door.address}",))
@@ -328,6 +335,18 @@ class Coordinator:
             clock=self._clock,
             progress=self._progress.round,
             first_attempts=first,
+            identities=self._identities(database),
+        )
+
+    def _identities(self, database: Database) -> DeployedIdentities | None:
+        """Return what secure aggregation signs and verifies with, where there are keys."""
+        if self._insecure or self._pieces.secure is None:
+            return None
+        run_id = deployment(database, self._places.run_name).run_id
+        return DeployedIdentities(
+            run_id=hashlib.sha256(run_id.encode()).digest()[:RUN_BYTES],
+            signer=self._places.authority().signer,
+            directory=EnrolledKeys(StoredRegistry(database, SystemClock())),
         )
 
     @contextmanager

@@ -17,7 +17,7 @@ from fedlearn.coordinator.store import Database, StoredRun
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.flower_config import configuration, number
-from fedlearn.deployment.rounds import run_over
+from fedlearn.deployment.rounds import require_plain, run_over
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import Site, new_record, outcome_told
@@ -67,6 +67,7 @@ def run(
     config = configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, clock, progress)
     pieces = build.deployment(config, data_dir=site.addresses.data_dir)
+    require_plain(pieces)
     channel = federation.channel(
         clock=clock,
         min_clients=number(federation.run_config, "min-clients") or pieces.policy.num_asked,

@@ -71,13 +71,15 @@ class Operator:
         for tag in tags:
             _require_tag(tag)
         valid_s = section.invitation_valid_h * _HOUR_S
+        authority = None if insecure else self.places.authority()
         invitation = Invitation(
             name=name,
             addresses=tuple(doors),
             enrolment_addresses=tuple(enrolment),
-            ca_pem=b"" if insecure else self.places.authority().ca_pem,
+            ca_pem=b"" if authority is None else authority.ca_pem,
             token=self.registry.invite(name, tags=tags, valid_s=valid_s),
             expires_utc=utc(self.clock.unix_s() + valid_s),
+            coordinator_key=b"" if authority is None else authority.coordinator_key,
         )
         invitation.save(path)
         return invitation

@@ -76,7 +76,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def first_attempts(
-    last: OpenRound | None, status: RunStatus, policy: StragglerPolicy
+    last: OpenRound | None, status: RunStatus, policy: StragglerPolicy, *, is_secure: bool = False
 ) -> dict[int, int]:
     """Return with which attempt the next round begins after a restart, if not with 0.
 
@@ -88,6 +88,8 @@ def first_attempts(
         last: The latest open round of the journal.
         status: Where the run stands.
         policy: How many attempts a round has.
+        is_secure: Whether an attempt is a session of secure aggregation: it ended with the process
+            that led it, and is not begun again with the same number.
 
     Example:
         >>> policy = StragglerPolicy(num_wanted=1, over_selection=1.0, deadline_s=1.0,
@@ -100,6 +102,8 @@ def first_attempts(
     """
     if last is None:
         return {}
+    if is_secure:
+        return {last.round_num: last.attempt + 1}
     retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
     tried = last.attempt // (retries + 1)
     first = (tried + (status is RunStatus.FAILED)) * (retries + 1)

@@ -15,9 +15,13 @@ from fedlearn.coordinator.evaluation import ChannelEvaluator, Evaluator, Evaluat
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.coordinator.round import RoundPlan
 from fedlearn.coordinator.run import EarlyStopping, RunPlan, RunState, train
+from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
+from fedlearn.core.collecting import Collector
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.deployment.identities import DeployedIdentities
+from fedlearn.errors import ConfigError
 from fedlearn.experiment.assemble import initial_params
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.evaluation import CentralEvaluator
@@ -36,6 +40,7 @@ def run_over(
     clock: Clock,
     progress: Callable[[RoundRecord], None],
     first_attempts: Mapping[int, int] | None = None,
+    identities: DeployedIdentities | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due.
 
@@ -48,13 +53,15 @@ def run_over(
         clock: Real time.
         progress: Told of each finished round.
         first_attempts: See :class:`~fedlearn.coordinator.run.RunPlan`; ``None``: none.
+        identities: For secure aggregation.
 
     Raises:
+        ConfigError: Secure aggregation is on, and there are no identities.
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run could not be made durable; its last commit still stands.
     """
     plan = replace(
-        run_plan(channel, pieces, sampler=sampler, clock=clock),
+        run_plan(channel, pieces, sampler=sampler, clock=clock, identities=identities),
         first_attempts=first_attempts or {},
     )
     params = initial_params(pieces.make_model, pieces.seed, _CPU)
@@ -62,19 +69,19 @@ def run_over(
 
 
 def run_plan(
-    channel: Channel, pieces: Deployment, *, sampler: CohortSampler, clock: Clock
+    channel: Channel,
+    pieces: Deployment,
+    *,
+    sampler: CohortSampler,
+    clock: Clock,
+    identities: DeployedIdentities | None = None,
 ) -> RunPlan[WeightedSum]:
     """Return the plan of the run: the rounds of a simulation, with other clients."""
     config, algorithm, stopping = pieces.config, pieces.algorithm, pieces.config.early_stopping
     round_plan = RoundPlan(
         sampler=sampler,
         policy=pieces.policy,
-        collector=PlainCollector(
-            channel=channel,
-            aggregator=algorithm.aggregator,
-            policy=pieces.policy,
-            slab_bytes=config.engine.slab_bytes,
-        ),
+        collector=_collector(channel, pieces, identities),
         local=algorithm.local,
         aggregator=algorithm.aggregator,
         server_optimizer=algorithm.server_optimizer,
@@ -94,6 +101,48 @@ def run_plan(
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
     )
+
+
+def _collector(
+    channel: Channel, pieces: Deployment, identities: DeployedIdentities | None
+) -> Collector[WeightedSum]:
+    config, plan = pieces.config, pieces.secure
+    if identities is None:
+        require_plain(pieces)
+    if plan is None or identities is None:
+        return PlainCollector(
+            channel=channel,
+            aggregator=pieces.algorithm.aggregator,
+            policy=pieces.policy,
+            slab_bytes=config.engine.slab_bytes,
+        )
+    return SecureCollector(
+        channel=channel,
+        aggregator=pieces.algorithm.aggregator,
+        policy=pieces.policy,
+        plan=plan,
+        run_id=identities.run_id,
+        signer=identities.signer,
+        directory=identities.directory,
+        sends_directory=True,
+        stage_deadline_s=config.secure_aggregation.stage_deadline_s,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def require_plain(pieces: Deployment) -> None:
+    """Check that a run does without identities.
+
+    Raises:
+        ConfigError: Secure aggregation is on.
+    """
+    section = pieces.config.secure_aggregation
+    if section.is_on:
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", which needs clients that enrolled with '
+            "keys of their own: serve with certificates (no --insecure, and not on a Flower "
+            'federation), or set it to "off"'
+        )
 
 
 def watched_metric(pieces: Deployment) -> str:

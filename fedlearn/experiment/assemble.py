@@ -9,19 +9,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.aggregators import Aggregator, WeightedSum
 from fedlearn.build import Simulation, measures_accuracy
 from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.coordinator.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.coordinator.round import RoundPlan
 from fedlearn.coordinator.run import EarlyStopping, RunPlan
+from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.errors import EngineError
+from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.choice import (
     Choice,
     ExecutorKind,
@@ -38,6 +40,7 @@ from fedlearn.simulation.evaluation import (
     ClientEvaluator,
     evaluated_clients,
 )
+from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import session_channel
 from fedlearn.transport.memory import MemoryChannel
 
@@ -214,14 +217,20 @@ def assemble(
     config, params = simulation.config, _initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
-    channel = _channel(simulation, model)
+    identities = _identities(simulation)
+    channel = _channel(simulation, model, identities)
+    aggregator = _aggregator(simulation, params)
     stopping = config.early_stopping
     round_plan = RoundPlan(
         sampler=simulation.sampler,
         policy=simulation.policy,
-        collector=_collector(simulation, job, cluster, channel),
+        collector=(
+            _engine(simulation, job, cluster, aggregator)
+            if channel is None
+            else _over_sessions(simulation, channel, identities)
+        ),
         local=simulation.algorithm.local,
-        aggregator=simulation.algorithm.aggregator,
+        aggregator=aggregator,
         server_optimizer=simulation.algorithm.server_optimizer,
         seed=simulation.seed,
     )
@@ -250,33 +259,69 @@ def _watched(simulation: Simulation) -> str:
     return "accuracy" if measures_accuracy(simulation.objective) else "loss"
 
 
-def _channel(simulation: Simulation, model: ResidentModel) -> MemoryChannel | None:
+def _identities(simulation: Simulation) -> SimulatedIdentities | None:
+    """Return who signs what in secure aggregation, where that is on."""
+    plan = simulation.secure
+    if plan is None:
+        return None
+    return SimulatedIdentities(simulation.data.population.num_clients, plan)
+
+
+def _channel(
+    simulation: Simulation, model: ResidentModel, identities: SimulatedIdentities | None
+) -> MemoryChannel | None:
     """Return the channel to real client sessions, where the configuration asks for them."""
     if simulation.config.engine.transport != "memory":
         return None
-    return session_channel(simulation.data.population, simulation.behaviour, model)
+    population, behaviour = simulation.data.population, simulation.behaviour
+    return session_channel(population, behaviour, model, identities=identities)
 
 
-def _collector(
-    simulation: Simulation, job: Job, cluster: Cluster, channel: MemoryChannel | None
+def _aggregator(simulation: Simulation, params: Params) -> Aggregator[WeightedSum]:
+    """Return the algorithm's own, or the one that rounds as secure aggregation does."""
+    plan, section = simulation.secure, simulation.config.secure_aggregation
+    if plan is None or section.simulate_as == "protocol":
+        return simulation.algorithm.aggregator
+    seed = simulation.seed.derive("rounding")
+    return ModularSum(plan=plan, layout=params.layout, seed=seed)
+
+
+def _over_sessions(
+    simulation: Simulation, channel: MemoryChannel, identities: SimulatedIdentities | None
 ) -> Collector[WeightedSum]:
     config, aggregator = simulation.config, simulation.algorithm.aggregator
-    policy, population = simulation.policy, simulation.data.population
-    if channel is not None:
+    if identities is None:
         return PlainCollector(
             channel=channel,
             aggregator=aggregator,
-            policy=policy,
+            policy=simulation.policy,
             slab_bytes=config.engine.slab_bytes,
         )
-    block_size = config.engine.block_size
+    return SecureCollector(
+        channel=channel,
+        aggregator=aggregator,
+        policy=simulation.policy,
+        plan=identities.plan,
+        run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
+        signer=identities.coordinator[0],
+        directory=identities,
+        sends_directory=False,
+        stage_deadline_s=config.secure_aggregation.stage_deadline_s,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _engine(
+    simulation: Simulation, job: Job, cluster: Cluster, aggregator: Aggregator[WeightedSum]
+) -> Collector[WeightedSum]:
+    block_size = simulation.config.engine.block_size
     assert isinstance(block_size, int)  # resolved
     return Engine(
-        population=population,
+        population=simulation.data.population,
         behaviour=simulation.behaviour,
-        executor=make_executor(job, ExecutorKind(config.engine.executor)),
+        executor=make_executor(job, ExecutorKind(simulation.config.engine.executor)),
         aggregator=aggregator,
-        policy=policy,
+        policy=simulation.policy,
         cluster=cluster,
         block_size=block_size,
     )

@@ -46,6 +46,16 @@ def fresh_signer() -> tuple[Signer, bytes]:
     return key, key.public_key().public_bytes_raw()
 
 
+def identity_of(secret: SecretBytes, *, label: bytes, ids: tuple[int, ...]) -> tuple[Signer, bytes]:
+    """Return the Ed25519 identity that a run's secret gives, and its public key.
+
+    For clients that live in one process; deployed ones have identities of their own.
+    """
+    seed = derive(secret, session=b"", label=label, ids=ids)
+    key = Ed25519PrivateKey.from_private_bytes(seed.reveal())
+    return key, key.public_key().public_bytes_raw()
+
+
 class KeyAgreement:
     """One side of X25519 agreements.
 

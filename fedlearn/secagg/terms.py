@@ -29,7 +29,7 @@ from fedlearn.secagg.masking import keystream, zeros
 from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Parameters
 
 MAX_LANES = 256
-_RUN_BYTES = 16
+RUN_BYTES = 16
 _HASH_BYTES = 32
 
 
@@ -68,7 +68,7 @@ class Terms:
     lanes: tuple[Lane, ...]
 
     def __post_init__(self) -> None:
-        if len(self.run_id) != _RUN_BYTES or len(self.request_hash) != _HASH_BYTES:
+        if len(self.run_id) != RUN_BYTES or len(self.request_hash) != _HASH_BYTES:
             raise ConfigError("a run id has 16 bytes and a request hash 32")
         if not 2 <= self.num_clients <= MAX_CLIENTS:  # noqa: PLR2004 - a sum of one is no sum
             raise ConfigError(f"{self.num_clients} clients, not 2 to {MAX_CLIENTS}")
@@ -138,7 +138,7 @@ class Terms:
         reader = octets.Reader(data, what="the terms")
         try:
             terms = cls(
-                run_id=reader.take(_RUN_BYTES),
+                run_id=reader.take(RUN_BYTES),
                 request_hash=reader.take(_HASH_BYTES),
                 round_num=reader.integer(8, largest=(1 << 63) - 1),
                 attempt=reader.integer(4),

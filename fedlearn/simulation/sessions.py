@@ -18,16 +18,21 @@ from fedlearn.client.session import ClientSession
 from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest
+from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest, training_in
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.population import Population
+from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.simulation.timeline import DROPPED_OUT
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 
 def session_channel(
-    population: Population, behaviour: ClientBehaviour, model: ResidentModel
+    population: Population,
+    behaviour: ClientBehaviour,
+    model: ResidentModel,
+    *,
+    identities: SimulatedIdentities | None = None,
 ) -> MemoryChannel:
     """Return a channel to one session per client of the population.
 
@@ -35,8 +40,9 @@ def session_channel(
         population: Who there is, and their examples.
         behaviour: How long their rounds take and which of them fail.
         model: What trains, one client at a time.
+        identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
     """
-    sessions = _Sessions(population, behaviour, model)
+    sessions = _Sessions(population, behaviour, model, identities)
     return MemoryChannel(sessions, sessions.latency_s, VirtualClock())
 
 
@@ -47,6 +53,7 @@ class _Sessions(Mapping[ClientId, Handler]):
     population: Population
     behaviour: ClientBehaviour
     model: ResidentModel
+    identities: SimulatedIdentities | None
 
     def __len__(self) -> int:
         return self.population.num_clients
@@ -59,31 +66,33 @@ class _Sessions(Mapping[ClientId, Handler]):
 
     def latency_s(self, clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
         """Return when the replies arrive: at once for what is not training."""
-        if not isinstance(request, TrainRequest):
+        train = training_in(request)
+        if train is None:
             return np.zeros(len(clients))
         client_ids = np.asarray(clients, np.int64)
-        local = LocalSgd.from_settings(request.settings)
-        num_bytes = sum(t.numel() * t.element_size() for t in request.tensors.values())
+        local = LocalSgd.from_settings(train.settings)
+        num_bytes = sum(t.numel() * t.element_size() for t in train.tensors.values())
         return self.behaviour.durations_s(
             client_ids,
-            round_num=request.round_num,
-            attempt=request.attempt,
+            round_num=train.round_num,
+            attempt=train.attempt,
             num_examples_processed=self.population.num_examples(client_ids) * local.epochs,
             download_bytes=num_bytes,
             upload_bytes=num_bytes,
-            seed=Seed(request.seed),
+            seed=Seed(train.seed),
         )
 
     def _handle(self, client_id: ClientId, data: bytes, state: bytes) -> tuple[bytes, bytes]:
-        request = decode(data)
-        if isinstance(request, TrainRequest) and self._drops(client_id, request):
+        train = training_in(decode(data))
+        if train is not None and self._drops(client_id, train):
             return encode(Failure(DROPPED_OUT)), state
         rows = self.population.load(np.asarray([client_id]))
         index = torch.from_numpy(rows.rows)
         device = self.model.vector_P.device
         examples = TensorData(rows.features[index], rows.labels[index], device=device)
         trainer = TorchTrainer(self.model, examples)
-        return ClientSession(client_id, trainer).handle(data, state)
+        secure = None if self.identities is None else self.identities.client(client_id)
+        return ClientSession(client_id, trainer, secure).handle(data, state)
 
     def _drops(self, client_id: ClientId, request: TrainRequest) -> bool:
         drops = self.behaviour.failures(

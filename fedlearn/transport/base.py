@@ -6,7 +6,15 @@ from mmap import mmap
 from typing import Protocol
 
 from fedlearn.core.codec import decode
-from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Reply, Request, TrainReply
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    Failure,
+    Reply,
+    Request,
+    SecureReply,
+    TrainReply,
+)
 from fedlearn.errors import ProtocolError
 
 
@@ -53,6 +61,6 @@ def as_reply(data: bytes | mmap) -> Reply:
         message = decode(data)
     except ProtocolError as error:
         return Failure(reason=str(error))
-    if isinstance(message, TrainReply | EvaluateReply | Failure):
+    if isinstance(message, TrainReply | EvaluateReply | SecureReply | Failure):
         return message
     return Failure(reason=f"{type(message).__name__} is not a reply")

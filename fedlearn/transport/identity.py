@@ -155,6 +155,8 @@ class Invitation:
         ca_pem: The deployment's own certificate authority: the client trusts no other.
         token: Redeemed once; empty in the copy that a client keeps. Never printed.
         expires_utc: When the token ends, ISO 8601.
+        coordinator_key: Ed25519, what the coordinator signs the terms of secure aggregation with;
+            empty: this client takes part in none.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Invitation:
     ca_pem: bytes = field(repr=False)
     token: bytes = field(repr=False)
     expires_utc: str
+    coordinator_key: bytes = b""
 
     @property
     def server_name(self) -> str:
@@ -206,6 +209,7 @@ class Invitation:
             "ca_pem": self.ca_pem.decode("ascii"),
             "token": base64.urlsafe_b64encode(self.token).decode("ascii"),
             "expires_utc": self.expires_utc,
+            "coordinator_key": self.coordinator_key.hex(),
         }
         write_private(path, (json.dumps(values, indent=2) + "\n").encode())
 
@@ -338,6 +342,7 @@ def _invitation(values: Any) -> Invitation:
         ca_pem=_text(values["ca_pem"]).encode("ascii"),
         token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
         expires_utc=_text(values["expires_utc"]),
+        coordinator_key=bytes.fromhex(_text(values.get("coordinator_key", ""))),
     )
 
 

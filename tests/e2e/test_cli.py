@@ -213,6 +213,17 @@ def test_weights_are_exported_and_not_replaced(main_job: tuple[Shell, Typed]) ->
 # ---- check --------------------------------------------------------------------------------
 
 
+def test_check_prints_the_parameters_of_secure_aggregation(shell: Shell) -> None:
+    """With their formulas, as comments; also where the rest cannot be simulated as it stands."""
+    on = ("--set", "secure_aggregation.mode=complete")
+    done = shell.type("check", *on, "--set", "engine.transport=memory").out
+    assert "# threshold    t = 8, the least with 2t > h + a = 14" in done
+    assert "# fixed point  b = 32" in done
+    refused = shell.type("check", *on, code=2)
+    assert "# threshold    t = 8" in refused.out
+    assert 'set engine.transport to "memory"' in refused.err
+
+
 def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
     """Its output is a configuration that resolves to itself, with the reasons as comments."""
     printed = shell.type("check", "--set", "client.epochs=3").out

@@ -604,6 +604,41 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             ["engine.transport=memory", "engine.executor=fused"],
             'is "fused", but engine.transport is "memory"; give "auto" or "sequential"',
         ),
+        (
+            ["secure_aggregation.mode=complete", "stragglers.min_reports=7"],
+            "is 7, but secure aggregation releases no sum of fewer than 10 of 13 clients",
+        ),
+        (
+            ["secure_aggregation.mode=complete", "cohort.num_wanted=1"],
+            "is 0.3, so of 2 clients asked at least 2 must be in the sum",
+        ),
+        (
+            ["secure_aggregation.mode=complete", "secure_aggregation.dropout=0.1"],
+            "is 0.1, so of 13 clients asked at least 12 must be in the sum",
+        ),
+        (
+            ["secure_aggregation.mode=complete", "secure_aggregation.corruption=0.9"],
+            "assume less dropout or less corruption",
+        ),
+        (
+            ["secure_aggregation.mode=sparse", "secure_aggregation.corruption=0.4"],
+            "no sparse graph on 13 clients",
+        ),
+        (
+            ["secure_aggregation.mode=complete", "cohort.sampling=poisson"],
+            'is "poisson", whose cohorts have no least size',
+        ),
+        (
+            ["secure_aggregation.mode=complete", "centralized=true"],
+            'is "complete", but centralized pools the examples',
+        ),
+        (
+            [
+                "secure_aggregation={mode='complete',simulate_as='modular_sum'}",
+                "engine.transport=memory",
+            ],
+            'is "modular_sum", but engine.transport is "memory"',
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], expected: str) -> None:
@@ -628,11 +663,22 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
         ["early_stopping.target=2", "early_stopping.metric=loss"],
         ["early_stopping={min_improvement=0.1,patience_rounds=3}"],
         ["engine={transport='memory',executor='sequential',num_workers=1,block_size=1}"],
+        ["secure_aggregation.mode=complete"],
+        ["secure_aggregation.mode=complete", "stragglers.min_reports=10"],
+        ["secure_aggregation.mode=off", "cohort.sampling=poisson"],
+        ["secure_aggregation.mode=sparse", "secure_aggregation.adversary=honest-but-curious"],
     ],
 )
 def test_what_does_not_contradict_is_accepted(overrides: list[str]) -> None:
     """The other side of each refusal."""
     assert load(None, overrides=overrides) != Config()
+
+
+def test_half_of_the_reports_are_raised_to_what_secure_aggregation_needs() -> None:
+    """So that one line turns it on; without it, half are half."""
+    on = load(None, overrides=["secure_aggregation.mode=complete"])
+    assert on.straggler_policy().min_reports == 10
+    assert Config().straggler_policy().min_reports == 5
 
 
 @pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", "", "[a]=1", "a b=1", ".a=1"])

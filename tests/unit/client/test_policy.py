@@ -7,6 +7,7 @@ import pytest
 from fedlearn.client.policy import Policy
 from fedlearn.core.messages import Settings
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.parameters import Adversary
 
 
 def refusal(policy: Policy, settings: Settings | None, *, num_tasks_today: int = 0) -> str | None:
@@ -47,6 +48,30 @@ def test_a_readable_update_is_refused_where_secure_aggregation_is_required() -> 
     policy = Policy(require_secure_aggregation=True)
     assert refusal(policy, None) is not None
     assert policy.refusal("EvaluateRequest", settings=None, num_tasks_today=0) is None
+
+
+def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None:
+    """And is held to the other rules, in the one message of a session that asks for training."""
+    policy = Policy(require_secure_aggregation=True, max_epochs=2, max_tasks_per_day=1)
+
+    def asked(settings: Settings | None, num_tasks_today: int) -> str | None:
+        return policy.refusal("SecureRequest", settings=settings, num_tasks_today=num_tasks_today)
+
+    assert asked({"epochs": 2}, 0) is None
+    assert asked({"epochs": 3}, 0) is not None
+    assert asked({"epochs": 2}, 1) == "policy: max_tasks_per_day is 1"
+    assert asked(None, 1) is None  # shares of what was trained before
+
+
+def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() -> None:
+    """By default a session must hold against an active coordinator, with three clients."""
+    floor = Policy().secure_terms()
+    assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 3)
+    assert floor.max_releases_per_round == 2
+    lower = Policy(secure_adversary="honest-but-curious", secure_sparse=False).secure_terms()
+    assert (lower.adversary, lower.allow_sparse) == (Adversary.HONEST_BUT_CURIOUS, False)
+    with pytest.raises(ConfigError, match="secure_adversary is 'nobody'"):
+        Policy(secure_adversary="nobody")
 
 
 @pytest.mark.parametrize("name", ["max_epochs", "max_tasks_per_day"])

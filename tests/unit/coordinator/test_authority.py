@@ -16,7 +16,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from fedlearn.coordinator.authority import Authority
 from fedlearn.errors import DeploymentError, EnrolmentRefused
-from fedlearn.transport.identity import Identity, common_name, load_certificate
+from fedlearn.transport.identity import Identity, common_name, load_certificate, verify
 
 START = datetime.fromisoformat("2030-01-01T00:00:00Z")
 
@@ -36,7 +36,8 @@ def served(authority: Authority) -> x509.Certificate:
 def test_the_folder_and_its_keys_are_their_owners_alone(tmp_path: Path) -> None:
     opened(tmp_path / "ca")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ca").iterdir()}
-    assert modes == dict.fromkeys(("ca.key", "ca.pem", "server.key", "server.pem"), 0o600)
+    names = ("ca.key", "ca.pem", "server.key", "server.pem", "coordinator.key")
+    assert modes == dict.fromkeys(names, 0o600)
     assert stat.S_IMODE((tmp_path / "ca").stat().st_mode) == 0o700
 
 
@@ -58,13 +59,26 @@ def test_coordinators_that_start_at_once_share_one_authority(tmp_path: Path) -> 
         authorities = list(pool.map(start, range(8)))
     assert len({authority.ca_pem for authority in authorities}) == 1
     assert len({authority.server_certificate()[0] for authority in authorities}) == 1
-    assert len(list(tmp_path.iterdir())) == 4  # no temporary file is left
+    assert len({authority.coordinator_key for authority in authorities}) == 1
+    assert len(list(tmp_path.iterdir())) == 5  # no temporary file is left
     for authority in authorities:
         key, chain = authority.server_certificate()
         certificate = load_certificate(chain)
         private = serialization.load_pem_private_key(key, password=None)
         assert certificate.public_key() == private.public_key()
         certificate.verify_directly_issued_by(load_certificate(authority.ca_pem))
+
+
+def test_the_coordinators_own_key_signs_what_clients_have_pinned(tmp_path: Path) -> None:
+    """It is the same after a restart; a file that holds another kind of key is refused."""
+    authority = opened(tmp_path)
+    signature = authority.signer.sign(b"terms")
+    assert opened(tmp_path).coordinator_key == authority.coordinator_key
+    assert verify(authority.coordinator_key, signature, b"terms")
+    for content in (b"damaged", (tmp_path / "ca.key").read_bytes()):
+        (tmp_path / "coordinator.key").write_bytes(content)
+        with pytest.raises(DeploymentError, match=r"coordinator\.key is damaged"):
+            opened(tmp_path)
 
 
 def test_a_start_that_was_killed_half_way_is_finished_by_the_next(tmp_path: Path) -> None:

@@ -13,11 +13,15 @@ import torch
 
 from fedlearn.core.codec import VERSION, decode, encode
 from fedlearn.core.messages import (
+    ClientId,
     EvaluateReply,
     EvaluateRequest,
     Failure,
+    SecureReply,
+    SecureRequest,
     TrainReply,
     TrainRequest,
+    training_in,
 )
 from fedlearn.errors import ProtocolError
 
@@ -189,3 +193,91 @@ def test_messages_are_what_their_fields_say() -> None:
     assert isinstance(found, TrainRequest)
     assert asdict(found) == asdict(request)
     assert decode(encode(Failure("\ud800"))) == Failure("\ud800"), "lone surrogates are escaped"
+
+
+def secure_request(message: bytes, *, with_training: bool) -> SecureRequest:
+    tensors = {"message": torch.ones(3), "model/w": torch.zeros(1, dtype=torch.int8)}
+    train = TrainRequest(round_num=2, attempt=1, tensors=tensors, settings={"epochs": 2}, seed=9)
+    return SecureRequest(
+        round_num=2,
+        attempt=1,
+        message=message,
+        train=train if with_training else None,
+        lanes={"parameters": ["message", "model/w"]} if with_training else {},
+        directory={} if with_training else {ClientId(3): bytes(range(32))},
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"x", bytes(range(256))])
+@pytest.mark.parametrize("with_training", [False, True])
+def test_a_message_of_secure_aggregation_travels(body: bytes, with_training: bool) -> None:  # noqa: FBT001 - a case
+    """With the model in one stage and without it in the others, whatever the tensors are called."""
+    sent = secure_request(body, with_training=with_training)
+    found = decode(encode(sent))
+    assert isinstance(found, SecureRequest)
+    assert (found.round_num, found.attempt, found.message) == (2, 1, body)
+    assert {lane: list(names) for lane, names in found.lanes.items()} == sent.lanes
+    assert found.directory == sent.directory
+    assert encode(found) == encode(sent)
+    train = training_in(found)
+    assert (train is not None) == with_training
+    if train is not None and sent.train is not None:
+        assert (train.round_num, train.attempt, train.seed) == (2, 1, 9)
+        assert all(torch.equal(train.tensors[n], t) for n, t in sent.train.tensors.items())
+
+
+def test_a_reply_of_secure_aggregation_travels() -> None:
+    """Bytes in, the same bytes out."""
+    found = decode(encode(SecureReply(round_num=7, message=b"masked")))
+    assert isinstance(found, SecureReply)
+    assert (found.round_num, found.message) == (7, b"masked")
+
+
+SECURE: Mapping[str, Any] = {
+    "round_num": 1,
+    "attempt": 0,
+    "lanes": {},
+    "train": {},
+    "directory": {},
+}  # Any: JSON
+OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors"),
+    [
+        ({}, {}),
+        ({}, {"message": torch.zeros(2)}),
+        ({}, {"message": torch.zeros(1, 2, dtype=torch.uint8)}),
+        ({}, {**OCTETS, "model/w": torch.zeros(1)}),
+        ({"train": {"seed": 1, "settings": {}}}, {**OCTETS, "w": torch.zeros(1)}),
+        ({"train": {"seed": 1, "settings": {}, "more": 1}}, OCTETS),
+        ({"train": {"seed": 1}}, OCTETS),
+        ({"train": 3}, OCTETS),
+        ({"lanes": {"parameters": "w"}}, OCTETS),
+        ({"lanes": {"parameters": [1]}}, OCTETS),
+        ({"attempt": -1}, OCTETS),
+        ({"directory": {"1": "zz"}}, OCTETS),
+        ({"directory": {"one": "00"}}, OCTETS),
+        ({"directory": {"-1": "00"}}, OCTETS),
+        ({"directory": {"1": "00", "01": "00"}}, OCTETS),
+        ({"directory": {"1": 0}}, OCTETS),
+    ],
+)
+def test_a_malformed_secure_request_is_refused(
+    fields: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Control: without the change it is one."""
+    body = safetensors.torch.save(dict(tensors))
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode(message({"kind": "secure_request", "fields": {**SECURE, **fields}}, body))
+    whole = message({"kind": "secure_request", "fields": SECURE}, safetensors.torch.save(OCTETS))
+    assert isinstance(decode(whole), SecureRequest)
+
+
+def test_a_secure_reply_holds_one_message_and_nothing_else() -> None:
+    """Another tensor, or none, is refused."""
+    for tensors in ({}, {**OCTETS, "w": torch.zeros(1)}, {"message": torch.zeros(2)}):
+        header = {"kind": "secure_reply", "fields": {"round_num": 1}}
+        with pytest.raises(ProtocolError, match="malformed"):
+            decode(message(header, safetensors.torch.save(tensors)))

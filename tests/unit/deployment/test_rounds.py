@@ -11,12 +11,18 @@ from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.config import Config, from_mapping
 from fedlearn.coordinator.journal import MemoryJournal, OpenRound
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStatus
+from fedlearn.coordinator.registry import MemoryRegistry
 from fedlearn.coordinator.run import train
+from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.deployment.board import Board
+from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
 from fedlearn.deployment.record import ForgettingStore, first_attempts
-from fedlearn.deployment.rounds import run_over
+from fedlearn.deployment.rounds import run_over, run_plan
+from fedlearn.errors import ConfigError
 from fedlearn.experiment.assemble import assemble
+from fedlearn.secagg.keys import fresh_signer
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.sessions import session_channel
 from fedlearn.transport.memory import MemoryChannel
@@ -104,6 +110,55 @@ def test_a_deployed_run_and_its_simulation_give_the_same_model(config: Config) -
     assert "clients/accuracy_mean" in store.rounds[-1].metrics
 
 
+def secure_config() -> Config:
+    values = {
+        "num_rounds": NUM_ROUNDS,
+        "data": {"partition": {"kind": "iid", "num_clients": 6}},
+        "model": {"hidden": (8,)},
+        "cohort": {"num_wanted": 4},
+        "stragglers": {"over_selection": 1.0},
+        "devices": {"kind": "ideal"},
+        "engine": {"transport": "memory"},
+        "secure_aggregation": {"mode": "complete"},
+    }
+    return from_mapping(values, source="test")
+
+
+def test_secure_aggregation_without_certificates_is_refused() -> None:
+    """Nobody would know whose key is whose; control: with identities the plan is made."""
+    pieces = deployment(secure_config(), data_dir=Path("nowhere"))
+    channel = clients(simulation(secure_config(), data_dir=Path("nowhere")))
+    with pytest.raises(ConfigError, match="serve with certificates"):
+        run(pieces, channel, MemoryStore())
+    signer, _ = fresh_signer()
+    identities = DeployedIdentities(run_id=bytes(16), signer=signer, directory={})
+    plan = run_plan(
+        channel, pieces, sampler=pieces.sampler, clock=SystemClock(), identities=identities
+    )
+    assert isinstance(plan.round.collector, SecureCollector)
+
+
+def test_the_keys_of_enrolled_clients_are_read_as_they_change() -> None:
+    """A new client is there, a revoked one is not, and one that enrols anew keeps its first key."""
+    registry = MemoryRegistry(SystemClock())
+
+    def certify(client_id: ClientId) -> tuple[bytes, str, str]:
+        return b"", f"fingerprint {client_id}", "2030-01-01T00:00:00Z"
+
+    def enrol(name: str, key: bytes) -> None:
+        token = registry.invite(name, tags=(), valid_s=60.0)
+        registry.redeem(name, token, identity_key=key, certify=certify)
+
+    keys = EnrolledKeys(registry)
+    assert len(keys) == 0
+    enrol("a", b"a" * 32)
+    enrol("b", b"b" * 32)
+    assert dict(keys) == {0: b"a" * 32, 1: b"b" * 32}
+    enrol("a", b"c" * 32)
+    registry.revoke("b")
+    assert dict(keys) == {0: b"a" * 32}
+
+
 def test_every_round_is_committed(config: Config) -> None:
     """The start and each round: clients are told that a round is done once it is durable."""
     store = MemoryStore()
@@ -144,3 +199,5 @@ def test_a_run_that_failed_tries_again_as_often_as_at_first(
     last = OpenRound(round_num=7, attempt=attempt, cohort=(), opened_unix_s=0.0)
     assert first_attempts(last, status, config.straggler_policy()) == expected
     assert first_attempts(None, status, config.straggler_policy()) == {}
+    after = first_attempts(last, status, config.straggler_policy(), is_secure=True)
+    assert after == {last.round_num: last.attempt + 1}  # a session is never gone on with

@@ -35,6 +35,7 @@ INVITATION = Invitation(
     ca_pem=b"-----BEGIN CERTIFICATE-----\n",
     token=b"\x00secret\xff",
     expires_utc="2030-01-01T00:00:00Z",
+    coordinator_key=bytes(range(32)),
 )
 
 

@@ -1,0 +1,171 @@
+"""A client's training as its contribution to a secure sum, and what it keeps between messages."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.messages import ClientId, SecureRequest, TrainReply
+from fedlearn.errors import PolicyViolation, ProtocolError
+from fedlearn.secagg import messages
+from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.fixed_point import LaneRole
+from fedlearn.secagg.keys import KEY_BYTES
+from fedlearn.secagg.plan import HAS_LOSS, LOSS, NUM_EXAMPLES, clipped
+from fedlearn.secagg.terms import Contribution, Terms
+
+#: Among a trainer's tensors; a model's names have no such prefix.
+_SESSION = "fedlearn/secagg"
+_PINS = "fedlearn/pins"
+
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """What a client keeps from one message to the next.
+
+    Attributes:
+        trainer: What the trainer keeps.
+        session: Its part in sessions of secure aggregation; ``None``: it has never had any.
+        pins: Identity keys of other clients, as they were first seen in this run.
+
+    Example:
+        >>> Kept.of(b"").to_bytes()
+        b''
+    """
+
+    trainer: Mapping[str, Tensor]
+    session: ClientState | None
+    pins: Mapping[ClientId, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: bytes) -> "Kept":
+        """Return what :meth:`to_bytes` returned; nothing at first.
+
+        Raises:
+            ProtocolError: It holds no state of this version.
+        """
+        tensors = safetensors.torch.load(data) if data else {}
+        kept = tensors.pop(_SESSION, None)
+        session = None if kept is None else ClientState.from_bytes(kept.numpy().tobytes())
+        return cls(trainer=tensors, session=session, pins=_read_pins(tensors.pop(_PINS, None)))
+
+    def to_bytes(self) -> bytes:
+        """Return this as bytes; with a session they hold secret keys."""
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.trainer.items()}
+        if self.session is not None:
+            tensors[_SESSION] = _octets(self.session.to_bytes())
+        if self.pins:
+            rows = (each.to_bytes(_ID_BYTES, "little") + key for each, key in self.pins.items())
+            tensors[_PINS] = _octets(b"".join(rows))
+        return safetensors.torch.save(tensors) if tensors else b""
+
+    def pinning(self, told: Mapping[ClientId, bytes]) -> "Kept":
+        """Return this with the keys that a coordinator told of, which may add and never change.
+
+        Raises:
+            PolicyViolation: A key is of a wrong length, or another than the one pinned.
+        """
+        for client_id, key in told.items():
+            if len(key) != KEY_BYTES or self.pins.get(client_id, key) != key:
+                raise PolicyViolation(
+                    rule="pinned identity keys",
+                    asked=f"another key of client {client_id}",
+                    limit="the one that was seen first in this run",
+                )
+        return replace(self, pins={**self.pins, **told})
+
+    def session_for(self, message: bytes) -> ClientState:
+        """Return the state to answer a message from; the first terms name the run.
+
+        Raises:
+            ProtocolError: There is no session, and this message begins none.
+        """
+        if self.session is not None:
+            return self.session
+        first = messages.decode(message)
+        if not isinstance(first, messages.SignedTerms):
+            raise ProtocolError(f"{type(first).__name__} begins no session of secure aggregation")
+        return ClientState.fresh(first.terms.run_id)
+
+
+def after_failure(data: bytes) -> bytes:
+    """Return the state after a message that failed: a session under way is over.
+
+    What it kept would else be answered from twice.
+    """
+    try:
+        kept = Kept.of(data)
+    except (ProtocolError, safetensors.SafetensorError):
+        return data  # nothing that could be answered from
+    if kept.session is None or kept.session.step is None:
+        return data
+    return replace(kept, session=kept.session.at(None)).to_bytes()
+
+
+def _octets(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _read_pins(kept: Tensor | None) -> dict[ClientId, bytes]:
+    data = b"" if kept is None else kept.numpy().tobytes()
+    width = _ID_BYTES + KEY_BYTES
+    rows = [data[begin : begin + width] for begin in range(0, len(data), width)]
+    return {ClientId(int.from_bytes(row[:_ID_BYTES], "little")): row[_ID_BYTES:] for row in rows}
+
+
+def contribution(
+    terms: Terms, request: SecureRequest, update: TrainReply, *, request_hash: bytes
+) -> Contribution:
+    """Return what training adds to the sum, clipped: fixed point and the mask come next.
+
+    The order is fixed: clip, fixed point, mask. Each vector is clipped in its L2 norm to the bound
+    of its lane, the loss and the examples to theirs.
+
+    Args:
+        terms: Of the session.
+        request: That was trained on.
+        update: What training gave.
+        request_hash: Of the request.
+
+    Raises:
+        ValueError: The update has no examples, or lacks what the terms ask for.
+    """
+    if update.num_examples < 1:
+        raise ValueError("a client without examples has nothing to add")
+    loss = float(update.metrics.get("loss", math.nan))
+    has_loss = math.isfinite(loss)
+    metrics = {
+        LOSS: loss if has_loss else 0.0,
+        HAS_LOSS: float(has_loss),
+        NUM_EXAMPLES: float(update.num_examples),
+    }
+    values: dict[str, NDArray[np.floating]] = {}
+    for lane in terms.lanes:
+        if lane.role is LaneRole.VECTOR:
+            values[lane.name] = _vector(request, update, lane.name, bound=lane.bound)
+        elif lane.role is LaneRole.METRIC:
+            if lane.name not in metrics:
+                raise ValueError(f"the terms ask for a metric {lane.name!r} that is unknown")
+            bounded = min(max(metrics[lane.name], -lane.bound), lane.bound)
+            values[lane.name] = np.array([bounded])
+    weight = min(update.num_examples, terms.max_weight)
+    return Contribution(values=values, weight=weight, request_hash=request_hash)
+
+
+def _vector(
+    request: SecureRequest, update: TrainReply, lane: str, *, bound: float
+) -> NDArray[np.floating]:
+    names = request.lanes.get(lane, ())
+    missing = [name for name in names if name not in update.delta]
+    if missing or not names:
+        raise ValueError(f"lane {lane!r} is to hold tensors {missing} that training did not give")
+    vector = torch.cat([update.delta[name].detach().double().reshape(-1).cpu() for name in names])
+    flat: NDArray[np.floating] = clipped(vector, bound).numpy()
+    return flat

@@ -1,0 +1,60 @@
+"""Who signs what in a deployment's secure aggregation."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fedlearn.coordinator.registry import Registry
+from fedlearn.core.messages import ClientId
+from fedlearn.secagg.keys import Signer
+
+
+@dataclass(frozen=True, eq=False)
+class EnrolledKeys(Mapping[ClientId, bytes]):
+    """The identity keys of all clients that are enrolled and not revoked.
+
+    A key stays as it was first read: clients have pinned it, and would refuse every session with
+    another. Who enrolled anew takes part again in the next run, or once this process is restarted
+    and nobody has pinned the key before.
+
+    Attributes:
+        registry: Read again whenever it has changed.
+    """
+
+    registry: Registry
+    _first: dict[ClientId, bytes] = field(default_factory=dict, init=False, repr=False)
+    _read: dict[int, Mapping[ClientId, bytes]] = field(default_factory=dict, init=False, repr=False)
+
+    def __getitem__(self, client_id: ClientId) -> bytes:
+        return self._keys()[client_id]
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def _keys(self) -> Mapping[ClientId, bytes]:
+        revision = self.registry.revision()
+        if revision not in self._read:
+            self._read.clear()
+            self._read[revision] = {
+                client.client_id: self._first.setdefault(client.client_id, client.identity_key)
+                for client in self.registry.clients()
+                if client.status == "active"
+            }
+        return self._read[revision]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeployedIdentities:
+    """What a deployed run signs and verifies with.
+
+    Attributes:
+        run_id: Of the run, 16 bytes.
+        signer: The coordinator's identity.
+        directory: The clients'.
+    """
+
+    run_id: bytes
+    signer: Signer
+    directory: Mapping[ClientId, bytes]

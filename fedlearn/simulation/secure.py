@@ -1,0 +1,172 @@
+"""Secure aggregation in a simulation: the real protocol, or its rounding without its masks."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.core.collecting import Block
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Layout
+from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.secagg import keys
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.fixed_point import Lane, LaneRole, encode, levels_of
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.masking import keystream
+from fedlearn.secagg.parameters import MAX_CLIENTS
+from fedlearn.secagg.plan import SecurePlan, clipped
+from fedlearn.secagg.policy import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedIdentities(Mapping[ClientId, bytes]):
+    """The directory of a simulated population: every identity follows from the run's secret.
+
+    Attributes:
+        num_clients: How many there are; a key is made when it is first looked at.
+        plan: What sessions ask; these clients' policy allows that and no more.
+    """
+
+    num_clients: int
+    plan: SecurePlan
+    _secret: SecretBytes = field(
+        default_factory=lambda: SecretBytes.generate(keys.KEY_BYTES), init=False
+    )
+    _made: dict[ClientId, tuple[keys.Signer, bytes]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return (ClientId(client_id) for client_id in range(self.num_clients))
+
+    def __getitem__(self, client_id: ClientId) -> bytes:
+        return self._identity(client_id)[1]
+
+    @property
+    def coordinator(self) -> tuple[keys.Signer, bytes]:
+        """The coordinator's identity and its public key."""
+        return keys.identity_of(self._secret, label=b"simulated coordinator", ids=())
+
+    def client(self, client_id: ClientId) -> SecureClient:
+        """Return a client's side of every session."""
+        return SecureClient(
+            client_id=client_id,
+            signer=self._identity(client_id)[0],
+            coordinator_key=self.coordinator[1],
+            directory=self,
+            policy=policy_for(self.plan),
+            num_threads=1,
+        )
+
+    def _identity(self, client_id: ClientId) -> tuple[keys.Signer, bytes]:
+        if not 0 <= client_id < self.num_clients:
+            raise KeyError(client_id)
+        if client_id not in self._made:
+            self._made[client_id] = keys.identity_of(
+                self._secret, label=b"simulated client", ids=(client_id,)
+            )
+        return self._made[client_id]
+
+
+def policy_for(plan: SecurePlan) -> Policy:
+    """Return the policy of a client that agrees to a plan, and to nothing weaker."""
+    given = plan.parameters.assumptions
+    return Policy(
+        adversary=given.adversary,
+        allow_sparse=given.topology is Topology.SPARSE,
+        corruption=given.corruption,
+        sigma_bits=given.sigma_bits,
+        min_cohort=plan.min_survivors,
+        max_cohort=MAX_CLIENTS,
+        max_clip=max(plan.clip_norm, plan.statistics_norm),
+        max_weight=plan.max_examples,
+        max_upload_bytes=1 << 62,
+        max_releases_per_round=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModularSum:
+    """The weighted mean as secure aggregation computes it, without its masks.
+
+    Each update is clipped and rounded to levels as a client would do it, and the levels are added.
+    Their sum is below 2**53, hence exact in float64: in any order, over any number of workers.
+
+    Attributes:
+        plan: What sessions would ask.
+        layout: Of the model.
+        seed: Of the rounding, together with an update's own bytes: a run can be repeated.
+    """
+
+    plan: SecurePlan
+    layout: Layout
+    seed: Seed
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the example counts, none above W; or ones."""
+        if not self.plan.by_examples:
+            return torch.ones_like(num_examples_B)
+        return num_examples_B.clamp(max=self.plan.max_examples)
+
+    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
+        """Return an empty sum of levels."""
+        return WeightedSum(
+            torch.zeros(layout.size, dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+
+    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
+        """Add the levels of each row."""
+        for delta_P, weight in zip(block.deltas_BP, block.weights_B.tolist(), strict=True):
+            state.total_P.add_(self._levels(delta_P.cpu(), weight).to(state.total_P.device))
+        return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
+
+    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
+        """Return the sum of both."""
+        return WeightedSum(left.total_P.add_(right.total_P), left.weight.add_(right.weight))
+
+    def finalize(self, state: WeightedSum) -> Tensor:
+        """Return the mean that the levels stand for."""
+        weight = float(state.weight)
+        if weight <= 0.0:
+            raise ValueError("no client was folded in, so there is no mean")
+        parts = state.total_P.split([lane.size for lane in self._lanes])
+        scale = self._max_weight / weight
+        scaled = [part * (lane.step * scale) for lane, part in zip(self._lanes, parts, strict=True)]
+        return torch.cat(scaled).to(self.layout.dtype)
+
+    @cached_property
+    def _lanes(self) -> tuple[Lane, ...]:
+        lanes = self.plan.lanes(self.layout)
+        return tuple(lane for lane in lanes if lane.role is LaneRole.VECTOR)
+
+    @property
+    def _max_weight(self) -> int:
+        return self.plan.max_examples if self.plan.by_examples else 1
+
+    def _levels(self, delta_P: Tensor, weight: float) -> Tensor:
+        """Return the levels of one update: float64, shape [P]; NaN if it is not finite."""
+        if not bool(torch.isfinite(delta_P).all()):
+            return torch.full_like(delta_P, math.nan, dtype=torch.float64)
+        digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
+        digest.update(delta_P.contiguous().numpy().tobytes())
+        noise = keystream(SecretBytes(digest.digest()), 4 * len(delta_P)).view(np.uint32)
+        levels, begin = [], 0
+        for lane in self._lanes:
+            part = slice(begin, begin + lane.size)
+            values = clipped(delta_P[part], lane.bound).numpy()
+            factor = weight / self._max_weight
+            words = encode(lane, values, factor=factor, noise=noise[part])
+            levels.append(levels_of(lane, words).astype(np.float64))
+            begin += lane.size
+        return torch.from_numpy(np.concatenate(levels))
