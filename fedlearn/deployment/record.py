@@ -52,13 +52,11 @@ def _is_known(database: Database, name: str) -> bool:
 
 
 def _require_same(config: Config, record: RunRecord) -> None:
-    begun: Mapping[str, Any] = record.config  # Any: JSON
-    now: Mapping[str, Any] = config.model_dump(mode="json")
+    begun, now = dict(_leaves(record.config)), dict(_leaves(config.model_dump(mode="json")))
     changed = sorted(
         key
-        for key in {**dict(_leaves(begun)), **dict(_leaves(now))}
-        if key.partition(".")[0] not in _MAY_CHANGE
-        and dict(_leaves(begun)).get(key) != dict(_leaves(now)).get(key)
+        for key in begun | now
+        if key.partition(".")[0] not in _MAY_CHANGE and begun.get(key) != now.get(key)
     )
     if changed:
         raise ConfigError(
