@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import structlog
@@ -129,7 +130,9 @@ class Transfers:
             raise _Ended(grpc.StatusCode.UNAVAILABLE, "no such exchange is open; try again later")
         if judgement is Standing.TAKEN:
             return await self._settled(key, client_id)
-        task = asyncio.create_task(self._receive(client, envelope, context))
+        # The exchange may close before the task begins: its folder is looked up here.
+        receiving = self._receive(client, envelope, context, folder=self.desk.folder())
+        task = asyncio.create_task(receiving)
         self._uploads[client_id] = task
         try:
             await asyncio.wait({task})
@@ -150,9 +153,14 @@ class Transfers:
             await asyncio.wait({old})
 
     async def _receive(
-        self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
+        self,
+        client: EnrolledClient,
+        envelope: wire_pb2.Envelope,
+        context: Context,
+        *,
+        folder: Path,
     ) -> Ruling:
-        upload = await self._opened(client.client_id, envelope)
+        upload = await self._opened(folder, client.client_id, envelope)
         is_taken = False
         try:
             self.counters.uploads += 1
@@ -173,9 +181,11 @@ class Transfers:
             return judgement
         return await self._settled(key_of(envelope.key), client.client_id)
 
-    async def _opened(self, client_id: ClientId, envelope: wire_pb2.Envelope) -> PartialUpload:
+    async def _opened(
+        self, folder: Path, client_id: ClientId, envelope: wire_pb2.Envelope
+    ) -> PartialUpload:
         """Return what is here of an upload."""
-        folder, loop = self.desk.folder(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def opened() -> PartialUpload:
             path = partial_path(folder, client_id=client_id, sha256=envelope.sha256)
@@ -184,6 +194,8 @@ class Transfers:
         opening = loop.run_in_executor(self.files, opened)
         try:
             return await asyncio.shield(opening)
+        except FileNotFoundError as error:
+            raise _Ended(grpc.StatusCode.UNAVAILABLE, "the round is over; try again") from error
         except OSError as error:
             raise self._no_space(client_id, error) from error
         except asyncio.CancelledError:

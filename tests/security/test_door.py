@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from queue import Queue
@@ -18,8 +19,10 @@ import torch
 from fedlearn.coordinator.authority import Authority
 from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.coordinator.door_settings import DoorSettings
-from fedlearn.coordinator.registry import MemoryRegistry
+from fedlearn.coordinator.door_state import Judgement, Standing
+from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
 from fedlearn.coordinator.service import Door
+from fedlearn.coordinator.service_desk import Desk, LiveExchange
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, Reply, TrainReply, TrainRequest
@@ -574,6 +577,34 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
     assert verdict(honest, data[:100], data[100:]) == wire_pb2.Receipt.ACCEPTED
     assert refused(site, "size") == 3
     assert refused(site, "sha256") == refused(site, "signature") == 1
+
+
+def test_an_upload_is_late_when_the_round_closes_as_it_begins(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = site.enrolled("clinic-a")
+    opened, admit, live = Desk.open, Desk.admit, list[LiveExchange]()
+
+    def kept(desk: Desk, exchange: LiveExchange) -> None:
+        live.append(exchange)
+        opened(desk, exchange)
+
+    def closing(desk: Desk, client: EnrolledClient, signed: wire_pb2.Envelope) -> Judgement:
+        judgement = admit(desk, client, signed)
+        if judgement is Standing.OPEN:
+            asyncio.get_running_loop().call_soon(partial(desk.close, live[0], by_itself=True))
+        return judgement
+
+    monkeypatch.setattr(Desk, "open", kept)
+    monkeypatch.setattr(Desk, "admit", closing)
+    Round(site.door, peer)
+    task = site.in_session(peer, heard_task)
+    data = encode(REPLY)
+    signed = wire_pb2.UploadPart(envelope=envelope(task, data, peer))
+    part = wire_pb2.UploadPart(data=data)
+    came, _ = site.raw("Upload", peer, signed.SerializeToString(), part.SerializeToString())
+    receipt = wire_pb2.UploadStatus.FromString(came[-1]).receipt
+    assert receipt.verdict == wire_pb2.Receipt.LATE
 
 
 def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
