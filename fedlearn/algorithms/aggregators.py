@@ -5,6 +5,7 @@ while replies stream in, whole blocks at a time in a simulation, an all-reduce o
 processes, and hierarchical aggregation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -23,7 +24,7 @@ class Summable(Protocol):
 
 
 #: Parameters aggregated at a time: the product of so many stays in the cache.
-_COLUMNS = 1 << 18
+_COLUMNS = 1 << 16
 
 StateT = TypeVar("StateT")
 
@@ -103,16 +104,16 @@ class WeightedMean:
         )
 
     def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
-        """Add the weighted rows of ``block``: one matrix-vector product.
+        """Add the weighted rows of ``block``.
 
-        The product is rounded before it is added, so that folding a block in and merging its
-        own sum are the same to the last bit.
+        Their sum is rounded before it is added, so that folding a block in and merging its own
+        sum are the same to the last bit.
         """
-        columns = zip(
-            state.total_P.split(_COLUMNS), block.deltas_BP.split(_COLUMNS, dim=1), strict=True
-        )
-        for total, deltas in columns:
-            total.add_(torch.mv(deltas.t(), block.weights_B))
+        deltas_BP = block.deltas_BP
+        if isinstance(deltas_BP, Tensor):
+            _add_product(state.total_P, deltas_BP, block.weights_B)
+        else:
+            _add_rows(state.total_P, deltas_BP, block.weights_B.tolist())
         return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
 
     def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
@@ -125,3 +126,20 @@ class WeightedMean:
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
         return state.total_P.div_(weight)
+
+
+def _add_product(total_P: Tensor, deltas_BP: Tensor, weights_B: Tensor) -> None:
+    columns = zip(total_P.split(_COLUMNS), deltas_BP.split(_COLUMNS, dim=1), strict=True)
+    for total, deltas in columns:
+        total.add_(torch.mv(deltas.t(), weights_B))
+
+
+def _add_rows(total_P: Tensor, rows_BP: Sequence[Tensor], weights_B: Sequence[float]) -> None:
+    """Add rows that lie apart; the total is read and written once for all of them."""
+    memory = total_P.new_empty(min(_COLUMNS, total_P.numel()))
+    split = [row_P.split(_COLUMNS) for row_P in rows_BP]
+    for total, *deltas in zip(total_P.split(_COLUMNS), *split, strict=True):
+        product = torch.mul(deltas[0], weights_B[0], out=memory[: total.numel()])
+        for delta, weight in zip(deltas[1:], weights_B[1:], strict=True):
+            product.add_(delta, alpha=weight)
+        total.add_(product)

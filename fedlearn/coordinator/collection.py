@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregators import Aggregator
@@ -28,31 +29,8 @@ StateT = TypeVar("StateT")
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
 
-#: Elements that are checked at a time where a check needs memory of its own.
-_CHECKED_AT_ONCE = 1 << 18
-
 #: Characters of a failure's reason that are kept: a peer chooses them.
 MAX_REASON = 300
-
-
-@dataclass
-class _Slab:
-    """Memory that is written again in every round: fresh pages cost more than the copy."""
-
-    _rows_RP: Tensor | None = None
-
-    def rows(self, num_rows: int, *, like: Tensor) -> Tensor:
-        """Return [num_rows, P] of any content, with P, dtype and device of ``like``."""
-        kept, shape = self._rows_RP, (num_rows, *like.shape)
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (
-            shape,
-            like.dtype,
-            like.device,
-        ):
-            # The old rows go first: two slabs at once would be beyond the bound.
-            kept = self._rows_RP = None
-            kept = self._rows_RP = like.new_empty(shape)
-        return kept
 
 
 @dataclass(kw_only=True)
@@ -61,66 +39,62 @@ class _Fold(Generic[StateT]):
 
     Attributes:
         aggregator: How they are combined.
-        rows_RP: Where they wait until all rows are taken; ``None``: each is combined at once,
-            where it lies.
+        num_together: So many wait, each where it lies, and are combined in one pass.
+        device: Where that happens.
         state: Those that are combined already.
         num_added: How many there were, waiting ones included.
     """
 
     aggregator: Aggregator[StateT]
-    rows_RP: Tensor | None
+    num_together: int
+    device: torch.device
     state: StateT
     num_added: int = 0
-    _waiting: list[int] = field(default_factory=list)
-
-    def next_row(self) -> Tensor | None:
-        """Return the row that the next update belongs in; it may be written in vain."""
-        return None if self.rows_RP is None else self.rows_RP[len(self._waiting)]
+    _waiting: list["Update"] = field(default_factory=list)
 
     def add(self, update: "Update") -> None:
-        """Take the update that was written to :meth:`next_row`, if there are rows."""
-        self._waiting.append(update.num_examples)
+        """Take an update that passed every check."""
+        self._waiting.append(update)
         self.num_added += 1
-        if self.rows_RP is None:
-            self._accumulate(update.delta_P.unsqueeze(0))
-        elif len(self._waiting) == len(self.rows_RP):
-            self._accumulate(self.rows_RP)
+        if len(self._waiting) == self.num_together:
+            self._accumulate()
 
     def close(self) -> StateT:
         """Return the aggregate of all."""
-        if self.rows_RP is not None and self._waiting:
-            self._accumulate(self.rows_RP[: len(self._waiting)])
+        if self._waiting:
+            self._accumulate()
         return self.state
 
-    def _accumulate(self, deltas_BP: Tensor) -> None:
-        weights_B = self.aggregator.weigh(deltas_BP.new_tensor(self._waiting))
-        self.state = self.aggregator.accumulate(self.state, Block(deltas_BP, weights_B))
+    def _accumulate(self) -> None:
+        deltas_BP = [update.delta_P.to(self.device) for update in self._waiting]
+        num_examples_B = deltas_BP[0].new_tensor([each.num_examples for each in self._waiting])
+        block = Block(deltas_BP, self.aggregator.weigh(num_examples_B))
+        self.state = self.aggregator.accumulate(self.state, block)
         self._waiting.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainCollector(Generic[StateT]):
-    """Collects deltas in the clear, a slab of them at a time.
+    """Collects deltas in the clear, some of them at a time.
 
-    Each reply is checked and packed into the next row of a slab; a full slab, and what is in
-    it at the close of the round, is one block for the aggregator. Without room for two rows the
-    replies are folded in one by one where they lie, to the last bit as by an engine at block
-    size 1.
+    Each reply is checked as it arrives and waits where it lies; as many as fit the bound, and
+    what waits at the close of the round, are one block for the aggregator: it passes over the
+    sum once for all of them. Without room for two the replies are folded in one by one, to the
+    last bit as by an engine at block size 1.
 
-    Memory: the aggregate, one reply, and the slab, which is kept from round to round.
+    Memory: the aggregate, one reply, and those that wait.
 
     Attributes:
         channel: How clients are reached.
         aggregator: How deltas are combined.
         policy: When the round closes.
-        slab_bytes: Bound of the slab's size; there is none if two models do not fit.
+        slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
     """
 
     channel: Channel
     aggregator: Aggregator[StateT]
     policy: StragglerPolicy
     slab_bytes: int
-    _slab: _Slab = field(default_factory=_Slab, init=False, repr=False, compare=False)
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -142,10 +116,7 @@ class PlainCollector(Generic[StateT]):
         settled: dict[ClientId, Participation] = {}
         for arrival in arrivals:
             update = validated(
-                arrival.reply,
-                round_num=request.round_num,
-                layout=request.params.layout,
-                out=fold.next_row(),
+                arrival.reply, round_num=request.round_num, layout=request.params.layout
             )
             if isinstance(update, Update):
                 fold.add(update)
@@ -168,12 +139,14 @@ class PlainCollector(Generic[StateT]):
         """Take nothing back."""
 
     def _fold(self, params: Params) -> _Fold[StateT]:
-        layout, device = params.layout, params.vector.device
-        fitting = self.slab_bytes // (layout.size * layout.dtype.itemsize)
-        num_rows = min(fitting, self.policy.num_wanted)
-        rows_RP = self._slab.rows(num_rows, like=params.vector) if num_rows > 1 else None
-        state = self.aggregator.init(layout, device=device)
-        return _Fold(aggregator=self.aggregator, rows_RP=rows_RP, state=state)
+        num_together = max(1, self.slab_bytes // params.vector.nbytes)
+        device = params.vector.device
+        return _Fold(
+            aggregator=self.aggregator,
+            num_together=num_together,
+            device=device,
+            state=self.aggregator.init(params.layout, device=device),
+        )
 
     def _cut_off_s(self, settled: Mapping[ClientId, Participation]) -> float:
         has_deadline = math.isfinite(self.policy.deadline_s)
@@ -195,9 +168,7 @@ class Update:
     loss: float
 
 
-def validated(
-    reply: Reply, *, round_num: int, layout: Layout, out: Tensor | None = None
-) -> Update | Failure:
+def validated(reply: Reply, *, round_num: int, layout: Layout) -> Update | Failure:
     """Return the update in ``reply``, or why it must not be aggregated.
 
     Clients are not trusted: round, names, shapes, dtype, finiteness and weight are checked
@@ -206,9 +177,7 @@ def validated(
     Args:
         reply: What the client answered.
         round_num: The round that it must be of.
-        layout: The model that it must fit.
-        out: Where the delta is written, shape [P]; also that of a reply that is not finite.
-            ``None``: it stays where it lies if it is one vector there.
+        layout: The model that it must fit. A delta stays where it lies if it is one vector there.
     """
     if isinstance(reply, Failure):
         return reply
@@ -220,8 +189,8 @@ def validated(
         return Failure(problem)
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
-    joined_P = layout.joined(reply.delta) if out is None else None
-    delta_P = layout.pack(reply.delta, out=out) if joined_P is None else joined_P
+    joined_P = layout.joined(reply.delta)
+    delta_P = layout.pack(reply.delta) if joined_P is None else joined_P
     if not is_sound(delta_P):
         return Failure(UNSOUND_DELTA)
     return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))

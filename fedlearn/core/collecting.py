@@ -28,11 +28,12 @@ class Block:
     """A stack of validated client updates.
 
     Attributes:
-        deltas_BP: Local minus global, one row a client: shape [B, P].
+        deltas_BP: Local minus global, one row a client: shape [B, P], or B rows of shape [P],
+            each where it lies.
         weights_B: Aggregation weights, > 0: shape [B], the dtype of ``deltas_BP``.
     """
 
-    deltas_BP: Tensor
+    deltas_BP: Tensor | Sequence[Tensor]
     weights_B: Tensor
 
 

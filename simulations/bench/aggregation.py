@@ -35,7 +35,7 @@ NUM_DISTINCT = 4
 MEAN = WeightedMean(by_examples=True)
 NOTES = {
     "fedlearn": "decode, validate, aggregate",
-    "fedlearn, reduction": "slabs that are already filled",
+    "fedlearn, reduction": "deltas that are decoded and validated",
     "numpy": "sum of w * x, from arrays in memory",
     "flower": "aggregate_arrayrecords",
 }
@@ -129,10 +129,10 @@ def collect(collector: PlainCollector[WeightedSum], params: Params) -> None:
 
 
 def reduce_slabs(slab_RP: torch.Tensor, params: Params, *, updates: int) -> None:
-    """Aggregate so many rows, a slab at a time; the rows are there already."""
+    """Aggregate so many rows, a slab at a time, as a collector does."""
     state = MEAN.init(params.layout, device=slab_RP.device)
     for start in range(0, updates, len(slab_RP)):
-        rows_BP = slab_RP[: updates - start]
+        rows_BP = list(slab_RP[: updates - start])
         state = MEAN.accumulate(state, Block(rows_BP, torch.ones(len(rows_BP))))
     MEAN.finalize(state)
 

@@ -62,6 +62,10 @@ def test_any_partition_into_blocks_gives_the_same_mean(
     for rows, weights_B in zip(deltas.split(blocks), weights.split(blocks), strict=True):
         state = MEAN.accumulate(state, Block(rows, weights_B))
     assert_same(folded(deltas, weights), state, dtype)
+    apart = MEAN.init(layout(dtype), device=CPU)
+    for rows, weights_B in zip(deltas.split(blocks), weights.split(blocks), strict=True):
+        apart = MEAN.accumulate(apart, Block([row.clone() for row in rows], weights_B))
+    assert_same(state, apart, dtype)
     exact = (deltas.double() * weights.double()[:, None]).sum(0) / weights.double().sum()
     scale = float(exact.abs().max() + 1)
     torch.testing.assert_close(

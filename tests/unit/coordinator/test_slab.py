@@ -1,4 +1,4 @@
-"""The slab: what waits in it, how large it gets, and that its size changes no result."""
+"""The slab of replies that wait: how large it gets, and that its size changes no result."""
 
 import math
 from collections.abc import Sequence
@@ -27,10 +27,9 @@ MEAN = WeightedMean(by_examples=True)
 
 @dataclass(frozen=True)
 class Noting:
-    """The weighted mean, with a note of the size and the place of each block."""
+    """The weighted mean, with a note of the size of each block."""
 
     sizes: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         return MEAN.weigh(num_examples_B)
@@ -40,7 +39,6 @@ class Noting:
 
     def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
         self.sizes.append(len(block.deltas_BP))
-        self.places.append(block.deltas_BP.data_ptr())
         return MEAN.accumulate(state, block)
 
     def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
@@ -98,7 +96,7 @@ def collect(
         (1 << 40, [10]),
     ],
 )
-def test_a_slab_has_as_many_rows_as_fit_its_bound(slab_bytes: int, sizes: list[int]) -> None:
+def test_as_many_replies_wait_as_fit_the_bound(slab_bytes: int, sizes: list[int]) -> None:
     """At least one, at most the reports that are wanted; the mean is the same to rounding."""
     deltas_P = deltas(10)
     collected, found = collect(deltas_P, slab_bytes=slab_bytes)
@@ -110,7 +108,7 @@ def test_a_slab_has_as_many_rows_as_fit_its_bound(slab_bytes: int, sizes: list[i
     )
 
 
-def test_with_one_row_replies_are_folded_in_one_by_one() -> None:
+def test_without_a_slab_replies_are_folded_in_one_by_one() -> None:
     """To the last bit, as an engine at block size 1 does it."""
     deltas_P = deltas(10)
     collected, _ = collect(deltas_P, slab_bytes=0)
@@ -122,8 +120,8 @@ def test_with_one_row_replies_are_folded_in_one_by_one() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
-def test_a_reply_that_is_not_finite_leaves_nothing_in_its_row(bad: float, num_rows: int) -> None:
-    """Wherever it stands in the slab; the next client takes its row and its place."""
+def test_a_reply_that_is_not_finite_leaves_nothing_behind(bad: float, num_rows: int) -> None:
+    """Wherever it stands in the slab; the next client takes its place."""
     deltas_P = deltas(10)
     sound = [deltas_P[i] for i in range(10) if i not in (0, 4, 9)]
     for i in (0, 4, 9):
@@ -144,12 +142,3 @@ def test_infinities_that_cancel_are_noticed() -> None:
     large[:2] = 9e19
     collected, _ = collect([cancelling, large], slab_bytes=0)
     assert [p.status for p in collected.participations] == [Status.FAILED, Status.REPORTED]
-
-
-def test_the_slab_is_written_again_in_the_next_round() -> None:
-    """Fresh memory would cost more than the aggregation."""
-    noting = Noting()
-    collector = collector_of(deltas(4), slab_bytes=1 << 20, num_wanted=4, noting=noting)
-    first, second = (collector.collect(collector.available(), REQUEST) for _ in range(2))
-    assert noting.places[0] == noting.places[1]
-    assert torch.equal(MEAN.finalize(first.aggregate), MEAN.finalize(second.aggregate))
