@@ -41,9 +41,9 @@ from fedlearn.deployment.interruption import Interruption, StopSignals
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
 from fedlearn.deployment.rounds import require_plain, run_over
-from fedlearn.errors import ConfigError, FedlearnError, Parked, StoreError
-from fedlearn.experiment.comparison import summarize
+from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.progress import Progress
+from fedlearn.experiment.simulate import outcome_told
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.cluster import one_thread
 
@@ -234,7 +234,9 @@ class Coordinator:
             self.board.phase = Phase.DONE
         with self._serving(database, lease) as door:
             if record.status is not RunStatus.DONE:
-                with self._told(stored):
+                # What clients were told stays true when the round goes on where it is.
+                resumable = (Parked, StoreError)
+                with outcome_told(stored, self._progress, resumable=resumable):
                     self._run(database, lease, stored, record, door)
             self.board.phase = Phase.DONE
             if self._serve_on:
@@ -348,21 +350,6 @@ class Coordinator:
             signer=self._places.authority().signer,
             directory=EnrolledKeys(StoredRegistry(database, SystemClock())),
         )
-
-    @contextmanager
-    def _told(self, stored: StoredRun) -> Iterator[None]:
-        """Record a failure of the run, and tell how it ended; a parked run goes on later."""
-        try:
-            yield
-        except (Parked, StoreError):
-            raise  # its round goes on where it is: what clients were told stays true
-        except FedlearnError as error:
-            with suppress(StoreError):
-                stored.finish(RunStatus.FAILED, error=str(error))
-            raise
-        finally:
-            with suppress(StoreError):
-                self._progress.end(summarize(stored.record, stored.rounds()))
 
     def _patiently(self, operation: Callable[[], ResultT]) -> ResultT:
         return patient(operation, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log)

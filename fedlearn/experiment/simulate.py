@@ -333,13 +333,22 @@ class _Follower:
 
 
 @contextmanager
-def outcome_told(stored: StoredRun, progress: Progress) -> Iterator[None]:
+def outcome_told(
+    stored: StoredRun, progress: Progress, *, resumable: tuple[type[FedlearnError], ...] = ()
+) -> Iterator[None]:
     """Record a failure of the run, and tell how it ended, be it done, failed or interrupted.
 
     If not even that can be written or read back, the cause is what is raised.
+
+    Args:
+        stored: The run.
+        progress: Told how it ended.
+        resumable: Errors after which the run goes on where it is: no failure is recorded.
     """
     try:
         yield
+    except resumable:
+        raise
     except FedlearnError as error:
         with suppress(StoreError):
             stored.finish(RunStatus.FAILED, error=str(error))
