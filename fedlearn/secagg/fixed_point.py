@@ -42,6 +42,7 @@ MAX_NAME_BYTES = 64
 MAX_LANE_SIZE = 1 << 36
 
 _CHUNK = 1 << 15  # float64 elements that stay in the cache
+_LINE_BYTES = 64  # of the cache: a vector register that straddles two lines costs twice
 
 
 class LaneRole(IntEnum):
@@ -216,6 +217,13 @@ def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
     return lane
 
 
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Return zeros that begin on a cache line, to be viewed as words."""
+    raw = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
+    begin = -raw.ctypes.data % _LINE_BYTES
+    return raw[begin : begin + num_bytes]
+
+
 def encode(
     lane: Lane, values: NDArray[np.floating], *, factor: float, noise: NDArray[np.uint32]
 ) -> Words:
@@ -241,22 +249,24 @@ def encode(
         )
     if not 0.0 <= factor <= 1.0:
         raise ValueError(f"a factor lies in [0, 1], not {factor}")
-    words: Words = np.empty(lane.size, lane.dtype)
+    words: Words = aligned(lane.size * lane.dtype.itemsize).view(lane.dtype)
+    # A level below 2**(b - 1) fits the signed word, whose bits are those of the level mod 2**b.
+    signed = words.view(f"<i{lane.dtype.itemsize}")
     limit = lane.bound * (1.0 + BOUND_TOLERANCE)
     scaled, shift = np.empty(min(_CHUNK, lane.size)), np.empty(min(_CHUNK, lane.size))
     for begin in range(0, lane.size, _CHUNK):
         part = values[begin : begin + _CHUNK]
         level, up = scaled[: part.size], shift[: part.size]
-        if not float(np.abs(part).max()) <= limit:  # a NaN is not
+        if not (float(part.max()) <= limit and float(part.min()) >= -limit):  # a NaN is neither
             raise ValueError(
                 f"lane {lane.name!r} holds a value that is not finite or above its bound "
                 f"{lane.bound:g}; clip it first"
             )
-        np.multiply(part, factor / lane.step, out=level)
-        np.multiply(noise[begin : begin + _CHUNK], 2.0**-32, out=up)
+        np.multiply(part, factor / lane.step, out=level, dtype=np.float64)
+        np.multiply(noise[begin : begin + _CHUNK], 2.0**-32, out=up, dtype=np.float64)
         np.floor(np.add(level, up, out=level), out=level)
         np.clip(level, -lane.max_level, lane.max_level, out=level)
-        words[begin : begin + _CHUNK] = level.astype(np.int64).view(np.uint64)  # wraps: mod 2**b
+        np.copyto(signed[begin : begin + _CHUNK], level, casting="unsafe")
     return words
 
 
@@ -274,14 +284,17 @@ def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]
     Raises:
         ValueError: No ``num_clients`` clients can reach this sum: a mask is left in it.
     """
-    levels = levels_of(lane, words)
     reach = num_clients * lane.max_level
-    if int(levels.max()) > reach or int(levels.min()) < -reach:
-        raise ValueError(
-            f"lane {lane.name!r} holds a sum that {num_clients} clients cannot reach: "
-            "a mask is left in it"
-        )
-    return levels.astype(np.float64) * lane.step
+    values = np.empty(lane.size)
+    for begin in range(0, lane.size, _CHUNK):
+        levels = levels_of(lane, words[begin : begin + _CHUNK])
+        if int(levels.max()) > reach or int(levels.min()) < -reach:
+            raise ValueError(
+                f"lane {lane.name!r} holds a sum that {num_clients} clients cannot reach: "
+                "a mask is left in it"
+            )
+        np.multiply(levels, lane.step, out=values[begin : begin + _CHUNK])
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """Masks: pseudorandom words added to a client's levels and taken out of the sum.
 
-A mask is the AES-256 counter-mode keystream of a key used for one mask in one session. It is
-cut into *spans* of 1 MiB; span s starts at the counter block ``s ‖ 00000002`` (s in 12 bytes,
-little-endian). That is how AES-GCM counts for the nonce s, and GCM's is the fastest counter
-mode that OpenSSL has: the stream is the same as plain CTR's, its tag is never used. Spans can
-be expanded in any order, so several threads share a vector without a copy of it.
+A mask is the AES-256 counter-mode keystream of a key used for one mask in one session. Lanes
+lie end to end in it, each from a cipher block on, and it is cut into *spans* of 4 MiB; span s
+starts at the counter block ``s ‖ 00000002`` (s in 12 bytes, little-endian). That is how
+AES-GCM counts for the nonce s, and GCM's is the fastest counter mode that OpenSSL has: the
+stream is the same as plain CTR's, its tag is never used. Spans can be expanded in any order,
+so several threads share a vector without a copy of it.
 
 Words are added modulo their own width: unsigned wrap-around, no remainder.
 
@@ -13,7 +14,7 @@ References:
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +23,17 @@ from numpy.typing import NDArray
 
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ProtocolError
-from fedlearn.secagg.fixed_point import Lane, Words
+from fedlearn.secagg.fixed_point import Lane, Words, aligned
 
-SPAN_BYTES = 1 << 20
+#: A cipher is set up anew for each: long enough that this does not show.
+SPAN_BYTES = 1 << 22
 #: What is expanded and folded at a time: source, keystream and words stay in the L2 cache.
-_BLOCK_BYTES = 1 << 17
+_BLOCK_BYTES = 1 << 18
 #: Ciphers kept open at a time: their key schedules stay in the cache as well.
 _STREAMS = 128
-#: A cipher writes up to a block more than it is asked for.
-_SLACK = 16
-_ZEROS = memoryview(bytes(_BLOCK_BYTES))
+#: Bytes of a block of AES; a cipher may write up to one more than it is asked for.
+_AES_BYTES = 16
+_ZEROS = aligned(_BLOCK_BYTES).data
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,22 +43,34 @@ class MaskKeys:
     plus: Sequence[SecretBytes]
     minus: Sequence[SecretBytes]
 
+    def __len__(self) -> int:
+        return len(self.plus) + len(self.minus)
+
     def inverse(self) -> "MaskKeys":
         """Return what takes these masks out again."""
         return MaskKeys(plus=self.minus, minus=self.plus)
 
+    def split(self, num: int) -> list["MaskKeys"]:
+        """Return the same masks dealt out to ``num``."""
+        return [MaskKeys(self.plus[i::num], self.minus[i::num]) for i in range(num)]
+
 
 def keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
     """Return the beginning of a key's mask."""
-    out = np.zeros(-(-num_bytes // 8), np.uint64)
-    fold([out], MaskKeys(plus=[key], minus=[]), num_threads=1)
-    return out.view(np.uint8)[:num_bytes]
+    out = aligned(_whole_blocks(num_bytes) + _AES_BYTES)
+    for number, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
+        expand = mask_stream(key, number).update_into
+        end = min(begin + SPAN_BYTES, num_bytes)
+        for at in range(begin, end, _BLOCK_BYTES):
+            size = _whole_blocks(min(_BLOCK_BYTES, end - at))
+            expand(_ZEROS[:size], out.data[at : at + size + _AES_BYTES - 1])
+    return out[:num_bytes]
 
 
 def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
     """Add and subtract masks, in place.
 
-    Each lane begins at a span of its own: no part of a mask serves two lanes.
+    No part of a mask serves two lanes.
 
     Args:
         lanes: Contiguous and little-endian; changed in place.
@@ -64,42 +78,75 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
         num_threads: Threads to expand on; ciphers and additions release the interpreter lock.
     """
     spans = list(_spans(lanes))
-    if num_threads == 1 or len(spans) == 1:
-        for number, words in spans:
-            _fold_span(words, number, keys)
+    if num_threads == 1:
+        for number, parts in enumerate(spans):
+            _fold_span(parts, number, keys)
         return
+    # Fewer spans than threads: the masks are dealt out too, each share with a sum of its own.
+    shares = keys.split(min(-(-num_threads // max(len(spans), 1)), max(len(keys), 1)))
     with ThreadPoolExecutor(num_threads) as pool:
-        for done in [pool.submit(_fold_span, words, number, keys) for number, words in spans]:
+        first = [pool.submit(_fold_span, parts, s, shares[0]) for s, parts in enumerate(spans)]
+        others: list[tuple[list[Words], Future[list[Words]]]] = [
+            (parts, pool.submit(_masks, parts, s, share))
+            for share in shares[1:]
+            for s, parts in enumerate(spans)
+        ]
+        for done in first:
             done.result()
+        for parts, masks in others:
+            for words, mask in zip(parts, masks.result(), strict=True):
+                np.add(words, mask, out=words)
 
 
-def _spans(lanes: Sequence[Words]) -> Iterator[tuple[int, Words]]:
-    number = 0
+def _spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
+    """Yield what each span covers of the lanes."""
+    parts: list[Words] = []
+    room = SPAN_BYTES
     for words in lanes:
         assert words.flags.c_contiguous
         assert words.ndim == 1
-        step = SPAN_BYTES // words.itemsize
-        for begin in range(0, words.size, step):
-            yield number, words[begin : begin + step]
-            number += 1
+        begin = 0
+        while begin < words.size:
+            part = words[begin : begin + room // words.itemsize]
+            parts.append(part)
+            begin += part.size
+            room -= _whole_blocks(part.nbytes)
+            if room == 0:
+                yield parts
+                parts, room = [], SPAN_BYTES
+    if parts:
+        yield parts
 
 
-def _fold_span(words: Words, number: int, keys: MaskKeys) -> None:
+def _masks(parts: Sequence[Words], number: int, keys: MaskKeys) -> list[Words]:
+    """Return the sum of masks over one span."""
+    sums: list[Words] = [aligned(words.nbytes).view(words.dtype) for words in parts]
+    _fold_span(sums, number, keys)
+    return sums
+
+
+def _fold_span(parts: Sequence[Words], number: int, keys: MaskKeys) -> None:
     signed = [(key, np.add) for key in keys.plus] + [(key, np.subtract) for key in keys.minus]
-    buffer = np.empty(_BLOCK_BYTES + _SLACK, np.uint8)
-    view, mask = buffer.data, buffer[:_BLOCK_BYTES].view(words.dtype)
-    step = _BLOCK_BYTES // words.itemsize
+    buffer = aligned(_BLOCK_BYTES + _AES_BYTES)
     for first in range(0, len(signed), _STREAMS):
         streams = [
-            (mask_stream(key, number).update_into, fold)
-            for key, fold in signed[first : first + _STREAMS]
+            (mask_stream(key, number).update_into, fold_into)
+            for key, fold_into in signed[first : first + _STREAMS]
         ]
-        for begin in range(0, words.size, step):
-            part = words[begin : begin + step]
-            zeros, out = _ZEROS[: part.nbytes], view[: part.nbytes + _SLACK - 1]
-            for expand, fold_into in streams:
-                expand(zeros, out)
-                fold_into(part, mask[: part.size], out=part)
+        for words in parts:
+            step = _BLOCK_BYTES // words.itemsize
+            for begin in range(0, words.size, step):
+                part = words[begin : begin + step]
+                size = _whole_blocks(part.nbytes)
+                zeros, out = _ZEROS[:size], buffer.data[: size + _AES_BYTES - 1]
+                mask = buffer[: part.nbytes].view(part.dtype)
+                for expand, fold_into in streams:
+                    expand(zeros, out)
+                    fold_into(part, mask, part)
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _AES_BYTES) * _AES_BYTES
 
 
 def mask_stream(key: SecretBytes, span: int) -> CipherContext:
@@ -113,7 +160,7 @@ def pack(lanes: Sequence[Lane], words: Sequence[Words]) -> bytes:
     parts = []
     for lane, values in zip(lanes, words, strict=True):
         wide = values.view(np.uint8).reshape(lane.size, lane.dtype.itemsize)
-        parts.append(wide[:, : lane.modulus_bits // 8].tobytes())
+        parts.append(np.ascontiguousarray(wide[:, : lane.modulus_bits // 8]).data)
     return b"".join(parts)
 
 
@@ -146,4 +193,4 @@ def _words(data: bytes | memoryview, begin: int, *, lane: Lane) -> Words:
 
 def zeros(lanes: Sequence[Lane]) -> tuple[Words, ...]:
     """Return the empty sum."""
-    return tuple(np.zeros(lane.size, lane.dtype) for lane in lanes)
+    return tuple(aligned(lane.size * lane.dtype.itemsize).view(lane.dtype) for lane in lanes)
