@@ -5,6 +5,7 @@ from pathlib import Path
 from fedlearn.client import LocalTrainer
 from fedlearn.client.flower import Node, client_app
 from fedlearn.deployment.flower_config import partition_trainer
+from fedlearn.deployment.flower_node import node_policy
 
 
 def make_trainer(node: Node) -> LocalTrainer:
@@ -12,4 +13,4 @@ def make_trainer(node: Node) -> LocalTrainer:
     return partition_trainer(node, Path(__file__).parent)
 
 
-app = client_app(make_trainer)
+app = client_app(make_trainer, policy_of=node_policy)

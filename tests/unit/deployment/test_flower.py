@@ -9,14 +9,16 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.client.flower import Node, client_app
+from fedlearn.client.policy import Policy
 from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
-from fedlearn.deployment.flower import run
+from fedlearn.deployment.flower import coordinator_identity, run
 from fedlearn.deployment.flower_config import configuration, partition_trainer
-from fedlearn.errors import CohortTooSmall, ConfigError, DataError
+from fedlearn.deployment.flower_node import node_policy
+from fedlearn.errors import CohortTooSmall, ConfigError, DataError, RoundError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.transport.flower import Federation
 
@@ -29,12 +31,13 @@ class LocalGrid:
     """Nodes in this process that answer at once."""
 
     num_nodes: int
+    node_config: dict[str, bool | float | int | str] = field(default_factory=dict)
     contexts: dict[int, Context] = field(default_factory=dict)
     replies: dict[str, Message] = field(default_factory=dict)
     num_pushed: int = 0
 
     def __post_init__(self) -> None:
-        self.app = client_app(lambda node: partition_trainer(node, FOLDER))
+        self.app = client_app(lambda node: partition_trainer(node, FOLDER), policy_of=node_policy)
 
     def get_node_ids(self) -> Iterable[int]:
         return [10 + partition for partition in range(self.num_nodes)]
@@ -49,7 +52,8 @@ class LocalGrid:
         self.num_pushed += 1
         node_id, message_id = message.metadata.dst_node_id, str(self.num_pushed)
         message.metadata.__dict__["_message_id"] = message_id
-        fresh = Context(7, node_id, {"partition-id": node_id - 10}, RecordDict(), {})
+        config = {"partition-id": node_id - 10} | self.node_config
+        fresh = Context(7, node_id, config, RecordDict(), {})
         fresh.run_config = {"config": "run.toml", "overrides": ""}
         self.replies[message_id] = self.app(message, self.contexts.setdefault(node_id, fresh))
         return message_id
@@ -60,9 +64,10 @@ class Heard:
     """What a run told of itself."""
 
     rounds: list[RoundRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def start(self, record: RunRecord, path: Path, notes: Iterable[str]) -> None:
-        """Keep nothing."""
+        self.notes += notes
 
     def round(self, record: RoundRecord) -> None:
         self.rounds.append(record)
@@ -76,9 +81,18 @@ def _in_a_server_app() -> None:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
 
 
-def federation(num_nodes: int, **run_config: Scalar) -> Federation:
-    return Federation(
-        grid=LocalGrid(num_nodes), run_id="flower-7", run_config=RUN_CONFIG | run_config
+def federation(grid: int | LocalGrid, **run_config: Scalar) -> Federation:
+    nodes = LocalGrid(grid) if isinstance(grid, int) else grid
+    return Federation(grid=nodes, run_id="flower-7", run_config=RUN_CONFIG | run_config)
+
+
+def run_of(found: Federation, folder: Path, heard: "Heard") -> None:
+    run(
+        found,
+        FOLDER,
+        environ={"FEDLEARN_RUNS_DIR": str(folder)},
+        clock=SystemClock(),
+        progress=heard,
     )
 
 
@@ -113,6 +127,88 @@ def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> Non
             progress=Heard(),
         )
     assert statuses(tmp_path) == [RunStatus.FAILED]
+
+
+ON = 'secure_aggregation.mode="complete"'
+
+
+def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> None:
+    """The example's file as it is; the run says by which key nodes may know the coordinator."""
+    heard = Heard()
+    settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": ON}
+    run_of(federation(3, **settings), tmp_path, heard)
+    assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
+    assert heard.rounds[-1].metrics["accuracy"] > 0.85
+    assert coordinator_identity(tmp_path).public_key.hex() in heard.notes[-1]
+
+
+def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_others(
+    tmp_path: Path,
+) -> None:
+    """Its key lies beside the runs; one with other runs has another."""
+    key = coordinator_identity(tmp_path / "a").public_key.hex()
+    settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
+    settings["overrides"] = f'{ON};stragglers.below_minimum="fail"'
+    for _ in range(2):
+        heard = Heard()
+        nodes = LocalGrid(3, {"coordinator-key": key})
+        run_of(federation(nodes, **settings), tmp_path / "a", heard)
+        assert heard.rounds[0].count(Status.REPORTED) == 3
+    nodes, heard = LocalGrid(3, {"coordinator-key": key}), Heard()
+    with pytest.raises(RoundError):
+        run_of(federation(nodes, **settings), tmp_path / "b", heard)
+    assert statuses(tmp_path / "b") == [RunStatus.FAILED]
+
+
+def test_a_node_that_requires_secure_aggregation_refuses_a_plain_run(tmp_path: Path) -> None:
+    """Control: with the line, the same nodes take part."""
+    settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
+    required: dict[str, bool | float | int | str] = {"require-secure-aggregation": True}
+    plain = settings | {"overrides": 'stragglers.below_minimum="fail"'}
+    with pytest.raises(RoundError):
+        run_of(federation(LocalGrid(3, required), **plain), tmp_path, Heard())
+    heard = Heard()
+    run_of(federation(LocalGrid(3, required), **settings, overrides=ON), tmp_path, heard)
+    assert heard.rounds[0].count(Status.REPORTED) == 3
+
+
+def policy_of(**node_config: Scalar) -> Policy:
+    return node_policy(Node(client_id=ClientId(0), node_config=node_config, run_config=RUN_CONFIG))
+
+
+def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path) -> None:
+    """Nothing said: the defaults."""
+    assert policy_of() == Policy()
+    file = tmp_path / "client.toml"
+    file.write_text("[policy]\nmax_epochs = 3\n[policy.secure_aggregation]\nmin_cohort = 5\n")
+    found = policy_of(policy=str(file), **{"require-secure-aggregation": True})
+    assert (found.max_epochs, found.secure_aggregation.min_cohort) == (3, 5)
+    assert found.secure_aggregation.required
+    assert not policy_of(policy=str(file)).secure_aggregation.required
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[policy]\nmax_tasks_per_day = 3", "max_tasks_per_day is 3"),
+        ("[conditions]\non_power = true", r"\[conditions\] is set"),
+        ("[policy]\nmax_epoch = 3", "max_epochs"),
+    ],
+)
+def test_a_policy_that_cannot_be_kept_on_flower_is_refused(
+    text: str, named: str, tmp_path: Path
+) -> None:
+    """With the key and what to do."""
+    file = tmp_path / "client.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        policy_of(policy=str(file))
+
+
+def test_requiring_something_else_than_true_or_false_is_refused() -> None:
+    """Else "false" would be true."""
+    with pytest.raises(ConfigError, match="'false'"):
+        policy_of(**{"require-secure-aggregation": "false"})
 
 
 def test_overrides_are_laid_over_the_file() -> None:

@@ -24,6 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.client.flower import Node
 from fedlearn.client.flower import client_app as trainer_app
+from fedlearn.client.policy import Policy
 from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import Clock, SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
@@ -33,6 +34,7 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Request,
+    SecureRequest,
     TrainRequest,
 )
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
@@ -40,6 +42,7 @@ from fedlearn.transport.base import Arrival
 from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
 
 RUN = 77
+KEY = bytes(32)
 REQUEST = EvaluateRequest(round_num=3, tensors={"w": torch.ones(2)})
 #: Node ids are unsigned 64-bit numbers.
 NODES = {2**64 - 1: 0, 12: 1, 13: 2}
@@ -53,7 +56,7 @@ def _in_a_server_app() -> None:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
 
 
-def counting(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+def counting(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
     """A handler that replies how often it was asked before."""
     request = decode(data)
     assert isinstance(request, EvaluateRequest | TrainRequest)
@@ -61,7 +64,7 @@ def counting(data: bytes, state: bytes) -> tuple[bytes, bytes]:
     return encode(reply), state + b"x"
 
 
-COUNTING = client_app(lambda _: counting)
+COUNTING = client_app(lambda *_: counting)
 
 
 @dataclass
@@ -140,6 +143,7 @@ def channel(grid: LocalGrid, *, min_clients: int = 3) -> FlowerChannel:
         clock=grid.clock,
         min_clients=min_clients,
         patience_s=30.0,
+        coordinator_key=KEY,
         start=at_once,
     )
     made.available()
@@ -256,6 +260,27 @@ def test_equal_requests_are_encoded_once() -> None:
     grid = LocalGrid(VirtualClock())
     ask(channel(grid))
     assert len({id(message.content) for message in grid.pushed[3:]}) == 1
+
+
+def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() -> None:
+    """As where a session of secure aggregation asks to train; each client gets its own part."""
+    heard: list[bytes] = []
+
+    def listening(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+        heard.append(personal)
+        return encode(EvaluateReply(round_num=3, num_examples=1, metrics={})), state
+
+    grid = LocalGrid(VirtualClock(), app=client_app(lambda *_: listening))
+    made = channel(grid)
+    model = TrainRequest(round_num=3, attempt=0, tensors={}, settings={}, seed=0)
+    shared = SecureRequest(round_num=3, attempt=0, message=b"", train=model)
+    requests = {ClientId(client): replace(shared, message=bytes([client])) for client in range(3)}
+    arrivals = {int(a.client_id): a for a in made.exchange(requests, deadline_s=5.0)}
+    assert arrivals.keys() == {0, 1, 2}
+    assert not reasons(arrivals)
+    assert sorted(heard) == [b"\x00", b"\x01", b"\x02"]
+    payloads = [message.content.array_records["fedlearn.payload"] for message in grid.pushed[3:]]
+    assert len({id(payload["message"]) for payload in payloads}) == 1
 
 
 def test_replies_are_pulled_as_they_are_taken() -> None:
@@ -468,7 +493,7 @@ def test_a_client_with_an_identity_folder_survives_its_node(tmp_path: Path) -> N
     arrivals = list(made.exchange({ClientId(1): REQUEST}, deadline_s=5.0))
     assert isinstance(arrivals[0].reply, EvaluateReply)
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o700
-    assert grid.context(6).state.config_records["fedlearn.state"]["identity"] == b""
+    assert not grid.context(6).state  # nothing of it lies with Flower
 
 
 def test_an_introduction_at_another_node_is_refused() -> None:
@@ -514,7 +539,7 @@ def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
     def make_trainer(node: Node) -> LocalTrainer:
         raise DataError("patient Alice has value 42")
 
-    grid = LocalGrid(VirtualClock(), app=trainer_app(make_trainer))
+    grid = LocalGrid(VirtualClock(), app=trainer_app(make_trainer, policy_of=lambda _: Policy()))
     assert set(reasons(ask(channel(grid))).values()) == {"DataError"}
 
 
@@ -536,3 +561,36 @@ def test_a_partition_that_is_no_client_id_is_refused(partition: float | str) -> 
     with pytest.raises(DeploymentError, match="partition-id"):
         COUNTING(Message(RecordDict(), 12, "query"), context)
     assert grid.nodes
+
+
+def asked(grid: LocalGrid, context: Context) -> Message:
+    """Return what the client answers in a context."""
+    header: dict[str, bytes | int] = {"round_num": 3, "attempt": 0, "exchange": 0}
+    message = with_content(Message(RecordDict(), 12, "evaluate"), header, encode(REQUEST))
+    message.content.config_records["fedlearn"]["kind"] = "EvaluateRequest"
+    message.metadata.__dict__["_message_id"] = "1"
+    return grid.app(message, context)
+
+
+def times_asked(reply: Message) -> int:
+    found = decode(payload_of(reply))
+    assert isinstance(found, EvaluateReply)
+    return found.num_examples
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_the_state_of_one_run_is_not_that_of_the_next(tmp_path: Path, *, in_folder: bool) -> None:
+    """Though runs of a series share their context, and all runs the folder; keys stay."""
+    grid = LocalGrid(VirtualClock())
+    config: UserConfig = {"partition-id": 1}
+    if in_folder:
+        config["identity"] = str(tmp_path / "id")
+    first = Context(RUN, 12, config, RecordDict(), {})
+    assert [times_asked(asked(grid, first)) for _ in range(2)] == [1, 2]
+    second = Context(RUN + 1, 12, config, first.state, {})
+    assert [times_asked(asked(grid, second)) for _ in range(2)] == [1, 2]
+    if not in_folder:
+        assert isinstance(first.state.config_records["fedlearn.state"]["identity"], bytes)
+        return
+    restarted = Context(RUN, 99, config, RecordDict(), {})
+    assert times_asked(asked(grid, restarted)) == 3

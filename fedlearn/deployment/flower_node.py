@@ -1,0 +1,56 @@
+"""What the owner of a Flower node says in its configuration about the client there.
+
+``flower-supernode --node-config``, besides what the trainer reads:
+
+============================== ===========================================================
+``partition-id``               the client's number
+``identity``                   a folder for its keys and for what it remembers; else both
+                               lie in the SuperNode's memory
+``coordinator-key``            the coordinator's key in hexadecimal, or a file that holds
+                               it; else the first that is shown is believed
+``roster``                     a file with the identity keys of all clients; else the keys
+                               that are told first are believed
+``policy``                     a client's TOML file, of which ``[policy]`` counts
+``require-secure-aggregation`` true: refuse readable updates, whatever ``policy`` says
+============================== ===========================================================
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from fedlearn.client.conditions import Conditions
+from fedlearn.client.policy import Policy
+from fedlearn.config import load_client
+from fedlearn.errors import ConfigError
+from fedlearn.transport.flower import Node
+
+
+def node_policy(node: Node) -> Policy:
+    """Return what the client of a node refuses.
+
+    Raises:
+        ConfigError: The node's configuration or its file is wrong, or asks for what nobody can
+            keep on Flower: limits a day, conditions of the device.
+    """
+    path = node.node_config.get("policy")
+    config = load_client(None if path is None else Path(str(path)))
+    policy = config.to_policy()
+    if policy.max_tasks_per_day is not None:
+        raise ConfigError(
+            f"{path}: policy.max_tasks_per_day is {policy.max_tasks_per_day}, but a client on "
+            "Flower does not remember the day; leave it out"
+        )
+    if config.to_conditions() != Conditions():
+        raise ConfigError(
+            f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "
+            "leave it out, and stop the SuperNode where the device is needed"
+        )
+    required = node.node_config.get("require-secure-aggregation", False)
+    if not isinstance(required, bool):
+        raise ConfigError(
+            f"require-secure-aggregation is {required!r} in this node's configuration; it is "
+            "true or false"
+        )
+    if not required:
+        return policy
+    return replace(policy, secure_aggregation=replace(policy.secure_aggregation, required=True))

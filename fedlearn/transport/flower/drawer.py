@@ -1,0 +1,176 @@
+"""What a client keeps from one message to the next: in a folder of its node, or with Flower.
+
+With ``identity="/path"`` in the node's configuration::
+
+    identity.pem     the client's keys
+    coordinator.key  the coordinator's key in hexadecimal, as it was seen first; remove the file to
+                     take part under another one
+    pins.json        the identity keys of other clients, as the client has pinned them
+    lock             held while a message is answered
+    state/<run_id>   what trainer and sessions keep of a run
+
+Without a folder everything lies in Flower's ``Context.state``, in the memory of the SuperNode.
+
+Guarantees:
+    In a folder the state after a message is durable before its reply leaves, and no two processes
+    answer from one state. With Flower 1.41 alone neither holds to the end: the process of a
+    ClientApp hands over the reply first and its context as it exits, so a process that is killed
+    in between has answered, and the next one does so from the state before.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import ConfigRecord, Context
+
+from fedlearn.core.files import create_private, make_private_folder, write_private
+from fedlearn.errors import DeploymentError
+from fedlearn.transport.flower.records import KEY_BYTES, run_id_of
+from fedlearn.transport.identity import Identity
+
+#: The name of our record in Flower's context.
+_STATE = "fedlearn.state"
+
+
+class Drawer(Protocol):
+    """What is kept of a client, opened for one message."""
+
+    @property
+    def identity(self) -> Identity:
+        """The client's keys, made when they are first asked for."""
+
+    @property
+    def coordinator_key(self) -> bytes:
+        """The coordinator's key as it was first seen; empty until :meth:`pin`."""
+
+    @property
+    def state(self) -> bytes:
+        """What :meth:`keep` was given last in this run; empty at first."""
+
+    def pin(self, coordinator_key: bytes) -> None:
+        """Keep the coordinator's key; a later one changes nothing."""
+
+    def keep(self, state: bytes) -> None:
+        """Keep the state after a message."""
+
+
+def folder_of(context: Context) -> Path | None:
+    """Return this node's folder for its client; ``None``: it has none."""
+    value = context.node_config.get("identity")
+    return None if value is None else Path(str(value))
+
+
+@contextmanager
+def drawer_of(context: Context) -> Iterator[Drawer]:
+    """Open the drawer of this node's client; another process that opens it waits.
+
+    Raises:
+        DeploymentError: The folder cannot be made, read or written.
+    """
+    folder = folder_of(context)
+    if folder is None:
+        yield _InContext(context)
+        return
+    make_private_folder(folder)
+    with (folder / "lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # ends with the stream, or the process
+        yield _InFolder(folder, run_id_of(context))
+
+
+def read_key(text: str, *, source: str) -> bytes:
+    """Return the Ed25519 key that is written in hexadecimal.
+
+    Raises:
+        DeploymentError: It is none.
+    """
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise DeploymentError(
+            f"{source} holds no key: it is {2 * KEY_BYTES} hexadecimal digits, as the coordinator "
+            "says when its run starts"
+        )
+    return key
+
+
+@dataclass(frozen=True)
+class _InContext:
+    """A drawer that Flower keeps, as long as the node lives."""
+
+    context: Context
+
+    @property
+    def identity(self) -> Identity:
+        pem = self._bytes("identity")
+        if pem:
+            return Identity.from_pem(pem)
+        made = Identity.create()
+        self._record["identity"] = made.pem
+        return made
+
+    @property
+    def coordinator_key(self) -> bytes:
+        return self._bytes("coordinator_key")
+
+    @property
+    def state(self) -> bytes:
+        # The context outlives a run where several make a series; its sessions do not.
+        is_of_this_run = self._record.get("run_id") == run_id_of(self.context)
+        return self._bytes("state") if is_of_this_run else b""
+
+    def pin(self, coordinator_key: bytes) -> None:
+        if not self.coordinator_key:
+            self._record["coordinator_key"] = coordinator_key
+
+    def keep(self, state: bytes) -> None:
+        self._record["state"] = state
+        self._record["run_id"] = run_id_of(self.context)
+
+    @property
+    def _record(self) -> ConfigRecord:
+        if _STATE not in self.context.state.config_records:
+            self.context.state[_STATE] = ConfigRecord()
+        return self.context.state.config_records[_STATE]
+
+    def _bytes(self, name: str) -> bytes:
+        value = self._record.get(name)
+        return value if isinstance(value, bytes) else b""
+
+
+@dataclass(frozen=True)
+class _InFolder:
+    """A drawer on the node's disk."""
+
+    folder: Path
+    run_id: str
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.at(self.folder)
+
+    @property
+    def coordinator_key(self) -> bytes:
+        path = self.folder / "coordinator.key"
+        return read_key(path.read_text(), source=str(path)) if path.exists() else b""
+
+    @property
+    def state(self) -> bytes:
+        path = self._state
+        return path.read_bytes() if path.exists() else b""
+
+    def pin(self, coordinator_key: bytes) -> None:
+        create_private(self.folder / "coordinator.key", f"{coordinator_key.hex()}\n".encode())
+
+    def keep(self, state: bytes) -> None:
+        make_private_folder(self._state.parent)
+        write_private(self._state, state)
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "state" / self.run_id

@@ -1,0 +1,162 @@
+"""The client's side: a ClientApp that answers messages from what its node keeps of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedlearn.core.messages import ClientId, Settings
+from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.transport.flower.drawer import Drawer, drawer_of, folder_of, read_key
+from fedlearn.transport.flower.records import (
+    HELLO,
+    KEY_BYTES,
+    MAX_INTEGER,
+    card_of,
+    content_of,
+    payload_of,
+    personal_in,
+    run_id_of,
+    signable_key,
+    signed_header,
+    unpacked,
+)
+from fedlearn.transport.identity import Identity
+from fedlearn.transport.wire_pb2 import TaskKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Where a client runs.
+
+    Attributes:
+        client_id: The node's ``partition-id``; without one, a number made of its node id.
+        node_config: What ``flower-supernode --node-config`` was given.
+        run_config: What ``flwr run`` was given.
+    """
+
+    client_id: ClientId
+    node_config: Settings
+    run_config: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What a client signs with, and what it knows its coordinator by.
+
+    Attributes:
+        identity: Its own.
+        coordinator_key: That of the node's configuration (``coordinator-key``), else the first
+            that it was shown; empty: none yet.
+        folder: Where they lie, and what else outlives a run; ``None``: in the node's memory.
+    """
+
+    identity: Identity
+    coordinator_key: bytes
+    folder: Path | None
+
+
+class Answer(Protocol):
+    """One message in, one out, with the client's state before and after."""
+
+    def __call__(self, data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+        """Return the reply to ``data`` with its part for this client alone, and the state."""
+
+
+def client_app(make_answer: Callable[[Node, Keys], Answer]) -> ClientApp:
+    """Return a Flower ClientApp that answers every message with what ``make_answer`` returns.
+
+    Args:
+        make_answer: Called once a message: Flower starts a process for each. What it raises
+            goes to the coordinator with its traceback.
+    """
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        header, data = unpacked(message.content)
+        node, key, personal = _node(context), signable_key(header, context), personal_in(header)
+        with drawer_of(context) as drawer:
+            before, keys = drawer.state, _keys(context, drawer)
+            reply, after = make_answer(node, keys)(data, before, personal=personal)
+            if after != before:
+                drawer.keep(after)
+        signed = signed_header(keys.identity, key, node.client_id, reply)
+        return Message(content_of(signed, payload_of(reply)), reply_to=message)
+
+    def introduce(message: Message, context: Context) -> Message:
+        node = _node(context)
+        _, shown = unpacked(message.content)
+        with drawer_of(context) as drawer:
+            _meet(shown, context, drawer)
+            identity = drawer.identity
+        card = card_of(context.node_id, identity.public_key)
+        key = TaskKey(run_id=run_id_of(context), kind=HELLO)
+        signed = signed_header(identity, key, node.client_id, card)
+        return Message(content_of(signed, payload_of(card)), reply_to=message)
+
+    app.train()(answer)
+    app.evaluate()(answer)
+    app.query()(introduce)
+    return app
+
+
+def _node(context: Context) -> Node:
+    partition = context.node_config.get("partition-id", context.node_id & MAX_INTEGER)
+    if type(partition) is not int or not 0 <= partition <= MAX_INTEGER:
+        raise DeploymentError(
+            f"partition-id is {partition!r} in this node's configuration; it is the number of "
+            "the client, from 0 (`flower-supernode --node-config partition-id=0`)"
+        )
+    return Node(
+        client_id=ClientId(partition),
+        node_config=dict(context.node_config),
+        run_config=dict(context.run_config),
+    )
+
+
+def _keys(context: Context, drawer: Drawer) -> Keys:
+    known = _configured_key(context) or drawer.coordinator_key
+    return Keys(identity=drawer.identity, coordinator_key=known, folder=folder_of(context))
+
+
+def _configured_key(context: Context) -> bytes:
+    """Return the coordinator's key of the node's configuration, empty where it has none."""
+    value = context.node_config.get("coordinator-key")
+    if value is None:
+        return b""
+    text, source = str(value), "coordinator-key in this node's configuration"
+    if len(text) == 2 * KEY_BYTES:
+        return read_key(text, source=source)
+    try:
+        return read_key(Path(text).read_text(), source=text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeploymentError(
+            f"{source} is {text!r}, which is neither a key ({2 * KEY_BYTES} hexadecimal digits) "
+            f"nor a file that can be read ({type(error).__name__})"
+        ) from error
+
+
+def _meet(shown: bytes, context: Context, drawer: Drawer) -> None:
+    """Pin the coordinator's key, if it shows one and none is known.
+
+    A coordinator that shows another key is no error here: this client refuses its terms, in words
+    that reach it.
+    """
+    if not shown:
+        return  # a run without secure aggregation
+    if len(shown) != KEY_BYTES:
+        raise ProtocolError(f"the coordinator shows a key of {len(shown)} bytes, not {KEY_BYTES}")
+    log, known = structlog.get_logger(__name__), _keys(context, drawer).coordinator_key
+    if not known:
+        drawer.pin(shown)
+        advice = "give it to this node beforehand: --node-config coordinator-key"
+        log.warning("coordinator_key_taken_on_first_use", key=shown.hex(), advice=advice)
+    elif known != shown:
+        log.warning("coordinator_shows_another_key", key=shown.hex(), pinned=known.hex())
+    if folder_of(context) is None:
+        advice = "give this node a folder for them: --node-config identity"
+        log.warning("keys_lost_with_the_node", advice=advice)

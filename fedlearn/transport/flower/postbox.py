@@ -1,0 +1,221 @@
+"""The coordinator's post: messages are pushed and replies pulled on the side."""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import httpx
+from flwr.app import Message, RecordDict
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import Failure
+from fedlearn.errors import DeploymentError
+
+#: Runs a function on the side; the default is a thread that does not keep the process alive.
+Start = Callable[[Callable[[], None]], None]
+
+#: Seconds between two questions for one reply, and for one that is late and only to be cleared.
+_PULL_EVERY_S = 0.25
+_PULL_LATE_EVERY_S = 3.0
+#: A pull that takes longer waits for a client's upload; another takes its place.
+_STALLED_S = 2.0
+_MAX_SWEEPERS = 4
+#: Replies that are pulled ahead of who folds them: memory does not grow with the cohort.
+_MAX_HELD = 8
+#: Times that a message is handed to a SuperLink that answers with errors, and the pauses between.
+_MAX_PUSHES = 5
+PUSH_AGAIN_S = 1.0
+#: The least that a message lives, in seconds.
+_LEAST_TTL_S = 0.1
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Run ``work`` in a thread that ends with the process: a pull may hang for hours."""
+    threading.Thread(target=work, name="flower", daemon=True).start()
+
+
+class MessageGrid(Protocol):
+    """All that is used of Flower's :class:`flwr.serverapp.Grid`."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the connected nodes."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Hand messages over and return their ids, empty where the node is unknown."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+
+
+@dataclass
+class Counts:
+    """What happened on a channel, for telemetry.
+
+    Attributes:
+        late: Replies that came after their exchange had ended.
+        refused: Replies and introductions whose signature, form or size is wrong.
+        grid_errors: Requests that the SuperLink answered with an error; most are repeated.
+    """
+
+    late: int = 0
+    refused: int = 0
+    grid_errors: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class Sent:
+    """A message on its way to a node and back; threads set what it comes to.
+
+    Attributes:
+        node_id: To whom.
+        content: What, shared by all that are sent the same.
+        message_type: Flower's.
+        expires_s: When it is worthless, by our clock; infinite for Flower's default.
+        message_id: What its reply is asked for by; empty until the SuperLink has it.
+        outcome: The reply, or why there is none.
+        arrived_s: When the outcome came.
+        next_pull_s: When to ask for the reply again; infinite while somebody does.
+        is_dropped: Nobody waits for it.
+    """
+
+    node_id: int
+    content: RecordDict
+    message_type: str
+    expires_s: float
+    message_id: str = ""
+    outcome: Message | Failure | None = None
+    arrived_s: float = math.nan
+    next_pull_s: float = -math.inf
+    is_dropped: bool = False
+
+    def settle(self, outcome: Message | Failure, now_s: float) -> None:
+        """Take the outcome."""
+        self.arrived_s = now_s
+        self.outcome = outcome
+
+    def message(self, now_s: float) -> Message:
+        """Return a new message: one that is sent again is another to Flower."""
+        ttl_s = None if math.isinf(self.expires_s) else max(_LEAST_TTL_S, self.expires_s - now_s)
+        return Message(self.content, self.node_id, self.message_type, ttl=ttl_s)
+
+
+@dataclass(eq=False)
+class Postbox:
+    """Pushes messages and pulls replies on the side, so that no peer can hold up its caller.
+
+    Replies are pulled one at a time, since a pull waits for the upload of what it finds. A
+    pull that hangs does so in a thread of its own.
+    """
+
+    grid: MessageGrid
+    clock: Clock
+    start: Start
+    counts: Counts
+    _due: deque[Sent] = field(default_factory=deque)
+    _pulling_since_s: dict[int, float] = field(default_factory=dict)
+    _held: set[Sent] = field(default_factory=set)
+    _num_sweepers: int = 0
+    _is_broken: bool = False
+
+    def send(self, messages: Sequence[Sent]) -> None:
+        """Push the messages in order, on the side."""
+        self.start(partial(self._watched, partial(self._push_all, messages)))
+
+    def look(self, waiting: Iterable[Sent]) -> None:
+        """Ask for the replies to ``waiting``, on the side, those that are due.
+
+        Raises:
+            DeploymentError: The SuperLink no longer serves this run.
+        """
+        if self._is_broken:
+            raise DeploymentError(
+                "the SuperLink no longer serves this run: it was stopped, or an error stands in "
+                "the log above; start it again with `flwr run`"
+            )
+        now_s = self.clock.now_s()
+        for sent in waiting:
+            if sent.message_id and sent.outcome is None and sent.next_pull_s <= now_s:
+                sent.next_pull_s = math.inf
+                self._due.append(sent)
+        while self._may_pull() and self._num_awake(now_s) < _MAX_SWEEPERS:
+            self._num_sweepers += 1
+            self._pulling_since_s[self._num_sweepers] = now_s
+            sweep = partial(self._sweep, self._num_sweepers)
+            self.start(partial(self._watched, sweep))
+
+    def take(self, sent: Sent) -> Message | Failure | None:
+        """Return the outcome if there is one, and make room for another's."""
+        outcome = sent.outcome
+        if outcome is not None:
+            self._held.discard(sent)
+        return outcome
+
+    def _num_awake(self, now_s: float) -> int:
+        since_s = list(self._pulling_since_s.values())
+        return sum(now_s - began_s < _STALLED_S for began_s in since_s)
+
+    def _may_pull(self) -> bool:
+        return bool(self._due) and len(self._held) < _MAX_HELD
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        """Run ``work``; what it raises ends the run, not a thread that nobody looks at."""
+        is_done = False
+        try:
+            work()
+            is_done = True
+        finally:
+            self._is_broken |= not is_done
+
+    def _push_all(self, messages: Sequence[Sent]) -> None:
+        for sent in messages:
+            problem = self._push(sent)
+            if problem:
+                sent.settle(Failure(problem), self.clock.now_s())
+
+    def _push(self, sent: Sent) -> str:
+        """Hand one message over and return why not, or nothing."""
+        problem = ""
+        for tried in range(_MAX_PUSHES):
+            if tried:
+                self.clock.sleep(PUSH_AGAIN_S)
+            if sent.is_dropped:
+                return "the exchange ended before the message was sent"
+            try:
+                message_ids = list(self.grid.push_messages([sent.message(self.clock.now_s())]))
+            except httpx.HTTPError as error:
+                self.counts.grid_errors += 1
+                problem = f"the SuperLink did not take the message: {type(error).__name__}"
+                continue
+            sent.message_id = (message_ids or [""])[0] or ""
+            return "" if sent.message_id else "the SuperLink has no such node, or refused its size"
+        return problem
+
+    def _sweep(self, number: int) -> None:
+        """Pull what is due until nothing is, or too much waits to be taken."""
+        try:
+            while self._may_pull():
+                try:
+                    sent = self._due.popleft()
+                except IndexError:  # another was faster
+                    return
+                self._pulling_since_s[number] = self.clock.now_s()
+                self._pull(sent)
+                every_s = _PULL_LATE_EVERY_S if sent.is_dropped else _PULL_EVERY_S
+                sent.next_pull_s = self.clock.now_s() + every_s
+        finally:
+            del self._pulling_since_s[number]
+
+    def _pull(self, sent: Sent) -> None:
+        try:
+            replies = list(self.grid.pull_messages([sent.message_id]))
+        except httpx.HTTPError:
+            self.counts.grid_errors += 1
+            return
+        if replies:
+            if not sent.is_dropped:  # else nobody takes it
+                self._held.add(sent)
+            sent.settle(replies[0], self.clock.now_s())

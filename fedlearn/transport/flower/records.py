@@ -1,0 +1,160 @@
+"""What travels in Flower's messages: a record of headers, and one array of bytes."""
+
+import hashlib
+from collections.abc import Mapping
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import ProtocolError
+from fedlearn.transport.identity import Identity, signed_bytes, verify
+from fedlearn.transport.wire_pb2 import TaskKey
+
+#: Names of our records in a message.
+_HEADER, _PAYLOAD = "fedlearn", "fedlearn.payload"
+_ARRAY, _ARRAY_TYPE = "message", "fedlearn.message"
+
+#: The kind of the first exchange with a node: the coordinator shows its key, the node says which
+#: client it is.
+HELLO = "Hello"
+KEY_BYTES = 32
+MAX_INTEGER = (1 << 63) - 1
+_NODE_ID_BYTES = 8
+
+#: Flower's error codes in our words: its own quote the client's traceback.
+_ERRORS: Mapping[int, str] = {
+    1: "the ClientApp could not be loaded",
+    2: "the ClientApp raised an exception",
+    3: "the message expired before it was answered",
+    4: "the reply expired before it was fetched",
+    5: "the node is gone",
+    6: "a mod refused the message",
+    7: "the app bundle is invalid",
+    8: "the ClientApp's process died",
+}
+
+
+def payload_of(data: bytes) -> ArrayRecord:
+    """Return bytes as an array: it travels in chunks, a record as a whole."""
+    array = Array(dtype="uint8", shape=(len(data),), stype=_ARRAY_TYPE, data=data)
+    return ArrayRecord({_ARRAY: array})
+
+
+def content_of(header: ConfigRecord, payload: ArrayRecord) -> RecordDict:
+    """Return the content of a message."""
+    return RecordDict({_HEADER: header, _PAYLOAD: payload})
+
+
+def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
+    """Return the header and the payload.
+
+    Raises:
+        ProtocolError: They are not there.
+    """
+    header = content.config_records.get(_HEADER)
+    payload = content.array_records.get(_PAYLOAD, ArrayRecord()).get(_ARRAY)
+    if header is None or payload is None or payload.stype != _ARRAY_TYPE:
+        raise ProtocolError(
+            "a Flower message without fedlearn's records; both sides must run fedlearn's apps"
+        )
+    return header, payload.data
+
+
+def key_header(key: TaskKey, *, personal: bytes = b"") -> ConfigRecord:
+    """Return the header of a request.
+
+    Args:
+        key: Of the exchange.
+        personal: What one client alone is sent, beside a payload that others get too.
+    """
+    return ConfigRecord(
+        {
+            "kind": key.kind,
+            "round_num": key.round_num,
+            "attempt": key.attempt,
+            "exchange": key.exchange,
+            "personal": personal,
+        }
+    )
+
+
+def personal_in(header: ConfigRecord) -> bytes:
+    """Return what a request holds for this client alone; empty if it is for all."""
+    personal = header.get("personal", b"")
+    if not isinstance(personal, bytes):
+        raise ProtocolError("a message whose personal part is not bytes")
+    return personal
+
+
+def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
+    """Return the key of a request; the run is what this client's own node says it is.
+
+    Raises:
+        ProtocolError: It is none, or that of an introduction: else a coordinator could have any
+            bytes signed as a card.
+    """
+    kind = header.get("kind")
+    if not isinstance(kind, str) or kind == HELLO:
+        raise ProtocolError(f"a request cannot be of kind {kind!r}")
+    numbers = {name: number_in(header, name) for name in ("round_num", "attempt", "exchange")}
+    return TaskKey(run_id=run_id_of(context), kind=kind, **numbers)
+
+
+def number_in(header: ConfigRecord, name: str) -> int:
+    """Return an integer of the header.
+
+    Raises:
+        ProtocolError: There is none in [0, 2**63).
+    """
+    value = header.get(name)
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise ProtocolError(f"a message whose {name} is not an integer in [0, 2**63)")
+    return value
+
+
+def signed_header(identity: Identity, key: TaskKey, client: ClientId, data: bytes) -> ConfigRecord:
+    """Return the header of a reply."""
+    signed = signed_bytes(key, client_id=client, sha256=hashlib.sha256(data).digest())
+    return ConfigRecord({"client_id": client, "signature": identity.sign(signed)})
+
+
+def require_signed(
+    header: ConfigRecord, data: bytes, *, key: TaskKey, client: ClientId, by: bytes
+) -> None:
+    """Refuse what ``client`` has not signed as the answer to the task ``key`` with its key ``by``.
+
+    Raises:
+        ProtocolError: The signature is missing or of something else.
+    """
+    signature = header.get("signature")
+    signed = signed_bytes(key, client_id=client, sha256=hashlib.sha256(data).digest())
+    if not isinstance(signature, bytes) or not verify(by, signature, signed):
+        raise ProtocolError("the reply is not signed by this client for this task")
+
+
+def card_of(node_id: int, public_key: bytes) -> bytes:
+    """Return what a client shows of itself: its key, at this node and no other."""
+    return node_id.to_bytes(_NODE_ID_BYTES, "big") + public_key
+
+
+def key_on(card: bytes, node_id: int) -> bytes:
+    """Return the key on a card.
+
+    Raises:
+        ProtocolError: The card is not of this node.
+    """
+    public_key = card[_NODE_ID_BYTES:]
+    if len(public_key) != KEY_BYTES or card != card_of(node_id, public_key):
+        raise ProtocolError("an introduction that is not of this node")
+    return public_key
+
+
+def error_of(reply: Message) -> str:
+    """Return Flower's error in our words."""
+    code = reply.error.code if reply.has_error() else 0
+    return f"Flower error {code}: {_ERRORS.get(code, 'unknown')}"
+
+
+def run_id_of(context: Context) -> str:
+    """Return the name of the run, unique for ever."""
+    return f"flower-{context.run_id}"

@@ -1,0 +1,438 @@
+"""Secure aggregation on a Flower federation whose coordinator or SuperLink lies."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.client.flower import client_app
+from fedlearn.client.policy import Policy
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.coordinator.secure_collection import SecureCollector
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode
+from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.messages import ClientId, SecureRequest
+from fedlearn.core.params import Params
+from fedlearn.errors import DeploymentError
+from fedlearn.secagg import messages
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
+from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.plan import SecurePlan
+from fedlearn.transport.flower import FlowerChannel
+from fedlearn.transport.identity import Identity
+
+RUN, NUM_CLIENTS = 7, 4
+COHORT = [ClientId(client) for client in range(NUM_CLIENTS)]
+VICTIM = ClientId(2)
+PARAMS = Params.of(torch.nn.Linear(2, 1))
+PLAN = SecurePlan(
+    parameters=derive(
+        NUM_CLIENTS,
+        assumptions=Assumptions(
+            adversary=Adversary.ACTIVE_SERVER,
+            topology=Topology.COMPLETE,
+            corruption=0.1,
+            dropout=0.3,
+            sigma_bits=40,
+            eta_bits=30,
+        ),
+    ),
+    min_survivors=3,
+    clip_norm=10.0,
+    statistics_norm=10.0,
+    max_loss=1.0,
+    max_examples=10,
+    by_examples=True,
+    modulus_bits=32,
+)
+STRAGGLERS = StragglerPolicy(
+    num_wanted=NUM_CLIENTS,
+    over_selection=1.0,
+    deadline_s=30.0,
+    min_reports=3,
+    below_minimum=BelowMinimum.FAIL,
+    max_retries=0,
+)
+
+
+class Trainer:
+    """Moves the model by one."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        moved = {name: value + 1.0 for name, value in tensors.items()}
+        return LocalResult(tensors=moved, num_examples=3, metrics={}, state={})
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={})
+
+
+def untouched(client: int, message: Message) -> Message:
+    return message
+
+
+@dataclass
+class Superlink:
+    """Nodes in this process, and what lies between them and the coordinator.
+
+    Attributes:
+        folder_of: By client its identity folder; whoever is absent has none.
+        node_config: Further settings of every node.
+        tamper: What becomes of a message on its way to a client.
+        loses_contexts: Whether the process of a ClientApp dies after each reply, before it hands
+            over its context.
+        seen: What was sent, by client.
+    """
+
+    folder_of: dict[int, Path] = field(default_factory=dict)
+    node_config: dict[str, bool | float | int | str] = field(default_factory=dict)
+    tamper: Callable[[int, Message], Message] = untouched
+    loses_contexts: bool = False
+    first_node: int = 100
+    contexts: dict[int, RecordDict] = field(default_factory=dict)
+    replies: dict[str, Message] = field(default_factory=dict)
+    seen: dict[int, list[Message]] = field(default_factory=dict)
+    num_pushed: int = 0
+
+    def __post_init__(self) -> None:
+        self.app = client_app(lambda _: Trainer(), policy_of=lambda _: Policy())
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [self.first_node + client for client in COHORT]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [self._push(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(each) for each in message_ids]
+
+    def restart_nodes(self) -> None:
+        """Start all nodes anew, under other ids: what Flower kept of them is gone."""
+        self.first_node += 100
+        self.contexts.clear()
+
+    def answer(self, client: int, message: Message) -> Message:
+        """Return what the node of a client makes of a message."""
+        config = {"partition-id": client, **self.node_config}
+        if client in self.folder_of:
+            config["identity"] = str(self.folder_of[client])
+        state = self.contexts.get(client, RecordDict())
+        context = Context(RUN, self.first_node + client, config, state, {})
+        reply = self.app(message, context)
+        if not self.loses_contexts:
+            self.contexts[client] = context.state
+        return reply
+
+    def _push(self, message: Message) -> str:
+        self.num_pushed += 1
+        client, message_id = message.metadata.dst_node_id - self.first_node, str(self.num_pushed)
+        message.metadata.__dict__["_message_id"] = message_id
+        message = self.tamper(client, message)
+        self.seen.setdefault(client, []).append(message)
+        self.replies[message_id] = self.answer(client, message)
+        return message_id
+
+
+@dataclass
+class Coordinator:
+    """A coordinator of one run, and its channel.
+
+    Attributes:
+        superlink: How it reaches clients.
+        signer: Its identity.
+        swapped: Keys that it tells in the place of the true ones.
+    """
+
+    superlink: Superlink
+    signer: Identity = field(default_factory=Identity.create)
+    swapped: dict[ClientId, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.channel = FlowerChannel(
+            grid=self.superlink,
+            run_id=f"flower-{RUN}",
+            clock=VirtualClock(),
+            min_clients=NUM_CLIENTS,
+            patience_s=30.0,
+            coordinator_key=self.signer.public_key,
+            start=lambda work: work(),
+        )
+
+    def collect(self, *, round_num: int = 0) -> Collected[WeightedSum]:
+        collector = SecureCollector(
+            channel=self.channel,
+            aggregator=WeightedMean(by_examples=True),
+            policy=STRAGGLERS,
+            plan=PLAN,
+            run_id=bytes(16),
+            signer=self.signer,
+            directory=Told(self.channel.identity_keys, self.swapped),
+            sends_directory=True,
+            stage_deadline_s=20.0,
+            num_threads=1,
+        )
+        collector.available()
+        request = RoundRequest(
+            round_num=round_num, attempt=0, params=PARAMS, settings={}, seed=round_num
+        )
+        return collector.collect(COHORT, request)
+
+
+@dataclass(frozen=True)
+class Told(Mapping[ClientId, bytes]):
+    """The directory with lies in it."""
+
+    true: Mapping[ClientId, bytes]
+    swapped: Mapping[ClientId, bytes]
+
+    def __getitem__(self, client_id: ClientId) -> bytes:
+        return self.swapped.get(client_id, self.true[client_id])
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self.true)
+
+    def __len__(self) -> int:
+        return len(self.true)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_server_app() -> None:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
+
+
+def reasons(collected: Collected[WeightedSum]) -> dict[int, str]:
+    """Return why clients are not in the sum."""
+    return {
+        int(each.client_id): each.reason
+        for each in collected.participations
+        if each.status is not Status.REPORTED
+    }
+
+
+def all_refuse(collected: Collected[WeightedSum], words: str) -> bool:
+    found = reasons(collected)
+    return len(found) == NUM_CLIENTS and all(words in reason for reason in found.values())
+
+
+def others_refuse(collected: Collected[WeightedSum], words: str) -> bool:
+    """Return whether nobody is in a sum, and all but the victim gave these words as the reason."""
+    found = reasons(collected)
+    others = [reason for client, reason in found.items() if client != VICTIM]
+    return len(found) == NUM_CLIENTS and all(words in reason for reason in others)
+
+
+def folders(tmp_path: Path) -> dict[int, Path]:
+    return {client: tmp_path / f"client-{client}" for client in COHORT}
+
+
+def roster(path: Path, keys: Mapping[int, Path], *, coordinator: Identity) -> Path:
+    """Write a roster of the clients with these folders."""
+    clients = {
+        ClientId(client): RosterEntry(
+            name=f"site {client}", key=Identity.at(folder).public_key, num_rotations=0
+        )
+        for client, folder in keys.items()
+    }
+    IdentityRoster(coordinator_key=coordinator.public_key, clients=clients).save(path)
+    return path
+
+
+def header_of(message: Message) -> ConfigRecord:
+    return message.content.config_records["fedlearn"]
+
+
+def sent_in(message: Message) -> object:
+    """Return the message of the protocol that a Flower message holds."""
+    payload = message.content.array_records["fedlearn.payload"]["message"].data
+    request, personal = decode(payload), header_of(message)["personal"]
+    assert isinstance(request, SecureRequest)
+    assert isinstance(personal, bytes)
+    return messages.decode(request.message or personal)
+
+
+# ---- Whose keys ---------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_swaps_a_key_is_refused_by_every_client() -> None:
+    """After a round in which the true one was seen; the control is that round."""
+    coordinator = Coordinator(Superlink())
+    assert not reasons(coordinator.collect(round_num=0))
+    coordinator.swapped = {VICTIM: fresh_signer()[1]}
+    assert others_refuse(coordinator.collect(round_num=1), f"another key of client {VICTIM}")
+    coordinator.swapped = {}
+    assert not reasons(coordinator.collect(round_num=2))
+
+
+def test_keys_in_folders_are_remembered_over_runs_and_restarts(tmp_path: Path) -> None:
+    """What Flower keeps is lost with the nodes, what lies in the folder is not."""
+    superlink, signer = Superlink(folders(tmp_path)), Identity.create()
+    assert not reasons(Coordinator(superlink, signer).collect())
+    superlink.restart_nodes()
+    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    assert others_refuse(lying.collect(round_num=1), f"another key of client {VICTIM}")
+
+
+def test_without_folders_nodes_that_were_restarted_believe_anew() -> None:
+    """The control, and the limit of first use: they have forgotten whom they knew."""
+    superlink, signer = Superlink(), Identity.create()
+    assert not reasons(Coordinator(superlink, signer).collect())
+    superlink.restart_nodes()
+    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    found = reasons(lying.collect(round_num=1))
+    assert not any("another key" in reason for reason in found.values())
+
+
+def test_a_roster_refuses_a_swapped_key_at_first_sight(tmp_path: Path) -> None:
+    """The control: the same coordinator, as it tells the truth."""
+    signer, keys = Identity.create(), folders(tmp_path)
+    path = roster(tmp_path / "roster.json", keys, coordinator=signer)
+    superlink = Superlink(keys, {"roster": str(path)})
+    lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
+    assert others_refuse(lying.collect(), f"another key of client {VICTIM} (site {VICTIM})")
+    assert not reasons(Coordinator(superlink, signer).collect(round_num=1))
+
+
+def test_a_roster_that_has_another_key_for_this_client_is_refused(tmp_path: Path) -> None:
+    """Others with this roster would refuse it."""
+    signer, keys = Identity.create(), folders(tmp_path)
+    path = roster(tmp_path / "roster.json", keys, coordinator=signer)
+    Identity.create().save(keys[VICTIM])
+    with pytest.raises(DeploymentError, match=f"for client {VICTIM}"):
+        Coordinator(Superlink(keys, {"roster": str(path)}), signer).collect()
+
+
+def test_a_roster_of_another_coordinator_is_refused(tmp_path: Path) -> None:
+    """Its numbers mean other clients."""
+    keys = folders(tmp_path)
+    path = roster(tmp_path / "roster.json", keys, coordinator=Identity.create())
+    with pytest.raises(DeploymentError, match="another coordinator"):
+        Coordinator(Superlink(keys, {"roster": str(path)})).collect()
+
+
+def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
+    """A client that the coordinator has made up, or that came later."""
+    signer, keys = Identity.create(), folders(tmp_path)
+    known = {client: folder for client, folder in keys.items() if client != VICTIM}
+    path = roster(tmp_path / "roster.json", known, coordinator=signer)
+    superlink = Superlink(keys, {"roster": str(path)})
+    assert others_refuse(Coordinator(superlink, signer).collect(), "not in the roster")
+
+
+# ---- Whose terms --------------------------------------------------------------------------
+
+
+def test_a_second_coordinator_of_a_run_is_refused() -> None:
+    """The key that was shown first stays."""
+    superlink = Superlink()
+    assert not reasons(Coordinator(superlink).collect())
+    assert all_refuse(Coordinator(superlink).collect(round_num=1), "not signed by the pinned")
+
+
+def test_a_coordinator_with_another_key_than_the_configured_one_is_refused(tmp_path: Path) -> None:
+    """From the first message on; given as text or as a file. Control: the configured one."""
+    signer, file = Identity.create(), tmp_path / "coordinator.key"
+    file.write_text(f"{signer.public_key.hex()}\n")
+    for given in (signer.public_key.hex(), str(file)):
+        config: dict[str, bool | float | int | str] = {"coordinator-key": given}
+        assert all_refuse(
+            Coordinator(Superlink(node_config=config)).collect(), "not signed by the pinned"
+        )
+        assert not reasons(Coordinator(Superlink(node_config=config), signer).collect())
+
+
+def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_path: Path) -> None:
+    """Over restarts; without folders, who is restarted believes anew."""
+    for superlink, remembers in ((Superlink(folders(tmp_path)), True), (Superlink(), False)):
+        assert not reasons(Coordinator(superlink).collect())
+        superlink.restart_nodes()
+        found = Coordinator(superlink).collect(round_num=1)
+        assert all_refuse(found, "not signed by the pinned") is remembers
+        assert bool(reasons(found)) is remembers
+
+
+# ---- Once a session -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: bool) -> None:
+    """Every message of a session that is over, sent once more; from the folder or with Flower."""
+    superlink = Superlink(folders(tmp_path) if in_folder else {})
+    coordinator = Coordinator(superlink)
+    assert not reasons(coordinator.collect(round_num=3))
+    if in_folder:
+        superlink.restart_nodes()
+    for message in superlink.seen[VICTIM][1:]:
+        reply = superlink.answer(VICTIM, message)
+        data = reply.content.array_records["fedlearn.payload"]["message"].data
+        words = "one release" if isinstance(sent_in(message), messages.SignedTerms) else ""
+        assert words in str(decode(data))
+        assert "Failure" in str(decode(data))
+
+
+def test_a_release_is_remembered_over_a_restart_of_the_node(tmp_path: Path) -> None:
+    """The same round and attempt again, under terms that are signed anew."""
+    superlink, signer = Superlink(folders(tmp_path)), Identity.create()
+    assert not reasons(Coordinator(superlink, signer).collect(round_num=3))
+    superlink.restart_nodes()
+    again = Coordinator(superlink, signer).collect(round_num=3)
+    assert all_refuse(again, "one release a session")
+
+
+def test_in_a_folder_the_state_is_kept_before_the_reply_leaves(tmp_path: Path) -> None:
+    """A process that dies between reply and context loses nothing; control: without, a session."""
+    kept = Superlink(folders(tmp_path), loses_contexts=True)
+    assert not reasons(Coordinator(kept).collect())
+    (state,) = (tmp_path / f"client-{VICTIM}" / "state").iterdir()
+    assert state.stat().st_mode & 0o777 == 0o600
+    lost = Superlink(loses_contexts=True)
+    assert len(reasons(Coordinator(lost).collect())) == NUM_CLIENTS
+
+
+# ---- On the way ---------------------------------------------------------------------------
+
+
+def flipped(client: int, message: Message) -> Message:
+    """Change one bit in the packets for one client."""
+    personal = header_of(message)["personal"]
+    if client == VICTIM and isinstance(personal, bytes) and personal:
+        header_of(message)["personal"] = personal[:-1] + bytes([personal[-1] ^ 1])
+    return message
+
+
+def test_a_client_whose_packets_were_altered_leaves_the_session() -> None:
+    """The others' sum is released without it."""
+    collected = Coordinator(Superlink(tamper=flipped)).collect()
+    assert reasons(collected).keys() == {VICTIM}
+    assert "altered" in reasons(collected)[VICTIM]
+    assert collected.count(Status.REPORTED) == NUM_CLIENTS - 1
+
+
+def test_a_roster_without_a_folder_is_refused(tmp_path: Path) -> None:
+    """The client's own key would be new in every run, and in nobody's roster."""
+    path = roster(tmp_path / "roster.json", folders(tmp_path), coordinator=Identity.create())
+    superlink = Superlink(node_config={"roster": str(path)})
+    with pytest.raises(DeploymentError, match="no folder"):
+        Coordinator(superlink).collect()
+
+
+@pytest.mark.parametrize("key", ["12", "zz" * 32, "no/such/file"])
+def test_a_coordinator_key_that_is_none_keeps_the_node_away(key: str) -> None:
+    """It is told at the introduction, and not when a round fails."""
+    with pytest.raises(DeploymentError, match="coordinator-key"):
+        Coordinator(Superlink(node_config={"coordinator-key": key})).collect()
+
+
+def test_nodes_are_real() -> None:
+    """The control of this file: the sum of honest clients is that of their updates."""
+    collected = Coordinator(Superlink()).collect()
+    mean = WeightedMean(by_examples=True).finalize(collected.aggregate)
+    assert torch.allclose(mean, torch.ones_like(mean), atol=1e-4)
