@@ -13,11 +13,20 @@ from pathlib import Path
 import cryptography_vectors
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.secagg import keys
 from fedlearn.secagg.masking import SPAN_BYTES, keystream, mask_stream
+
+#: RFC 7748, section 6.1.
+ALICE = "77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a"
+ALICE_PUBLIC = "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a"
+BOB = "5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb"
+BOB_PUBLIC = "de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f"
+SHARED = "4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742"
 
 VECTORS = Path(cryptography_vectors.__file__).parent
 
@@ -85,6 +94,109 @@ def test_signatures_are_those_of_the_ed25519_vectors() -> None:
         _, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
         assert keys.verify(public, signed[:64], message)
         assert not keys.verify(public, signed[:64], message + b"\x00")
+
+
+def test_a_signature_has_one_form() -> None:
+    """RFC 8032, 5.1.7: an S that is not below the group's order is refused, or S + L would pass."""
+    order = (1 << 252) + 27742317777372353535851937790883648493
+    line = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[5]
+    _, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
+    scalar = int.from_bytes(signed[32:64], "little")
+    again = signed[:32] + (scalar + order).to_bytes(32, "little")
+    assert keys.verify(public, signed[:64], message)
+    assert not keys.verify(public, again, message)
+
+
+def test_signatures_are_made_as_in_rfc_8032() -> None:
+    """A client's identity signs as the vectors of its authors do."""
+    lines = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[:64]
+    for line in lines:
+        secret, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
+        signer: keys.Signer = Ed25519PrivateKey.from_private_bytes(secret[:32])
+        assert type(signer) is type(keys.fresh_signer()[0])
+        assert signer.sign(message) == signed[:64]
+        assert secret[32:] == public
+
+
+def block_cipher(key: bytes, block: bytes) -> bytes:
+    mode = modes.ECB()  # noqa: S305 - of a single block
+    return Cipher(algorithms.AES256(key), mode).encryptor().update(block)
+
+
+def gcm(key: bytes, plain: bytes, *, iv: bytes, aad: bytes) -> tuple[bytes, bytes]:
+    """NIST SP 800-38D for IVs of 96 bits, from the block cipher alone: cipher text and tag."""
+
+    def times(x: int, y: int) -> int:
+        product = 0
+        for bit in range(127, -1, -1):
+            product ^= y if x >> bit & 1 else 0
+            y = (y >> 1) ^ (0xE1 << 120 if y & 1 else 0)
+        return product
+
+    def padded(data: bytes) -> bytes:
+        return data + bytes(-len(data) % 16)
+
+    blocks = -(-len(plain) // 16)
+    stream = b"".join(
+        block_cipher(key, iv + counter.to_bytes(4)) for counter in range(2, 2 + blocks)
+    )
+    cipher = bytes(one ^ other for one, other in zip(plain, stream, strict=False))
+    subkey, digest = int.from_bytes(block_cipher(key, bytes(16))), 0
+    sizes = struct.pack(">QQ", 8 * len(aad), 8 * len(cipher))
+    hashed = padded(aad) + padded(cipher) + sizes
+    for begin in range(0, len(hashed), 16):
+        digest = times(digest ^ int.from_bytes(hashed[begin : begin + 16]), subkey)
+    first = int.from_bytes(block_cipher(key, iv + (1).to_bytes(4)))
+    return cipher, (digest ^ first).to_bytes(16)
+
+
+def test_packets_are_sealed_as_in_nist_gcm() -> None:
+    """A GCM that reproduces NIST's vectors gives our packets: a nonce of zeros, ids and session."""
+    count = 0
+    for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
+        key, iv, plain, aad = (bytes.fromhex(record[name]) for name in ("key", "iv", "pt", "aad"))
+        tag = bytes.fromhex(record["tag"])
+        if len(iv) == 12 and int(record["count"]) == 0:
+            cipher, whole = gcm(key, plain, iv=iv, aad=aad)
+            assert (cipher.hex(), whole[: len(tag)]) == (record["ct"], tag)
+            count += 1
+    assert count > 50
+    key, session, plain = bytes(range(32)), b"s" * 32, b"shares of two secrets" * 4
+    sealed = keys.seal(SecretBytes(key), plain, session=session, way=(ClientId(3), ClientId(8)))
+    cipher, tag = gcm(key, plain, iv=bytes(12), aad=struct.pack("<QQ", 3, 8) + session)
+    assert sealed == cipher + tag
+
+
+def test_masks_are_the_counter_stream_of_rfc_3686() -> None:
+    """From its second block on: RFC 3686 counts from one, and a mask from two."""
+    count = 0
+    for record in records("ciphers/AES/CTR/aes-256-ctr.txt"):
+        iv, plain, cipher = (
+            bytes.fromhex(record[name]) for name in ("iv", "plaintext", "ciphertext")
+        )
+        if len(plain) <= 16 or iv[12:] != (1).to_bytes(4):
+            continue
+        stream = mask_stream(
+            SecretBytes(bytes.fromhex(record["key"])), int.from_bytes(iv[:12], "little")
+        )
+        assert stream.update(plain[16:]) == cipher[16:]
+        count += 1
+    assert count >= 2
+
+
+def test_public_keys_are_those_of_rfc_7748() -> None:
+    """Section 6.1: both sides of its example, and the secret that they share."""
+    ours, theirs = (
+        keys.KeyAgreement(SecretBytes(bytes.fromhex(secret)))
+        for secret in (
+            ALICE,
+            BOB,
+        )
+    )
+    assert ours.public_key.hex() == ALICE_PUBLIC
+    assert theirs.public_key.hex() == BOB_PUBLIC
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert one.agree(other.public_key).reveal().hex() == SHARED
 
 
 def test_masks_are_the_counter_stream_of_nist_gcm() -> None:

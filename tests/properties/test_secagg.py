@@ -1,8 +1,9 @@
 """Sums are exact for any drop-outs that leave the quorum; others release nothing."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -202,17 +203,46 @@ def test_every_pattern_of_five_and_six_gives_the_exact_sum(
 
 
 @pytest.mark.slow
-def test_every_pattern_of_five_and_six_curious_gives_the_exact_sum() -> None:
-    """Up to n - 2 lost, where the stages alone matter: every multiset, who is drawn by seed."""
-    for n in (5, 6):
-        terms = terms_for(n, adversary=CURIOUS, num_dropped=n - 2)
-        stages: list[Stage | None] = [None, *Stage]
-        for when in product(range(len(stages)), repeat=n):
-            if list(when) != sorted(when) or sum(w > 0 for w in when) > n - 2:
-                continue
-            order = Seed(0).derive(*when).numpy().permutation(n)
-            placed = {IDS[i]: stages[w] for i, w in zip(order, when, strict=True)}
-            check(terms, {i: stage for i, stage in placed.items() if stage is not None})
+@pytest.mark.parametrize(("n", "num_dropped"), [*product([5], range(4)), *product([6], range(5))])
+def test_every_pattern_of_five_and_six_curious_gives_the_exact_sum(
+    n: int, num_dropped: int
+) -> None:
+    """Up to n - 2 lost, each at any of the four stages that there are, whoever it is."""
+    terms = terms_for(n, adversary=CURIOUS, num_dropped=n - 2)
+    for drops in patterns(n, num_dropped):
+        if Stage.CONFIRM not in drops.values():
+            check(terms, drops)
+
+
+def leaves_a_quorum(terms: Terms, drops: Drops) -> bool:
+    """Return whether enough clients are left at each stage, by the definition of the protocol."""
+    lost = Counter(drops.values())
+    listed = terms.num_clients - lost[Stage.ADVERTISE]
+    shared = listed - lost[Stage.SHARE]
+    survivors = shared - lost[Stage.MASK]
+    confirmed = survivors - lost[Stage.CONFIRM]
+    released = confirmed - lost[Stage.UNMASK]
+    is_signed = terms.adversary is CURIOUS or confirmed >= terms.quorum
+    return survivors >= terms.min_survivors and is_signed and released >= terms.threshold
+
+
+@pytest.mark.parametrize("adversary", Adversary)
+@pytest.mark.parametrize("n", [2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
+def test_a_sum_is_released_if_and_only_if_a_quorum_is_left(adversary: Adversary, n: int) -> None:
+    """However many are lost, up to all of them: every multiset of stages, who is drawn by seed."""
+    most = n - 2 if adversary is CURIOUS else n - (n // 2 + 1)
+    terms = terms_for(n, adversary=adversary, num_dropped=most)
+    found = Counter[bool]()
+    for when in combinations_with_replacement((None, *Stage), n):
+        order = Seed(0).derive(*map(str, when)).numpy().permutation(n)
+        drops = {IDS[i]: at for i, at in zip(order.tolist(), when, strict=True) if at is not None}
+        found[leaves_a_quorum(terms, drops)] += 1
+        if leaves_a_quorum(terms, drops):
+            check(terms, drops)
+        else:
+            with pytest.raises(AggregationAborted):
+                run(terms, drops)
+    assert min(found[True], found[False]) > 0
 
 
 @pytest.mark.parametrize("adversary", Adversary)

@@ -177,7 +177,7 @@ class Round:
         channel = door.channel()
 
         def run() -> None:
-            arrivals = channel.exchange(dict.fromkeys(cohort, request), deadline_s=60.0)
+            arrivals, num = channel.exchange(dict.fromkeys(cohort, request), deadline_s=60.0), 0
             for num, arrival in enumerate(arrivals, start=1):
                 self.arrived.put((arrival.client_id, arrival.reply))
                 if num == len(cohort):

@@ -938,7 +938,7 @@ def cheating(stage: Stage, lie: Lie) -> Rehearsal:
         (Stage.SHARE, lambda s: messages.encode(s)[:-1], "1 bytes early"),
         (Stage.MASK, lambda v: replace(v, session=bytes(32)), "another session"),
         (Stage.MASK, lambda v: replace(v, packed=v.packed[:-1]), "were asked for"),
-        (Stage.MASK, lambda v: replace(v, packed=v.packed * 1000), "were asked for"),
+        (Stage.MASK, lambda v: replace(v, packed=bytes(v.packed) * 1000), "were asked for"),
         (Stage.CONFIRM, lambda s: replace(s, signature=bytes(64)), "did not sign"),
         (Stage.UNMASK, lambda r: replace(r, session=bytes(32)), "another session"),
         (Stage.UNMASK, lambda r: replace(r, shares={}), "released shares of 0 clients"),
@@ -1059,7 +1059,7 @@ def test_shares_of_another_secret_abort() -> None:
     for i in told.client_ids:
         reply, paused.states[i] = answer(i, signatures, paused.states[i])
         server.receive(i, reply)
-    assert server.is_enough
+    assert not server.is_enough, "there are t shares of each, and one secret is not found"
     with pytest.raises(AggregationAborted, match=f"shares of client {OTHER} do not give"):
         server.close(num_threads=1)
 

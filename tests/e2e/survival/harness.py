@@ -56,19 +56,32 @@ def until(holds: Callable[[], bool], *, within_s: float = LONG_S, told: str = ""
 
 @dataclass(frozen=True)
 class Crash:
-    """Where a coordinator kills itself.
+    """Where a process kills itself, or stands still.
 
     Attributes:
         phase: In words.
         target: Function, as for the launcher.
         when: ``before`` or ``after`` its call.
         nth: Which call, counted from 1.
+        by: The signal that it sends itself.
     """
 
     phase: str
     target: str
     when: str
     nth: int = 1
+    by: signal.Signals = signal.SIGKILL
+
+    def request(self, stem: Path, *, is_armed: bool) -> dict[str, object]:
+        """Return what the launcher is told."""
+        return {
+            "target": self.target,
+            "when": self.when,
+            "nth": self.nth,
+            "by": self.by,
+            "mark": str(stem.with_suffix(".crash")),
+            "is_armed": is_armed,
+        }
 
 
 @dataclass(frozen=True)
@@ -255,9 +268,13 @@ class Site:
         deadline_s: float = LONG_S,
         evaluated: int = 0,
         runs_dir: Path | None = None,
+        sections: Mapping[str, object] | None = None,
         **coordinator: object,
     ) -> None:
-        """Write ``coordinator.toml``: all clients are asked, and all must report by default."""
+        """Write ``coordinator.toml``: all clients are asked, and all must report by default.
+
+        ``sections`` stand in the place of those that are written otherwise.
+        """
         door, enrolment, http = free_addresses(3)
         section: dict[str, object] = {
             "address": door,
@@ -287,6 +304,7 @@ class Site:
                 "evaluation": {"clients": evaluated},
                 "store": {"runs_dir": str(runs_dir or self.folder / "runs")},
                 "coordinator": section | coordinator,
+                **(sections or {}),
             },
             source="the survival tests",
         )
@@ -309,16 +327,11 @@ class Site:
     ) -> Process:
         """Start a coordinator; one that is to crash is told where."""
         stem = self._stem("coordinator")
-        where = None
-        if crash is not None:
-            mark = str(stem.with_suffix(".crash"))
-            where = {"target": crash.target, "when": crash.when, "nth": crash.nth}
-            where |= {"mark": mark, "is_armed": is_armed}
         process = self.launcher.launch(
             stem,
             *("coordinator", str(self.file), "--json", *options),
             environ=self.environ,
-            crash=where,
+            crash=None if crash is None else crash.request(stem, is_armed=is_armed),
             sabotages=sabotages,
         )
         self._started.append(process)
@@ -343,20 +356,33 @@ class Site:
         assert client_id == number
         home.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
 
-    def join(self, number: int, *, hurries: bool = True, **variables: str) -> Process:
+    def join(
+        self,
+        number: int,
+        *,
+        hurries: bool = True,
+        task: str = f"{HERE / 'ballots.py'}:Voter",
+        crash: Crash | None = None,
+        sabotages: Sequence[str] = (),
+        **variables: str,
+    ) -> Process:
         """Start the process of a client that is enrolled.
 
         Args:
             number: Which.
             hurries: Whether it looks for the coordinator more often than the product does.
+            task: Its trainer.
+            crash: Where it kills itself, counted from its start.
+            sabotages: Ways to behave differently.
             variables: Of its environment.
         """
-        task, home = f"{HERE / 'ballots.py'}:Voter", self.folder / f"client-{number}"
+        home, stem = self.folder / f"client-{number}", self._stem(f"joined-{number}")
         process = self.launcher.launch(
-            self._stem(f"joined-{number}"),
+            stem,
             *("join", f"{home}.invitation", "--task", task, "--home", str(home)),
             environ=self.environ | variables,
-            sabotages=["hurry"] if hurries else [],
+            crash=None if crash is None else crash.request(stem, is_armed=True),
+            sabotages=[*(["hurry"] if hurries else []), *sabotages],
         )
         self._started.append(process)
         return process

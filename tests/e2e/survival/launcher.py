@@ -71,14 +71,15 @@ def run(request: dict[str, Any]) -> None:
     sys.exit(code)
 
 
-def crash_at(target: str, when: str, nth: int, mark: str, *, is_armed: bool) -> None:
-    """Have this process kill itself around the ``nth`` call of ``target``.
+def crash_at(target: str, when: str, nth: int, mark: str, by: int, *, is_armed: bool) -> None:
+    """Have this process kill itself, or stand still, around the ``nth`` call of ``target``.
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
         when: ``before`` or ``after`` the call.
         nth: Counted from 1.
         mark: A file that tells that it happened.
+        by: The signal that it sends itself; stopped by it, it goes on where it was.
         is_armed: Whether calls count from the start; otherwise after this process's first
             commit, so that what it recovered first is behind it.
     """
@@ -86,8 +87,9 @@ def crash_at(target: str, when: str, nth: int, mark: str, *, is_armed: bool) -> 
 
     def die() -> None:
         Path(mark).write_text(target)
-        os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
+        os.kill(os.getpid(), by)
+        if by == signal.SIGKILL:
+            signal.pause()
 
     def crashing(function: Any) -> Any:
         @wraps(function)
@@ -176,12 +178,43 @@ def hurry(_: Any) -> Any:
     return lambda backoff: 0.3 * backoff.jitter()
 
 
+def note_adverts(receive: Any) -> Any:
+    """Write down which keys the coordinator of secure aggregation has taken, and when."""
+
+    def noting(self: Any, client_id: int, advert: Any) -> None:
+        receive(self, client_id, advert)
+        fresh = (each.hex() for each in (advert.packet_key, advert.mask_key, advert.nonce))
+        note("adverts", self.terms.round_num, self.terms.attempt, client_id, *fresh)
+
+    return noting
+
+
+def note_releases(release: Any) -> Any:
+    """Write down for which survivors a client has released shares, and when."""
+
+    def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
+        released = release(self, message, state, step)
+        terms = step.session.terms
+        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *step.survivors)
+        return released
+
+    return noting
+
+
+def note(name: str, *values: object) -> None:
+    """Add a line to a file on the stage."""
+    with (Path(os.environ["SURVIVAL_STAGE"]) / name).open("a") as stream:
+        stream.write(" ".join(map(str, values)) + "\n")
+
+
 #: Ways to behave differently: what is changed, and how.
 SABOTAGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forget replies": ("fedlearn.coordinator.spool:_recovered", forget_replies),
     "count twice": ("fedlearn.coordinator.service_channel:DoorChannel._logged", count_twice),
     "share the log": ("fedlearn.coordinator.spool:_make_own", share_log),
     "hurry": ("fedlearn.client.backoff:Backoff.next_s", hurry),
+    "note adverts": ("fedlearn.secagg.server:Advertising.receive", note_adverts),
+    "note releases": ("fedlearn.secagg.client:SecureClient.release", note_releases),
     "linger": ("fedlearn.coordinator.store:StoredRun.load", linger),
     "dawdle": ("fedlearn.coordinator.service_channel:DoorChannel._remaining_s", dawdle),
 }

@@ -145,6 +145,7 @@ class _Desk:
             name="clinic-a",
             tags=("country=ch",),
             identity_key=signer().public_key,
+            lineage=signer().public_key,
             fingerprint="ab",
             status="active",
             enrolled_utc="2026-01-01T00:00:00Z",
@@ -173,6 +174,7 @@ class _Desk:
         self.live = LiveExchange(
             state=ExchangeState.of(KEY, [(CLIENT, 0)], now_s=0.0),
             offers=[offer],
+            personal={},
             log=log,
             arrivals=SimpleQueue(),
             started_s=0.0,

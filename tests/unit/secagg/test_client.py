@@ -9,7 +9,7 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation
 from fedlearn.secagg import messages
-from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
 from fedlearn.secagg.client_state import ClientState, Shared
 from fedlearn.secagg.fixed_point import vector_lane
 from fedlearn.secagg.graph import Topology
@@ -67,11 +67,15 @@ class Restarting(SecureClient):
     """A client whose every message is answered by a fresh process."""
 
     def handle(
-        self, data: bytes, state: ClientState, *, contribute: Callable[[Terms], Contribution]
+        self,
+        data: bytes,
+        state: ClientState,
+        *,
+        contribute: Callable[[Terms], Contribution],
+        expanded: Expanded = nothing_expanded,
     ) -> tuple[bytes, ClientState]:
-        reply, after = super().handle(
-            data, ClientState.from_bytes(state.to_bytes()), contribute=contribute
-        )
+        before = ClientState.from_bytes(state.to_bytes())
+        reply, after = super().handle(data, before, contribute=contribute, expanded=expanded)
         return reply, ClientState.from_bytes(after.to_bytes())
 
 
@@ -104,11 +108,10 @@ def test_masks_expanded_ahead_are_those_that_are_sent() -> None:
     step = state.step
     assert isinstance(step, Shared)
     plain, _ = client.mask(packets[IDS[1]], state, step, contribution=ZERO)
-    ahead, _ = client.mask(
-        packets[IDS[1]], state, step, contribution=ZERO, expanded=client.expand(step)
-    )
+    expanded = client.expand(step, check=lambda: None)
+    ahead, _ = client.mask(packets[IDS[1]], state, step, contribution=ZERO, expanded=expanded)
     assert ahead == plain
-    words, expanded = zeros([LANE]), client.expand(step)
+    words = zeros([LANE])
     add_packed(words, plain.packed, lanes=[LANE])
     assert not np.array_equal(words[0], expanded[0].astype(words[0].dtype)), "one did not share"
 

@@ -60,6 +60,16 @@ def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
     assert abs(nearest.mean() - 0.1) > 0.05, "control: one noise for all is biased"
 
 
+def test_float32_values_are_scaled_in_float64() -> None:
+    """A product in float32 would be off by whole levels where a level has more than 24 bits."""
+    fine = replace(lane(64, size=1000, max_level=1 << 40), step=2.0**-40)
+    values = np.random.default_rng(0).random(1000, np.float32)
+    words = encode(fine, values, factor=1 / 3, noise=np.zeros(1000, np.uint32))
+    expected = np.floor(values.astype(np.float64) * (2.0**40 / 3))
+    assert levels_of(fine, words).tolist() == expected.tolist()
+    assert np.any(np.floor(values * np.float32(2.0**40 / 3)) != expected), "control"
+
+
 def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
     """Not even by the largest noise, at the largest level that float64 is exact for."""
     wide = lane(64, size=2, max_level=(1 << 51) - 1)

@@ -61,6 +61,68 @@ def test_fewer_shares_fit_every_secret_exactly_once() -> None:
         assert shares[:2, 0, 0].tolist() == observed.tolist()
 
 
+def solved(matrix: list[list[int]], values: list[int]) -> list[int]:
+    """Return the one solution of a linear system modulo p, in whole numbers.
+
+    Raises:
+        StopIteration: It has none, or more than one.
+    """
+    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
+    for column in range(len(rows)):
+        pivot = next(at for at in range(column, len(rows)) if rows[at][column] % PRIME)
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        inverse = pow(rows[column][column], PRIME - 2, PRIME)
+        rows[column] = [each * inverse % PRIME for each in rows[column]]
+        for at in range(len(rows)):
+            if at != column:
+                factor = rows[at][column]
+                rows[at] = [
+                    (each - factor * own) % PRIME
+                    for each, own in zip(rows[at], rows[column], strict=True)
+                ]
+    return [row[-1] for row in rows]
+
+
+@pytest.mark.parametrize("threshold", range(2, 13))
+def test_t_minus_one_shares_are_independent_of_the_secret(threshold: int) -> None:
+    """Any t - 1 shares at any points fit every secret, each by exactly one choice of coefficients.
+
+    x c_1 + ... + x^(t-1) c_(t-1) = share - secret, at t - 1 points, has one solution: its matrix
+    holds no secret and can be inverted. So for every secret the uniform coefficients give each
+    value of the t - 1 shares with the same probability, p^-(t-1).
+    """
+    rng = np.random.default_rng(threshold)
+    points = [int(x) for x in rng.choice(np.arange(1, 1000), threshold - 1, replace=False)]
+    observed = [int(y) for y in rng.integers(0, PRIME, threshold - 1)]
+    matrix = [[pow(x, power, PRIME) for power in range(1, threshold)] for x in points]
+    seen = set()
+    for limb in (0, 1, (1 << 30) - 1, *(int(y) for y in rng.integers(0, 1 << 30, 5))):
+        found = solved(matrix, [(each - limb) % PRIME for each in observed])
+        coefficients = np.array(found, np.uint64)[:, None]
+        shares = shamir.evaluate(np.array([[limb]], np.uint64), coefficients, points=points)
+        assert shares[:, 0, 0].tolist() == observed
+        seen.add(tuple(found))
+    assert len(seen) == 8, "and no choice serves two secrets"
+
+
+def test_a_holder_that_stands_twice_would_tell_of_the_secret() -> None:
+    """The control: two points that are one make the matrix singular."""
+    with pytest.raises(StopIteration):
+        solved([[3, 9], [3, 9]], [1, 2])
+
+
+@pytest.mark.parametrize("threshold", range(2, 7))
+def test_any_t_of_six_shares_give_the_secret_and_fewer_do_not(threshold: int) -> None:
+    """Every choice of t, and of t - 1, of shares at points that do not follow each other."""
+    points = [2, 3, 7, 50, 1001, PRIME - 1]
+    shares = shamir.share(SECRETS, threshold=threshold, points=points)
+    for size, is_enough in ((threshold, True), (threshold - 1, False)):
+        for chosen in combinations(range(6), size):
+            at = np.array([[points[i] for i in chosen]] * len(SECRETS))
+            found = shamir.combine(at, shares[list(chosen)].transpose(1, 0, 2))
+            assert (found == SECRETS) is is_enough
+
+
 def test_shares_below_the_threshold_look_alike_for_unlike_secrets() -> None:
     """Pairs of shares of two secrets, as counts over 16 x 16 cells, by chi-squared."""
 

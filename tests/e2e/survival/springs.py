@@ -1,0 +1,54 @@
+"""A model that is a point, and clients that each pull it towards a place of their own.
+
+Client k brings the point from x to x - RATE (x - c_k): a step of gradient descent on its own
+quadratic. The next step shrinks what the point was off before, so that the errors of rounds at
+most add up: two runs with the same clients in each sum end no further apart than that.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+
+#: Of the point; it also classifies ten digits of 64 pixels, since a run measures its model.
+SIZE = 640
+RATE = 0.1
+#: Point and places lie in [-1, 1].
+LONGEST_PULL = RATE * 2.0 * SIZE**0.5
+MAX_EXAMPLES = 40
+
+
+class Point(nn.Module):
+    """A point that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features.flatten(1) @ self.place.reshape(64, 10)
+
+
+class Spring:
+    """Pulls the point towards its client's own place."""
+
+    device = "cpu"
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        place, me = tensors["place"], context.client_id
+        own = 2.0 * torch.rand(SIZE, generator=torch.Generator().manual_seed(me)) - 1.0
+        moved = place - RATE * (place - own)
+        loss = float((place - own).square().mean())
+        return LocalResult(
+            tensors={"place": moved}, num_examples=examples(me), metrics={"loss": loss}, state={}
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={})
+
+
+def examples(client_id: int) -> int:
+    """Return how many examples a client has: no two the same, the weights of the mean."""
+    return 1 + (7 * client_id) % MAX_EXAMPLES

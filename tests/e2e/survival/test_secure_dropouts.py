@@ -1,0 +1,455 @@
+"""Secure aggregation between processes that die, stand still and come back, at every stage.
+
+A coordinator and its clients speak gRPC with mutual TLS; sessions hold against an active server.
+Whoever was in a sum stands in the record, so plain aggregation over the same clients tells what
+the model must be, up to the rounding that fixed point states.
+"""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn import build
+from fedlearn.client.session import ClientSession
+from fedlearn.coordinator.collection import PlainCollector
+from fedlearn.coordinator.records import Outcome, RoundRecord, RunStatus
+from fedlearn.coordinator.round import RoundPlan, run_round
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId, Failure
+from fedlearn.core.randomness import Seed
+from fedlearn.experiment.assemble import initial_params
+from fedlearn.secagg.fixed_point import QuantisationError
+from fedlearn.secagg.messages import Release, Survivors, encode
+from fedlearn.secagg.session import Stage
+from fedlearn.transport.memory import MemoryChannel
+from tests.e2e.survival import springs
+from tests.e2e.survival.harness import (
+    HERE,
+    LONG_S,
+    RUN,
+    Crash,
+    Launcher,
+    Process,
+    Site,
+    reporters,
+    until,
+    until_said,
+)
+from tests.security.liars import harness as liars
+from tests.security.liars.door import NUM_CLIENTS as NUM_AT_DOOR
+from tests.security.liars.door import DoorSite, door_in
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+
+NUM_CLIENTS, MIN_SURVIVORS = 20, 14
+#: For twenty processes on two busy cores; each stage that loses somebody takes as long.
+STAGE_S = 20.0
+TASK = f"{HERE / 'springs.py'}:{springs.Spring.__name__}"
+
+_CLIENT = "fedlearn.secagg.client:SecureClient"
+_SERVER = "fedlearn.secagg.server"
+#: What a client calls when the request of a stage has reached it.
+STAGES = {
+    "advertise": f"{_CLIENT}.advertise",
+    "share": f"{_CLIENT}.share",
+    "mask": f"{_CLIENT}.mask",
+    "confirm": f"{_CLIENT}.confirm",
+    "unmask": f"{_CLIENT}.release",
+}
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def configure(site: Site, *, num_rounds: int, num_clients: int, corruption: float = 0.1) -> None:
+    """Ask everybody; up to three of ten may be lost."""
+    site.configure(
+        num_rounds=num_rounds,
+        num_clients=num_clients,
+        patience_s=2 * LONG_S,  # nobody is left out who is only starting
+        sections={
+            "model": {
+                "kind": "python",
+                "factory": f"{HERE / 'springs.py'}:{springs.Point.__name__}",
+            },
+            "stragglers": {
+                "over_selection": 1.0,
+                "deadline_s": STAGE_S,
+                "below_minimum": "retry",
+                "max_retries": 1,
+            },
+            "secure_aggregation": {
+                "mode": "complete",
+                "adversary": "active",
+                "corruption": corruption,
+                "dropout": 0.3,
+                "clip_norm": springs.LONGEST_PULL,  # binds nobody
+                "max_examples": springs.MAX_EXAMPLES,
+                "modulus_bits": 24,
+                "stage_deadline_s": STAGE_S,
+            },
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Who is lost, when, and how.
+
+    Attributes:
+        client_id: Who.
+        round_num: In which round, the first one it takes part in after its start counted from 0.
+        stage: At the request of which stage.
+        by: Killed, or standing still.
+    """
+
+    client_id: int
+    round_num: int
+    stage: str
+    by: signal.Signals
+
+    @property
+    def crash(self) -> Crash:
+        """How the launcher is told."""
+        target, nth = STAGES[self.stage], self.round_num + 1
+        return Crash(f"{self.stage} of round {self.round_num}", target, "before", nth, self.by)
+
+
+DROPS = [
+    Drop(0, 1, "advertise", KILL),
+    Drop(5, 1, "share", STOP),
+    Drop(10, 1, "mask", KILL),
+    Drop(15, 1, "confirm", STOP),
+    Drop(19, 1, "unmask", KILL),
+    Drop(3, 2, "advertise", STOP),
+    Drop(19, 2, "share", KILL),
+    Drop(6, 2, "mask", STOP),
+    Drop(1, 2, "confirm", KILL),
+    Drop(12, 2, "unmask", STOP),
+]
+#: A client that was started again counts from there.
+RESTARTED = {19: Drop(19, 0, "share", KILL)}
+
+
+def populated(site: Site, drops: Sequence[Drop] = ()) -> dict[int, Process]:
+    """Enrol all clients and start them."""
+    crashes = {drop.client_id: drop.crash for drop in reversed(drops)}
+    numbers = range(site.config.cohort.num_wanted)
+    for number in numbers:
+        site.enrol(number)
+    return {number: start(site, number, crashes.get(number)) for number in numbers}
+
+
+def start(site: Site, number: int, crash: Crash | None = None) -> Process:
+    return site.join(number, task=TASK, crash=crash, sabotages=["note releases"])
+
+
+def record_of(site: Site, round_num: int, coordinator: Process) -> RoundRecord:
+    """Return the record of a round, once there is one."""
+
+    def is_there() -> bool:
+        return len(site.rounds()) > round_num or not coordinator.is_running
+
+    until(is_there, within_s=6 * STAGE_S + 2 * LONG_S, told=coordinator.tail())
+    return site.rounds()[round_num]
+
+
+def released(site: Site, number: int) -> list[tuple[int, ...]]:
+    """Return round, attempt and survivors of each release of a client, in all its lives."""
+    path = site.stage / f"released-{number}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [tuple(int(each) for each in line.split()) for line in lines]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A sampler that chooses whoever was in the sum of a round.
+
+    Attributes:
+        rounds: By round the clients.
+    """
+
+    rounds: Sequence[Sequence[int]]
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        return tuple(ClientId(each) for each in self.rounds[round_num])
+
+
+def replayed(site: Site, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+    """Return the point after plain aggregation over these clients, and how far fixed point may be.
+
+    The bound: a sum of n values is off by at most n steps, a mean by that times W over the sum of
+    weights; a float32 by an ulp each time that it is rounded, which both runs do.
+    """
+    pieces = build.deployment(site.config, data_dir=Path())
+    plan = pieces.secure
+    assert plan is not None
+    sessions = {
+        ClientId(i): ClientSession(ClientId(i), springs.Spring()).handle for i in range(NUM_CLIENTS)
+    }
+    channel = MemoryChannel(sessions, lambda asked, _: np.zeros(len(asked)), VirtualClock())
+    most = max(map(len, rounds))
+    policy = replace(pieces.policy, num_wanted=most, min_reports=1, deadline_s=inf)
+    algorithm = pieces.algorithm
+    collector = PlainCollector(
+        channel=channel, aggregator=algorithm.aggregator, policy=policy, slab_bytes=0
+    )
+    plain = RoundPlan(
+        sampler=Recorded(rounds),
+        policy=policy,
+        collector=collector,
+        local=algorithm.local,
+        aggregator=algorithm.aggregator,
+        server_optimizer=algorithm.server_optimizer,
+        seed=pieces.seed,
+    )
+    params = initial_params(pieces.make_model, pieces.seed, torch.device("cpu"))
+    lane = plan.lanes(params.layout)[0]
+    state, bound = plain.init(params), 0.0
+    for survivors in rounds:
+        state, collected = run_round(state, plain, attempt=0)
+        assert collected.count(Status.REPORTED) == len(survivors)
+        total = sum(springs.examples(each) for each in survivors)
+        error = QuantisationError.of_sum(lane, num_clients=len(survivors)).largest
+        bound += error * plan.max_examples / total + 8 * torch.finfo(torch.float32).eps
+    return state.params.vector, bound
+
+
+def final(site: Site) -> Tensor:
+    """Return the point that the run has ended in."""
+    with site.places.database() as database:
+        run = database.run(RUN)
+        assert run.record.status is RunStatus.DONE
+        checkpoint = run.load()
+    assert checkpoint is not None
+    return checkpoint.tensors["params/place"]
+
+
+def require_plain_model(site: Site) -> None:
+    """Check the model against plain aggregation over the clients on record.
+
+    Control: with one client less in any of the sums the model would be far outside the bound.
+    """
+    rounds = [reporters(record) for record in site.rounds()]
+    assert len(rounds) == site.config.num_rounds
+    model = final(site)
+    expected, bound = replayed(site, rounds)
+    assert float((model - expected).abs().max()) <= bound
+    assert bound < 1e-3
+    for place, survivors in enumerate(rounds):
+        left = sorted(survivors, key=springs.examples)[:-1]
+        elsewhere, _ = replayed(site, [*rounds[:place], left, *rounds[place + 1 :]])
+        assert float((model - elsewhere).abs().max()) > 3 * bound
+
+
+def require_one_release_a_session(site: Site) -> None:
+    for number in range(site.config.cohort.num_wanted):
+        sessions = Counter(each[:2] for each in released(site, number))
+        assert max(sessions.values(), default=0) <= 1, number
+
+
+def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Site) -> None:
+    """Twenty clients, four rounds; in two of them one is lost at each stage, killed or frozen.
+
+    Who is lost before its vector has come is not in the sum; who is lost afterwards is.
+    """
+    configure(site, num_rounds=4, num_clients=NUM_CLIENTS)
+    coordinator = site.serving()
+    clients = populated(site, DROPS)
+    assert reporters(record_of(site, 0, coordinator)) == list(range(NUM_CLIENTS))
+    for round_num in (1, 2):
+        record = record_of(site, round_num, coordinator)
+        dropped = [drop for drop in DROPS if drop.round_num == round_num]
+        rows = {row.client_id: row for row in record.participations}
+        for drop in dropped:
+            assert clients[drop.client_id].has_crashed_itself(), drop
+            in_sum = drop.stage in ("confirm", "unmask")
+            assert rows[ClientId(drop.client_id)].status is (
+                Status.REPORTED if in_sum else Status.LATE
+            )
+            if not in_sum:
+                assert rows[ClientId(drop.client_id)].reason == f"late at the stage `{drop.stage}`"
+            if drop.by is KILL:
+                again = RESTARTED.get(drop.client_id) if round_num == 1 else None
+                clients[drop.client_id].wait()
+                clients[drop.client_id] = start(
+                    site, drop.client_id, None if again is None else again.crash
+                )
+            else:
+                clients[drop.client_id].send(signal.SIGCONT)
+        assert len(reporters(record)) >= MIN_SURVIVORS
+    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    assert [record.attempt for record in site.rounds()] == [0] * 4
+    require_plain_model(site)
+    require_one_release_a_session(site)
+
+
+def test_below_the_minimum_nothing_is_released_and_the_round_is_tried_with_fresh_keys(
+    site: Site,
+) -> None:
+    """Seven of twenty are killed with the model in their hands: thirteen are one too few."""
+    configure(site, num_rounds=2, num_clients=NUM_CLIENTS)
+    coordinator = site.serving(sabotages=["note adverts"])
+    lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
+    clients = populated(site, [Drop(number, 0, "mask", KILL) for number in lost])
+    until_said(coordinator, "secure_aggregation_ended")
+    (ended,) = [e for e in coordinator.log() if e["event"] == "secure_aggregation_ended"]
+    assert "13 clients are left, the least is 14" in ended["error"]
+    assert site.rounds() == []
+    assert not any(released(site, number) for number in range(NUM_CLIENTS))
+    for number in lost:
+        clients[number].wait()
+        start(site, number)
+    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    first, second = site.rounds()
+    assert (first.attempt, first.outcome) == (1, Outcome.AGGREGATED)
+    assert second.attempt == 0
+    assert reporters(first) == list(range(NUM_CLIENTS))
+    adverts = [line.split() for line in (site.stage / "adverts").read_text().splitlines()]
+    assert Counter(tuple(line[:2]) for line in adverts) == dict.fromkeys(
+        [("0", "0"), ("0", "1"), ("1", "0")], NUM_CLIENTS
+    )
+    fresh = [key for line in adverts for key in line[3:]]
+    assert len(set(fresh)) == len(fresh) == 3 * 3 * NUM_CLIENTS
+    require_plain_model(site)
+    require_one_release_a_session(site)
+
+
+#: In the order of a session.
+KILLS = [
+    Crash("asked for adverts", f"{_SERVER}:Advertising.receive", "after", 2),
+    Crash("the roster is drawn up", f"{_SERVER}:Advertising.close", "after"),
+    Crash("shares come in", f"{_SERVER}:Sharing.receive", "after", 3),
+    Crash("packets are sorted", f"{_SERVER}:Sharing.close", "after"),
+    Crash("vectors come in", f"{_SERVER}:Masking.receive", "after", 2),
+    Crash("the survivors are known", f"{_SERVER}:Masking.close", "after"),
+    Crash("signatures come in", f"{_SERVER}:Confirming.receive", "after", 2),
+    Crash("signatures are complete", f"{_SERVER}:Confirming.close", "after"),
+    Crash("shares are released", f"{_SERVER}:Unmasking.receive", "after", 2),
+    Crash("before the masks come off", f"{_SERVER}:Unmasking.close", "before"),
+    Crash("the sum is known", f"{_SERVER}:Unmasking.close", "after"),
+    Crash("the sum is not committed", "fedlearn.coordinator.store:StoredRun.commit", "before", 2),
+]
+
+
+def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_one(
+    site: Site,
+) -> None:
+    """A round for each stage; its session ends with its coordinator, and the next has its keys.
+
+    Clients release once a session, twice a round: what their policy lets a crash cost.
+    """
+    num_clients = 5
+    configure(site, num_rounds=len(KILLS) + 1, num_clients=num_clients)
+    clients: dict[int, Process] = {}
+    for number, kill in enumerate(KILLS):
+        coordinator = site.coordinator(crash=kill, is_armed=number == 0, sabotages=["note adverts"])
+        until_said(coordinator, "serving")
+        clients = clients or populated(site)
+        assert coordinator.wait() is None, f"{kill.phase}: it went on\n{coordinator.tail()}"
+        assert coordinator.has_crashed_itself(), f"{kill.phase}: {coordinator.tail()}"
+    last = site.coordinator(sabotages=["note adverts"])
+    assert last.wait() == 0, last.tail()
+    rounds = site.rounds()
+    assert all(reporters(record) == list(range(num_clients)) for record in rounds)
+    assert sum(record.attempt for record in rounds) == len(KILLS)
+    adverts = [line.split() for line in (site.stage / "adverts").read_text().splitlines()]
+    fresh = [key for line in adverts for key in line[3:]]
+    assert len(set(fresh)) == len(fresh)
+    require_one_release_a_session(site)
+    most = Counter(each[0] for number in clients for each in set(released(site, number)))
+    assert max(most.values()) > num_clients, "a session whose sum was lost was repeated"
+    require_plain_model(site)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        Crash("released, not on disk", f"{_CLIENT}.release", "after"),
+        Crash("released and on disk", "fedlearn.client.home:Home.hold", "after", 5),
+    ],
+    ids=["not on disk", "on disk"],
+)
+def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
+    site: Site, crash: Crash
+) -> None:
+    """Started again it is asked again; what it says is what it would have said, to the byte.
+
+    One of three may be corrupted, so the shares of all three are needed.
+    """
+    configure(site, num_rounds=2, num_clients=3, corruption=0.34)
+    coordinator = site.serving()
+    for number in range(3):
+        site.enrol(number)
+    clients = [start(site, number, crash if number == 1 else None) for number in range(3)]
+    until(clients[1].has_crashed_itself, told=clients[1].tail())
+    clients[1].wait()
+    start(site, 1)
+    assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
+    assert [record.attempt for record in site.rounds()] == [0, 0]
+    assert all(reporters(record) == [0, 1, 2] for record in site.rounds())
+    lines = released(site, 1)
+    assert len(set(lines)) == 2, "one set of survivors a session"
+    assert Counter(lines)[0, 0, 0, 1, 2] == (2 if crash.target.endswith(".release") else 1)
+    require_plain_model(site)
+
+
+def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_survivors(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The coordinator has its shares; it is started again, and knows from its disk.
+
+    It is asked once more: as if another client had dropped out, all that it was asked before, and
+    in a session begun anew under the same terms. The control: a session before, and one after.
+    """
+    victim, task = ClientId(1), f"{Path(liars.__file__)}:{liars.Fixed.__name__}"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
+
+    def start(site: DoorSite, number: int, life: int = 0) -> Process:
+        return launcher.launch(
+            tmp_path / f"joined-{number}.{life}.log",
+            *("join", str(site.folder / f"client-{number}.invitation")),
+            *("--task", task, "--home", str(site.home(number))),
+            environ=environ | {"OMP_NUM_THREADS": "1"},
+            sabotages=["hurry"],
+        )
+
+    with door_in(tmp_path) as site, ExitStack() as stack:
+        clients: list[Process] = []
+        for number in range(NUM_AT_DOOR):
+            site.invitation(number)
+            clients.append(start(site, number))
+            stack.callback(clients[-1].close)
+            until(lambda: len(site.registry.clients()) == len(clients), told=clients[-1].tail())
+        site.wait_for_all()
+        stand = site.stand(victim=victim)
+        everyone = list(range(NUM_AT_DOOR))
+        assert stand.require_exact(stand.collect(round_num=0)) == everyone
+        assert isinstance(liars.answer_of(stand.liar.replies[victim, Stage.UNMASK]), Release)
+        clients[victim].kill()
+        again = start(site, victim, life=1)
+        stack.callback(again.close)
+        until_said(again, "connected")
+        honest = stand.liar.requests
+        ids = tuple(ClientId(each) for each in everyone if each != NUM_AT_DOOR - 1)
+        other = replace(honest[Stage.CONFIRM], message=encode(Survivors(client_ids=ids)))
+        for request in (other, *(honest[stage] for stage in reversed(Stage))):
+            assert isinstance(stand.liar.ask(victim, request, deadline_s=LONG_S), Failure)
+        assert stand.require_exact(stand.collect(round_num=1)) == everyone

@@ -1,0 +1,400 @@
+"""A coordinator that lies on the wire, over any channel, and the clients that it lies to.
+
+The coordinator's own protocol is honest; the liar sits between it and the channel, holds its key,
+and changes what one client is sent at one stage. So each lie is well signed, comes at its time,
+and all that follows is what an honest coordinator makes of the answer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.client.session import ClientSession
+from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.coordinator.secure_collection import SecureCollector
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import Collected, Participation, RoundRequest, Status
+from fedlearn.core.messages import (
+    ClientId,
+    Failure,
+    Reply,
+    Request,
+    SecureReply,
+    SecureRequest,
+)
+from fedlearn.core.params import Params
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.fixed_point import QuantisationError
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.plan import SecurePlan
+from fedlearn.secagg.session import Stage, terms_text
+from fedlearn.secagg.terms import Terms
+from fedlearn.simulation.secure import SimulatedIdentities
+from fedlearn.transport.base import Arrival, Channel
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+PARAMS = Params.of(nn.Linear(3, 4))
+MAX_EXAMPLES = 100
+RUN = b"r" * 16
+#: By what the coordinator sends.
+STAGES: Mapping[type, Stage] = {
+    messages.SignedTerms: Stage.ADVERTISE,
+    messages.Roster: Stage.SHARE,
+    messages.Packets: Stage.MASK,
+    messages.Survivors: Stage.CONFIRM,
+    messages.Signatures: Stage.UNMASK,
+}
+
+
+def plan_for(
+    num_clients: int,
+    *,
+    corruption: float,
+    dropout: float,
+    adversary: Adversary = Adversary.ACTIVE_SERVER,
+) -> SecurePlan:
+    """Return what sessions among so many ask; nothing binds the clients' updates."""
+    assumptions = Assumptions(
+        adversary=adversary,
+        topology=Topology.COMPLETE,
+        corruption=corruption,
+        dropout=dropout,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    parameters = derive(num_clients, assumptions=assumptions)
+    return SecurePlan(
+        parameters=parameters,
+        min_survivors=parameters.min_survivors,
+        clip_norm=10.0,
+        statistics_norm=10.0,
+        max_loss=10.0,
+        max_examples=MAX_EXAMPLES,
+        by_examples=True,
+        modulus_bits=32,
+    )
+
+
+def policy_of(plan: SecurePlan, *, deadline_s: float) -> StragglerPolicy:
+    """Ask everybody."""
+    return StragglerPolicy(
+        num_wanted=plan.parameters.num_clients,
+        over_selection=1.0,
+        deadline_s=deadline_s,
+        min_reports=plan.min_survivors,
+        below_minimum=BelowMinimum.RETRY,
+        max_retries=1,
+    )
+
+
+class Fixed:
+    """A trainer whose delta and examples follow from its client's number."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        me = context.client_id
+        return LocalResult(
+            tensors={name: value + delta_of(me) for name, value in tensors.items()},
+            num_examples=examples_of(me),
+            metrics={"loss": float(me)},
+            state={},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={})
+
+
+def examples_of(client_id: int) -> int:
+    return client_id + 1
+
+
+def delta_of(client_id: int) -> float:
+    return (client_id + 1) / 7
+
+
+def stage_of(request: Request) -> Stage:
+    """Return the stage that an honest request asks for."""
+    assert isinstance(request, SecureRequest)
+    return STAGES[type(messages.decode(request.message))]
+
+
+def answer_of(reply: Reply) -> messages.Message | None:
+    """Return the message in a reply; ``None``: it is a refusal."""
+    if isinstance(reply, Failure):
+        return None
+    assert isinstance(reply, SecureReply)
+    return messages.decode(reply.message)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a lie is made from.
+
+    Attributes:
+        request: The honest one, to the victim.
+        message: What is in it.
+        victim: Who is lied to.
+        others: The rest of the cohort, ascending.
+        signer: The coordinator's.
+        earlier: What the victim was sent in the session before, by stage.
+    """
+
+    request: SecureRequest
+    message: messages.Message
+    victim: ClientId
+    others: Sequence[ClientId]
+    signer: keys.Signer
+    earlier: Mapping[Stage, SecureRequest]
+
+    def sign(self, terms: Terms) -> messages.SignedTerms:
+        """Return terms as the coordinator would have sent them."""
+        return messages.SignedTerms(terms=terms, signature=self.signer.sign(terms_text(terms)))
+
+
+@dataclass(frozen=True)
+class Lie:
+    """One message that is not what it should be.
+
+    Attributes:
+        name: In words.
+        stage: Where it is told.
+        tell: Returns the message, its bytes, or a whole request.
+        reason: What the refusal says; the type of an error where that is all that is told.
+    """
+
+    name: str
+    stage: Stage
+    tell: Callable[[Told], messages.Message | bytes | SecureRequest]
+    reason: str = "ProtocolError"
+
+    def request(self, told: Told) -> SecureRequest:
+        """Return what the victim is sent."""
+        lie = self.tell(told)
+        if isinstance(lie, SecureRequest):
+            return lie
+        message = lie if isinstance(lie, bytes) else messages.encode(lie)
+        return replace(told.request, message=message)
+
+
+@dataclass
+class Liar:
+    """A channel that tells one lie to one client, and notes all that passes.
+
+    Attributes:
+        channel: That it sits on.
+        signer: The coordinator's.
+        victim: Who is lied to.
+        lie: Told once; ``None``: none.
+        also: Who else is told it.
+        num_told: How often it was.
+        requests: By stage what the victim should have been sent in this session.
+        replies: By client and stage what came back in this session.
+        earlier: As ``requests``, of the session before.
+    """
+
+    channel: Channel
+    signer: keys.Signer
+    victim: ClientId
+    lie: Lie | None = None
+    also: AbstractSet[ClientId] = frozenset()
+    num_told: int = 0
+    requests: dict[Stage, SecureRequest] = field(default_factory=dict)
+    replies: dict[tuple[ClientId, Stage], Reply] = field(default_factory=dict)
+    earlier: dict[Stage, SecureRequest] = field(default_factory=dict)
+
+    def available(self) -> Sequence[ClientId]:
+        return self.channel.available()
+
+    def exchange(
+        self, requests: Mapping[ClientId, Request], *, deadline_s: float
+    ) -> Iterator[Arrival]:
+        """Ask as told, save for the lie."""
+        stage = stage_of(next(iter(requests.values())))
+        if stage is Stage.ADVERTISE:
+            self.earlier, self.requests, self.replies = self.requests, {}, {}
+        asked, honest = dict(requests), requests.get(self.victim)
+        if isinstance(honest, SecureRequest):
+            self.requests[stage] = honest
+            if self.lie is not None and self.lie.stage is stage and not self.num_told:
+                self.num_told += 1
+                lie = self.lie.request(self._told(honest))
+                asked |= dict.fromkeys([self.victim, *self.also], lie)
+        for arrival in self.channel.exchange(asked, deadline_s=deadline_s):
+            self.replies[arrival.client_id, stage] = arrival.reply
+            yield arrival
+
+    def ask(self, client_id: ClientId, request: SecureRequest, *, deadline_s: float) -> Reply:
+        """Send one client a request, past the coordinator; return what it says."""
+        (arrival,) = self.channel.exchange({client_id: request}, deadline_s=deadline_s)
+        return arrival.reply
+
+    def _told(self, honest: SecureRequest) -> Told:
+        return Told(
+            request=honest,
+            message=messages.decode(honest.message),
+            victim=self.victim,
+            others=[each for each in self.available() if each != self.victim],
+            signer=self.signer,
+            earlier=self.earlier,
+        )
+
+
+#: What stands in for a client's honest reply; ``None`` leaves it.
+Sabotage = Callable[[ClientId, Stage, SecureReply], Reply | None]
+
+
+def no_sabotage(_client: ClientId, _stage: Stage, _reply: SecureReply) -> None:
+    return None
+
+
+def honest(client: SecureClient) -> SecureClient:
+    return client
+
+
+@dataclass
+class Stand:
+    """A coordinator, a liar, a channel and a cohort.
+
+    Attributes:
+        liar: Between the two.
+        collector: The coordinator's protocol.
+        plan: What it asks.
+    """
+
+    liar: Liar
+    collector: SecureCollector
+    plan: SecurePlan
+
+    @classmethod
+    def over(
+        cls,
+        channel: Channel,
+        *,
+        plan: SecurePlan,
+        signer: keys.Signer,
+        directory: Mapping[ClientId, bytes],
+        victim: ClientId,
+        sends_directory: bool,
+        deadline_s: float,
+    ) -> "Stand":
+        liar = Liar(channel, signer, victim)
+        collector = SecureCollector(
+            channel=liar,
+            aggregator=WeightedMean(by_examples=True),
+            policy=policy_of(plan, deadline_s=deadline_s),
+            plan=plan,
+            run_id=RUN,
+            signer=signer,
+            directory=directory,
+            sends_directory=sends_directory,
+            stage_deadline_s=deadline_s,
+            num_threads=1,
+        )
+        return cls(liar, collector, plan)
+
+    @classmethod
+    def in_memory(
+        cls,
+        *,
+        victim: ClientId,
+        plan: SecurePlan,
+        sabotage: Sabotage = no_sabotage,
+        character: Callable[[SecureClient], SecureClient] = honest,
+    ) -> "Stand":
+        """Return real sessions of real clients in this process, victim first.
+
+        Args:
+            victim: Who is lied to.
+            plan: What sessions ask.
+            sabotage: What clients say instead of what they would.
+            character: What becomes of a client's side of the protocol.
+        """
+        num_clients = plan.parameters.num_clients
+        identities = SimulatedIdentities(num_clients, plan)
+
+        def handler(client_id: ClientId) -> Handler:
+            secure = character(identities.client(client_id))
+            session = ClientSession(client_id, Fixed(), secure)
+
+            def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+                request = decode(data)
+                reply, after = session.handle(data, state)
+                said = decode(reply)
+                if isinstance(request, SecureRequest) and isinstance(said, SecureReply):
+                    instead = sabotage(client_id, stage_of(request), said)
+                    reply = reply if instead is None else encode(instead)
+                return reply, after
+
+            return handle
+
+        numbers = [ClientId(number) for number in range(num_clients)]
+        handlers = {client_id: handler(client_id) for client_id in numbers}
+
+        def latency(asked: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
+            return np.array([float(client_id != victim) for client_id in asked])
+
+        return cls.over(
+            MemoryChannel(handlers, latency, VirtualClock()),
+            plan=plan,
+            signer=identities.coordinator[0],
+            directory=identities,
+            victim=victim,
+            sends_directory=False,
+            deadline_s=60.0,
+        )
+
+    def collect(self, *, round_num: int, attempt: int = 0) -> Collected[WeightedSum]:
+        """Run one session."""
+        request = RoundRequest(
+            round_num=round_num,
+            attempt=attempt,
+            params=PARAMS,
+            settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+            seed=0,
+        )
+        return self.collector.collect(sorted(self.liar.available()), request)
+
+    def require_exact(self, collected: Collected[WeightedSum]) -> list[int]:
+        """Check the mean against that of the survivors in the clear; return who they are.
+
+        A sum of n values is off by at most n steps; a float32 by an ulp.
+        """
+        survivors = reporters(collected)
+        weight = sum(examples_of(each) for each in survivors)
+        expected = sum(examples_of(each) * delta_of(each) for each in survivors) / weight
+        lane = self.plan.lanes(PARAMS.layout)[0]
+        error = QuantisationError.of_sum(lane, num_clients=len(survivors)).largest
+        bound = error * MAX_EXAMPLES / weight + 2 * torch.finfo(torch.float32).eps
+        mean = WeightedMean(by_examples=True).finalize(collected.aggregate)
+        assert float(collected.aggregate.weight) == weight
+        assert float((mean - expected).abs().max()) <= bound < 1e-4
+        return survivors
+
+
+def reporters(collected: Collected[WeightedSum]) -> list[int]:
+    """Return who is in the sum."""
+    return sorted(
+        row.client_id for row in collected.participations if row.status is Status.REPORTED
+    )
+
+
+def require_nothing(collected: Collected[WeightedSum]) -> None:
+    """Check that a session has released nothing."""
+    assert reporters(collected) == []
+    assert float(collected.aggregate.weight) == 0.0
+    assert not collected.aggregate.total_P.any()
+
+
+def row_of(collected: Collected[WeightedSum], client_id: int) -> Participation:
+    (row,) = [row for row in collected.participations if row.client_id == client_id]
+    return row

@@ -1,0 +1,488 @@
+"""Every message of a session in turn, and what a coordinator could say instead.
+
+The liar holds the coordinator's key. The last column is what the client's refusal says; lies that
+are no message, or come out of turn, are refused before they mean anything.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from fedlearn.core.messages import ClientId, SecureRequest
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.messages import Advert, Packets, Roster, Signatures, SignedTerms, Survivors
+from fedlearn.secagg.parameters import Adversary
+from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Terms
+from tests.security.liars.harness import Lie, Told
+
+STRANGER = ClientId(999)
+
+# --- R0: the terms --------------------------------------------------------------------------
+
+
+def terms_of(told: Told) -> Terms:
+    assert isinstance(told.message, SignedTerms)
+    return told.message.terms
+
+
+def changed(**changes: Any) -> Callable[[Told], SignedTerms]:
+    """Return well-signed terms that differ in some fields; a number is added to what is there."""
+
+    def tell(told: Told) -> SignedTerms:
+        terms = terms_of(told)
+        added = {
+            name: getattr(terms, name) + value if type(value) is int else value
+            for name, value in changes.items()
+        }
+        return told.sign(replace(terms, **added))
+
+    return tell
+
+
+def lane(**changes: Any) -> Callable[[Told], SignedTerms]:
+    """Return well-signed terms whose first lane differs."""
+
+    def tell(told: Told) -> SignedTerms:
+        terms = terms_of(told)
+        return told.sign(
+            replace(terms, lanes=(replace(terms.lanes[0], **changes), *terms.lanes[1:]))
+        )
+
+    return tell
+
+
+def heavier(told: Told) -> SignedTerms:
+    terms = terms_of(told)
+    lanes = tuple(
+        replace(each, max_level=terms.max_weight + 1) if each.name == "weight" else each
+        for each in terms.lanes
+    )
+    return told.sign(replace(terms, max_weight=terms.max_weight + 1, lanes=lanes))
+
+
+def patched(
+    old: Callable[[Terms], bytes], new: Callable[[Terms], bytes]
+) -> Callable[[Told], bytes]:
+    """Return terms that cannot be made, only written: bytes are changed, then signed."""
+
+    def tell(told: Told) -> bytes:
+        terms = terms_of(told)
+        data, before, after = terms.to_bytes(), old(terms), new(terms)
+        assert data.count(before) == 1
+        data = data.replace(before, after)
+        signature = told.signer.sign(keys.signed(b"terms", data))
+        return messages.encode(told.message)[: messages.HEADER_BYTES] + signature + data
+
+    return tell
+
+
+def numbers(terms: Terms, **changes: int) -> bytes:
+    """Return n, k, t, q and the fewest survivors as they stand in a row."""
+    names = ("num_clients", "num_neighbours", "threshold", "quorum", "min_survivors")
+    values = [changes.get(name, getattr(terms, name)) for name in names]
+    return struct.pack("<5I", *values)
+
+
+def modulus(terms: Terms, bits: int) -> bytes:
+    """Return what stands around the modulus of the first lane."""
+    first = terms.lanes[0]
+    return struct.pack("<QBB", first.max_level, bits, first.weighted)
+
+
+def impossible_number(**changes: int) -> Callable[[Told], bytes]:
+    return patched(numbers, lambda terms: numbers(terms, **changes))
+
+
+def impossible_modulus(bits: int) -> Callable[[Told], bytes]:
+    return patched(
+        lambda terms: modulus(terms, terms.lanes[0].modulus_bits),
+        lambda terms: modulus(terms, bits),
+    )
+
+
+def unsigned(told: Told) -> SignedTerms:
+    return SignedTerms(terms=terms_of(told), signature=bytes(64))
+
+
+def of_another_coordinator(told: Told) -> SignedTerms:
+    return replace(told, signer=keys.fresh_signer()[0]).sign(terms_of(told))
+
+
+def of_an_earlier_round(told: Told) -> SecureRequest:
+    return told.earlier[Stage.ADVERTISE]
+
+
+NOT_SIGNED = "the terms are not signed by the pinned coordinator"
+TERMS = [
+    Lie("terms without a signature", Stage.ADVERTISE, unsigned, NOT_SIGNED),
+    Lie("terms of another coordinator", Stage.ADVERTISE, of_another_coordinator, NOT_SIGNED),
+    Lie(
+        "terms of another run",
+        Stage.ADVERTISE,
+        changed(run_id=bytes(16)),
+        "the terms are of another run",
+    ),
+    Lie("terms that were kept to before", Stage.ADVERTISE, of_an_earlier_round, "one release"),
+    Lie(
+        "a weaker adversary",
+        Stage.ADVERTISE,
+        changed(adversary=Adversary.HONEST_BUT_CURIOUS),
+        "`adversary`",
+    ),
+    Lie(
+        "a sparse graph",
+        Stage.ADVERTISE,
+        lambda told: told.sign(replace(terms_of(told), topology=Topology.SPARSE, num_neighbours=4)),
+        "`allow_sparse`",
+    ),
+    Lie("a threshold of one", Stage.ADVERTISE, impossible_number(threshold=1)),
+    Lie("a threshold of none", Stage.ADVERTISE, impossible_number(threshold=0)),
+    Lie("a lower threshold", Stage.ADVERTISE, changed(threshold=-1), "`threshold`"),
+    Lie("a lower quorum", Stage.ADVERTISE, changed(quorum=-1), "`quorum`"),
+    Lie("a sum of fewer", Stage.ADVERTISE, changed(min_survivors=-1), "`min_cohort`"),
+    Lie("a sum of one", Stage.ADVERTISE, impossible_number(min_survivors=1)),
+    Lie("a modulus of two bits", Stage.ADVERTISE, impossible_modulus(2)),
+    Lie("a modulus of two", Stage.ADVERTISE, impossible_modulus(1)),
+    Lie("a modulus that overflows", Stage.ADVERTISE, impossible_modulus(16)),
+    Lie("a wider clip", Stage.ADVERTISE, lane(step=1.0), "`max_clip`"),
+    Lie("a larger weight", Stage.ADVERTISE, heavier, "`max_weight`"),
+]
+
+# --- R1: the roster -------------------------------------------------------------------------
+
+
+def roster(change: Callable[[Told, list[Advert]], Iterable[Advert]]) -> Callable[[Told], Roster]:
+    def tell(told: Told) -> Roster:
+        assert isinstance(told.message, Roster)
+        return Roster(adverts=tuple(change(told, list(told.message.adverts))))
+
+    return tell
+
+
+def earlier_roster(told: Told) -> Roster:
+    found = messages.decode(told.earlier[Stage.SHARE].message)
+    assert isinstance(found, Roster)
+    return found
+
+
+def invented(advert: Advert) -> Advert:
+    """Return an advert whose keys and identity the liar has made."""
+    fresh = replace(
+        advert,
+        packet_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
+        mask_key=keys.KeyAgreement(SecretBytes.generate(32)).public_key,
+    )
+    return replace(fresh, signature=keys.fresh_signer()[0].sign(fresh.unsigned()))
+
+
+def with_one(
+    whose: Callable[[Told], ClientId], change: Callable[[Advert], Advert]
+) -> Callable[[Told], Roster]:
+    return roster(
+        lambda told, adverts: [
+            change(each) if each.client_id == whose(told) else each for each in adverts
+        ]
+    )
+
+
+def neighbour(told: Told) -> ClientId:
+    return told.others[2]
+
+
+def itself(told: Told) -> ClientId:
+    return told.victim
+
+
+def crowd(_: Told, adverts: list[Advert]) -> list[Advert]:
+    return [*adverts, *(replace(adverts[-1], client_id=ClientId(1000 + i)) for i in range(3))]
+
+
+FORGED = "is not signed by it for this session"
+ROSTERS = [
+    Lie("an invented neighbour", Stage.SHARE, with_one(neighbour, invented), FORGED),
+    Lie(
+        "only invented neighbours",
+        Stage.SHARE,
+        roster(
+            lambda told, adverts: [
+                each if each.client_id == told.victim else invented(each) for each in adverts
+            ]
+        ),
+        FORGED,
+    ),
+    Lie(
+        "a neighbour's other mask key",
+        Stage.SHARE,
+        with_one(neighbour, lambda a: replace(a, mask_key=invented(a).mask_key)),
+        FORGED,
+    ),
+    Lie(
+        "a neighbour's other packet key",
+        Stage.SHARE,
+        with_one(neighbour, lambda a: replace(a, packet_key=invented(a).packet_key)),
+        FORGED,
+    ),
+    Lie(
+        "a neighbour's other nonce",
+        Stage.SHARE,
+        with_one(neighbour, lambda a: replace(a, nonce=bytes(16))),
+        FORGED,
+    ),
+    Lie(
+        "adverts of an earlier session",
+        Stage.SHARE,
+        roster(
+            lambda told, adverts: [
+                old if old.client_id != told.victim else new
+                for old, new in zip(earlier_roster(told).adverts, adverts, strict=True)
+            ]
+        ),
+        FORGED,
+    ),
+    Lie("a whole earlier roster", Stage.SHARE, earlier_roster, "own advert"),
+    Lie(
+        "a stranger",
+        Stage.SHARE,
+        roster(lambda _, a: [*a[:-1], invented(replace(a[-1], client_id=STRANGER))]),
+        "is not in the pinned directory",
+    ),
+    Lie("its own advert altered", Stage.SHARE, with_one(itself, invented), "own advert"),
+    Lie(
+        "a roster without it",
+        Stage.SHARE,
+        roster(lambda told, a: [each for each in a if each.client_id != told.victim]),
+        "own advert",
+    ),
+    Lie("too small a roster", Stage.SHARE, roster(lambda _, a: a[:2]), "2 clients in the roster"),
+    Lie("too large a roster", Stage.SHARE, roster(crowd), "more than n"),
+    Lie("one client twice", Stage.SHARE, roster(lambda _, a: [*a[:-1], a[-2]])),
+]
+
+
+# --- R2: the packets and the model ----------------------------------------------------------
+
+
+def packets(change: Callable[[Told, dict[ClientId, bytes]], object]) -> Callable[[Told], Packets]:
+    def tell(told: Told) -> Packets:
+        assert isinstance(told.message, Packets)
+        rows = dict(told.message.packets)
+        change(told, rows)
+        return Packets(packets=rows)
+
+    return tell
+
+
+def swap(told: Told, rows: dict[ClientId, bytes]) -> None:
+    one, other = told.others[:2]
+    rows[one], rows[other] = rows[other], rows[one]
+
+
+def flip(told: Told, rows: dict[ClientId, bytes]) -> None:
+    row = rows[told.others[0]]
+    rows[told.others[0]] = row[:40] + bytes((row[40] ^ 1,)) + row[41:]
+
+
+def starve(_: Told, rows: dict[ClientId, bytes]) -> None:
+    for each in sorted(rows)[2:]:
+        del rows[each]
+
+
+def earlier_packets(told: Told, rows: dict[ClientId, bytes]) -> None:
+    found = messages.decode(told.earlier[Stage.MASK].message)
+    assert isinstance(found, Packets)
+    rows.update(found.packets)
+
+
+def another_model(told: Told) -> SecureRequest:
+    train = told.request.train
+    assert train is not None
+    other = {name: value + 1.0 for name, value in train.tensors.items()}
+    return replace(told.request, train=replace(train, tensors=other))
+
+
+def other_settings(told: Told) -> SecureRequest:
+    train = told.request.train
+    assert train is not None
+    return replace(told.request, train=replace(train, settings={**train.settings, "epochs": 99}))
+
+
+PACKETS = [
+    Lie("packets exchanged", Stage.MASK, packets(swap), "does not open"),
+    Lie("a bit of a packet", Stage.MASK, packets(flip), "does not open"),
+    Lie("packets of an earlier session", Stage.MASK, packets(earlier_packets), "does not open"),
+    Lie("packets kept back", Stage.MASK, packets(starve), "too few for the threshold"),
+    Lie(
+        "a packet of a stranger",
+        Stage.MASK,
+        packets(lambda _, rows: rows.update({STRANGER: bytes(messages.PACKET_BYTES)})),
+        f"no neighbours: {STRANGER}",
+    ),
+    Lie(
+        "a packet of its own",
+        Stage.MASK,
+        packets(lambda told, rows: rows.update({told.victim: bytes(messages.PACKET_BYTES)})),
+        "no neighbours",
+    ),
+    Lie("another model", Stage.MASK, another_model),
+    Lie("other settings", Stage.MASK, other_settings),
+    Lie("no model", Stage.MASK, lambda told: replace(told.request, train=None)),
+    Lie(
+        "tensors in other lanes",
+        Stage.MASK,
+        lambda told: replace(
+            told.request,
+            lanes={name: tuple(reversed(held)) for name, held in told.request.lanes.items()},
+        ),
+    ),
+]
+
+# --- R3: the survivors ----------------------------------------------------------------------
+
+
+def survivors(choose: Callable[[Told], Iterable[ClientId]]) -> Callable[[Told], Survivors]:
+    return lambda told: Survivors(client_ids=tuple(sorted(choose(told))))
+
+
+SURVIVORS = [
+    Lie(
+        "too few survivors",
+        Stage.CONFIRM,
+        survivors(lambda told: [told.victim, *told.others[:1]]),
+        "2 survivors, the least is",
+    ),
+    Lie(
+        "it alone survives",
+        Stage.CONFIRM,
+        survivors(lambda told: [told.victim]),
+        "1 survivors, the least is",
+    ),
+    Lie(
+        "it has dropped out",
+        Stage.CONFIRM,
+        survivors(lambda told: told.others),
+        "not among the survivors",
+    ),
+    Lie("nobody survives", Stage.CONFIRM, survivors(lambda _: ()), "not among the survivors"),
+    Lie(
+        "a stranger survives",
+        Stage.CONFIRM,
+        survivors(lambda told: [told.victim, *told.others, STRANGER]),
+        f"survivor {STRANGER} is a stranger",
+    ),
+    Lie(
+        "a survivor twice",
+        Stage.CONFIRM,
+        lambda told: Survivors(client_ids=(told.victim, told.victim, *told.others)),
+    ),
+]
+
+# --- R4: the signatures ---------------------------------------------------------------------
+
+
+def signatures(
+    change: Callable[[Told, dict[ClientId, bytes]], object],
+) -> Callable[[Told], Signatures]:
+    def tell(told: Told) -> Signatures:
+        assert isinstance(told.message, Signatures)
+        rows = dict(told.message.signatures)
+        change(told, rows)
+        return Signatures(signatures=rows)
+
+    return tell
+
+
+def signer_among(told: Told, rows: dict[ClientId, bytes]) -> ClientId:
+    return next(each for each in rows if each != told.victim)
+
+
+def forge(told: Told, rows: dict[ClientId, bytes]) -> None:
+    rows[signer_among(told, rows)] = bytes(64)
+
+
+def borrow(told: Told, rows: dict[ClientId, bytes]) -> None:
+    one, other = [each for each in rows if each != told.victim][:2]
+    rows[one] = rows[other]
+
+
+def thin(told: Told, rows: dict[ClientId, bytes]) -> None:
+    kept = signer_among(told, rows)
+    for each in [each for each in rows if each != kept]:
+        del rows[each]
+
+
+def earlier_signatures(told: Told, rows: dict[ClientId, bytes]) -> None:
+    found = messages.decode(told.earlier[Stage.UNMASK].message)
+    assert isinstance(found, Signatures)
+    rows.clear()
+    rows.update(found.signatures)
+
+
+SIGNATURES = [
+    Lie("a forged signature", Stage.UNMASK, signatures(forge), "did not sign these survivors"),
+    Lie("a borrowed signature", Stage.UNMASK, signatures(borrow), "did not sign these survivors"),
+    Lie(
+        "signatures of an earlier session",
+        Stage.UNMASK,
+        signatures(earlier_signatures),
+        "did not sign these survivors",
+    ),
+    Lie("too few signatures", Stage.UNMASK, signatures(thin), "2 survivors confirmed"),
+    Lie(
+        "no signature",
+        Stage.UNMASK,
+        signatures(lambda _, rows: rows.clear()),
+        "1 survivors confirmed",
+    ),
+    Lie(
+        "the signature of a stranger",
+        Stage.UNMASK,
+        signatures(lambda _, rows: rows.update({STRANGER: bytes(64)})),
+        f"client {STRANGER}, no survivor",
+    ),
+]
+
+# --- Any stage ------------------------------------------------------------------------------
+
+
+def encoded(told: Told) -> bytes:
+    return messages.encode(told.message)
+
+
+#: Of no kind that a coordinator sends, whatever the stage.
+_UPWARD = messages.SurvivorSignature(signature=bytes(64))
+
+DAMAGED = [
+    Lie(f"{name}, for the stage `{stage}`", stage, tell)
+    for stage in Stage
+    for name, tell in (
+        ("nothing", lambda _: b""),
+        ("garbage", lambda _: b"garbage"),
+        ("a byte less", lambda told: encoded(told)[:-1]),
+        ("a byte more", lambda told: encoded(told) + b"\x00"),
+        ("another version", lambda told: encoded(told)[:4] + b"\x09" + encoded(told)[5:]),
+        ("a client's message", lambda _: messages.encode(_UPWARD)),
+    )
+]
+
+
+def out_of_turn(kind: Stage, *, at: Stage) -> Lie:
+    """Return the message of another stage; that of an earlier session where it has not come yet."""
+
+    def tell(told: Told) -> bytes:
+        return told.earlier[kind].message
+
+    return Lie(f"the message of `{kind}` at `{at}`", at, tell)
+
+
+OUT_OF_TURN = [
+    out_of_turn(kind, at=at)
+    for at in Stage
+    for kind in Stage
+    if kind is not at and kind is not Stage.ADVERTISE
+]
+
+LIES = [*TERMS, *ROSTERS, *PACKETS, *SURVIVORS, *SIGNATURES, *DAMAGED, *OUT_OF_TURN]

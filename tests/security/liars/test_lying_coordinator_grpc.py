@@ -1,0 +1,182 @@
+"""The liar at the real door: some of each message's lies, over gRPC with mutual TLS.
+
+Nobody may be lost in these sessions, so any refusal ends them with nothing released.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.coordinator.eligibility import Told as DoorTold
+from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.core.messages import ClientId, Failure, SecureRequest
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.messages import Survivors
+from fedlearn.secagg.session import Stage
+from tests.security.liars.door import (
+    LONG_S,
+    NUM_CLIENTS,
+    DoorSite,
+    ThreadedClient,
+    door_in,
+)
+from tests.security.liars.harness import (
+    Fixed,
+    Lie,
+    Stand,
+    Told,
+    answer_of,
+    require_nothing,
+    row_of,
+)
+from tests.security.liars.lies import LIES
+
+pytestmark = pytest.mark.xdist_group("liars")
+
+VICTIM, OTHER = ClientId(1), ClientId(3)
+EVERYONE = list(range(NUM_CLIENTS))
+SELECTED = {
+    "terms without a signature",
+    "terms of another coordinator",
+    "terms of another run",
+    "terms that were kept to before",
+    "a weaker adversary",
+    "a threshold of one",
+    "a modulus of two",
+    "a sum of one",
+    "an invented neighbour",
+    "only invented neighbours",
+    "adverts of an earlier session",
+    "its own advert altered",
+    "packets exchanged",
+    "packets of an earlier session",
+    "packets kept back",
+    "another model",
+    "no model",
+    "it alone survives",
+    "it has dropped out",
+    "a forged signature",
+    "signatures of an earlier session",
+    "too few signatures",
+    *(f"garbage, for the stage `{stage}`" for stage in Stage),
+    "the message of `unmask` at `confirm`",
+}
+
+
+@dataclass
+class Deployed:
+    """Five clients at a door, and the round that comes next."""
+
+    site: DoorSite
+    clients: list[ThreadedClient]
+    stand: Stand
+    rounds: Iterator[int]
+
+    def honest(self) -> None:
+        """Run a session without a lie: the control."""
+        self.stand.liar.lie, self.stand.liar.num_told = None, 0
+        collected = self.stand.collect(round_num=next(self.rounds))
+        assert self.stand.require_exact(collected) == EVERYONE
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with ExitStack() as stack:
+        site = stack.enter_context(door_in(tmp_path_factory.mktemp("door")))
+        clients = []
+        for number in EVERYONE:
+            clients.append(ThreadedClient(site.home(number), site.invitation(number)))
+            stack.callback(clients[-1].stop)
+        site.wait_for_all()
+        yield Deployed(site, clients, site.stand(victim=VICTIM), count())
+
+
+def other_key(told: Told) -> SecureRequest:
+    """Tell of a key of a neighbour's that is not the one that was pinned."""
+    directory = {**told.request.directory, OTHER: keys.fresh_signer()[1]}
+    return replace(told.request, directory=directory)
+
+
+AT_THE_DOOR = [
+    *(lie for lie in LIES if lie.name in SELECTED),
+    Lie("another identity of a neighbour", Stage.ADVERTISE, other_key, ""),
+]
+
+
+def test_the_selection_holds_lies_of_every_stage() -> None:
+    """Each name is that of a lie."""
+    assert len(AT_THE_DOOR) == len(SELECTED) + 1
+    assert {lie.stage for lie in AT_THE_DOOR} == set(Stage)
+
+
+@pytest.mark.parametrize("lie", AT_THE_DOOR, ids=lambda lie: lie.name)
+def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
+    deployed: Deployed, lie: Lie
+) -> None:
+    """Before it stands an honest session: the control, and what the liar replays."""
+    deployed.honest()
+    liar = deployed.stand.liar
+    liar.lie = lie
+    collected = deployed.stand.collect(round_num=next(deployed.rounds))
+    assert liar.num_told == 1
+    refusal = liar.replies[VICTIM, lie.stage]
+    assert isinstance(refusal, Failure), f"it answered with {answer_of(refusal)}"
+    assert lie.reason in refusal.reason
+    assert lie.reason in row_of(collected, VICTIM).reason
+    require_nothing(collected)
+    if lie.stage is not Stage.ADVERTISE:
+        assert isinstance(liar.ask(VICTIM, liar.requests[lie.stage], deadline_s=LONG_S), Failure)
+
+
+def test_what_was_released_is_not_released_again_by_a_client_that_was_started_again(
+    deployed: Deployed,
+) -> None:
+    """It knows from its disk: not for other survivors, nor the same, nor in another session."""
+    deployed.honest()
+    liar = deployed.stand.liar
+    released = answer_of(liar.replies[VICTIM, Stage.UNMASK])
+    assert isinstance(released, messages.Release)
+    deployed.clients[VICTIM].stop()
+    deployed.clients[VICTIM].start()
+    deployed.site.wait_for_all()
+    dropped = Survivors(client_ids=tuple(ClientId(i) for i in EVERYONE if i != OTHER))
+    others = replace(liar.requests[Stage.CONFIRM], message=messages.encode(dropped))
+    for request in (
+        others,
+        liar.requests[Stage.UNMASK],
+        liar.requests[Stage.CONFIRM],
+        liar.requests[Stage.ADVERTISE],
+    ):
+        assert isinstance(liar.ask(VICTIM, request, deadline_s=LONG_S), Failure)
+    deployed.honest()
+
+
+class Counting(Fixed):
+    """A trainer that knows how much data it has."""
+
+    num_examples = 120
+
+
+def test_a_client_that_requires_secure_aggregation_does_not_tell_its_examples(
+    tmp_path: Path,
+) -> None:
+    """Not when it connects, either. The control: one that does not require it says how many."""
+    told: dict[str, int] = {}
+
+    def note(client: EnrolledClient, says: DoorTold) -> bool:
+        told[client.name] = says.num_examples
+        return True
+
+    strict = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
+    with door_in(tmp_path, eligible=note) as site, ExitStack() as stack:
+        for number, policy in enumerate((Policy(), strict)):
+            home, invitation = site.home(number), site.invitation(number)
+            client = ThreadedClient(home, invitation, trainer=Counting(), policy=policy)
+            stack.callback(client.stop)
+        assert len(site.door.channel().available()) == 2
+    assert told == {"client-0": 120, "client-1": 0}
