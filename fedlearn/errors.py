@@ -9,7 +9,7 @@
     |  |- CohortTooSmall    fewer clients are available than the round asks
     |  |- TooFewReports     the round closed below its minimum
     |  `- AggregationAborted  a session of secure aggregation ended; nothing was released
-    |- PolicyViolation    a client is asked for less safety than its own policy demands
+    |- PolicyViolation    a client is asked for what its own policy does not allow
     |- ProtocolError      bytes from a peer that are not a valid message
     |- StoreError         the record of a run cannot be read or written
     |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
@@ -88,18 +88,18 @@ class AggregationAborted(RoundError):
 
 
 class PolicyViolation(FedlearnError):
-    """A client refuses a session of secure aggregation that its own policy does not allow.
+    """A client refuses what its own policy does not allow.
 
     Attributes:
-        rule: The policy's field.
+        rule: Of the policy, by name.
         asked: What the coordinator asked.
         limit: What the policy allows.
     """
 
     def __init__(self, *, rule: str, asked: str, limit: str) -> None:
         super().__init__(
-            f"this client's policy on secure aggregation, `{rule}`: asked {asked}, allowed "
-            f"{limit}; the client's operator may change its policy, or the coordinator its terms"
+            f"this client's policy, `{rule}`: asked {asked}, allowed {limit}; the client's "
+            "operator may change its policy, or the coordinator what it asks"
         )
         self.rule = rule
         self.asked = asked

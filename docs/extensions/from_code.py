@@ -1,7 +1,8 @@
 """Reference pages written from the code, so that they cannot say something else than it does.
 
-``{configuration-keys}`` lists every key from the pydantic models, ``{command-help}`` shows
-what ``--help`` prints, and ``{public-names}`` lists what ``import fedlearn`` offers.
+``{configuration-keys}`` lists every key from the pydantic models, with ``client`` those of a
+client's own file, ``{command-help}`` shows what ``--help`` prints, and ``{public-names}`` lists
+what ``import fedlearn`` offers.
 """
 
 import json
@@ -19,7 +20,7 @@ from sphinx.application import Sphinx
 
 import fedlearn
 from fedlearn.cli.app import app as command_line
-from fedlearn.config import Config, Section
+from fedlearn.config import ClientConfig, Config, Section
 from fedlearn.config.keys import kinds_of, members_of
 from fedlearn.config.section import tag_of
 
@@ -128,16 +129,21 @@ def _type(schema: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 class ConfigurationKeys(Directive):
-    """Every table and key of the configuration."""
+    """Every table and key of the configuration, or of the ``client``'s own."""
+
+    optional_arguments = 1
+    _trees: ClassVar[dict[str, type[Section]]] = {"config": Config, "client": ClientConfig}
 
     def run(self) -> list[nodes.Node]:
-        """Return one section a table, one row a key."""
-        return [_section(table) for table in configuration_tables()]
+        """Return one section a table that has more than tables in it, one row a key."""
+        name = self.arguments[0] if self.arguments else "config"
+        tables = configuration_tables(self._trees[name])
+        return [_section(table, name) for table in tables if table.keys or table.kind]
 
 
-def _section(table: Table) -> nodes.section:
+def _section(table: Table, tree: str) -> nodes.section:
     title = f"[{table.path}]" if table.path else "Top of the file"
-    anchor = "-".join(["config", *table.path.split("."), *table.kind.split('"')[1:2]])
+    anchor = "-".join([tree, *table.path.split("."), *table.kind.split('"')[1:2]])
     section = nodes.section(ids=[nodes.make_id(anchor)], names=[nodes.fully_normalize_name(anchor)])
     heading = nodes.title("", "")
     heading += nodes.literal("", title) if table.path else nodes.Text(title)

@@ -5,11 +5,12 @@ As in :mod:`fedlearn.cli.app`, what takes long to import is imported by the comm
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
 from fedlearn.cli.options import (
+    CLIENT_TOML,
     COORDINATOR_TOML,
     ConfigFile,
     DataDir,
@@ -21,17 +22,40 @@ from fedlearn.cli.options import (
 
 app = typer.Typer()
 
+ClientFolder: TypeAlias = Annotated[
+    str, typer.Argument(metavar="FOLDER|NAME", help="The client's folder, or its name.")
+]
 
-@app.command(epilog="Example: fedlearn init && fedlearn coordinator coordinator.toml")
+
+@app.command(
+    epilog="""\b
+Examples:
+  fedlearn init && fedlearn coordinator coordinator.toml
+  fedlearn init --client
+"""
+)
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = (
-        COORDINATOR_TOML
-    ),
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="The file to write; without it, coordinator.toml or client.toml.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    client: Annotated[
+        bool,
+        typer.Option("--client", help="Of a client: what it refuses, and when it may train."),
+    ] = False,
 ) -> None:
-    """Write a commented configuration of a coordinator."""
+    """Write a commented configuration of a coordinator, or of a client."""
     from fedlearn.cli import operations
 
-    operations.do_init(file)
+    if client:
+        operations.do_init_client(file or CLIENT_TOML)
+    else:
+        operations.do_init(file or COORDINATOR_TOML)
 
 
 @app.command(
@@ -130,6 +154,23 @@ def revoke(
     operations.do_revoke(name, config=config)
 
 
+@app.command(
+    epilog="""\b
+Examples:
+  fedlearn roster
+  fedlearn roster -o deployment.roster
+"""
+)
+def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> None:
+    """Write the identity keys of all clients, for their users to compare and to pin.
+
+    Without it, clients believe the keys that the coordinator tells them first.
+    """
+    from fedlearn.cli import operations
+
+    operations.do_roster(output, config=config)
+
+
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
     """List the enrolled clients."""
@@ -176,6 +217,7 @@ def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None
 Examples:
   fedlearn join clinic-a.invitation --task trainer.py:Trainer
   fedlearn join clinic-a.invitation --task my_package.training:Trainer --home /var/lib/fedlearn
+  fedlearn join clinic-a.invitation --task trainer.py:Trainer --config client.toml
   fedlearn join clinic-a.invitation --check
 """
 )
@@ -200,9 +242,37 @@ def join(
             show_default=False,
         ),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What this client refuses and when it may train; `fedlearn init --client` writes "
+            "one. Without it, the defaults.",
+            show_default=False,
+        ),
+    ] = None,
+    require_secure_aggregation: Annotated[
+        bool,
+        typer.Option(
+            "--require-secure-aggregation",
+            help="Refuse to send an update that the coordinator could read.",
+        ),
+    ] = False,
+    roster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Identity keys of the other clients, from `fedlearn roster`: these are believed "
+            "in secure aggregation and no others. Without it, those that the coordinator tells.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Look at address, TLS, clock, data and disk; join nothing."),
+        typer.Option(
+            "--check",
+            help="Look at address, TLS, clock, data, disk and --config; join nothing.",
+        ),
     ] = False,
 ) -> None:
     """Take part in a deployed run as a client, until interrupted.
@@ -211,7 +281,61 @@ def join(
     """
     from fedlearn.cli import operations
 
-    operations.do_join(invitation, task=task, home=home, check=check)
+    operations.do_join(
+        invitation,
+        task=task,
+        home=home,
+        config=config,
+        require_secure_aggregation=require_secure_aggregation,
+        roster=roster,
+        check=check,
+    )
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  fedlearn rotate clinic-a
+  fedlearn rotate /var/lib/fedlearn
+"""
+)
+def rotate(client: ClientFolder) -> None:
+    """Replace a client's keys and certificate, on its machine; the client may be running.
+
+    The old identity key signs the new one, so other clients go on with it. For a key that
+    somebody else may have, use `fedlearn revoke` and a new invitation instead.
+    """
+    from fedlearn.cli import operations
+
+    operations.do_rotate(client)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  fedlearn pins clinic-a
+  fedlearn pins clinic-a --forget 3
+"""
+)
+def pins(
+    client: ClientFolder,
+    *,
+    forget: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ID",
+            min=0,
+            help="Accept the next key of this client, whose old one is lost: ask its owner first. "
+            "The client must not run meanwhile.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the identity keys that a client believes in secure aggregation, its own first."""
+    from fedlearn.cli import operations
+
+    operations.do_pins(client, forget=forget, as_json=as_json)
 
 
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:

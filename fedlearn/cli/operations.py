@@ -16,12 +16,14 @@ from fedlearn.coordinator.registry import EnrolledClient
 from fedlearn.coordinator.store_rounds import RoundSummary
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId
 from fedlearn.deployment.operator import Operator, expires_in_days
 from fedlearn.deployment.places import Places
-from fedlearn.deployment.starter import write_starter
+from fedlearn.deployment.starter import write_client_starter, write_starter
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.comparison import duration_text, headline, number_text, printable
 from fedlearn.experiment.progress import progress_to
+from fedlearn.secagg.succession import fingerprint
 
 _SOON_DAYS = 30
 
@@ -30,6 +32,12 @@ def do_init(file: Path) -> None:
     """Write the configuration and say what to type next."""
     write_starter(file)
     _print(f"{file}: read it, then `fedlearn coordinator {file}`")
+
+
+def do_init_client(file: Path) -> None:
+    """Write a client's configuration and say what to type next."""
+    write_client_starter(file)
+    _print(f"{file}: read it, then `fedlearn join FILE --task … --config {file}`")
 
 
 def do_coordinator(
@@ -88,6 +96,70 @@ def do_revoke(name: str, *, config: Path) -> None:
         _print(f"{name} (client {client.client_id}) is refused from now on")
 
 
+def do_roster(output: Path | None, *, config: Path) -> None:
+    """Write a roster and print what people compare."""
+    path = output or Path("clients.roster")
+    with _operator(config) as operator:
+        roster = operator.roster(path)
+    rows = [
+        (str(client_id), printable(entry.name), fingerprint(entry.key), str(entry.num_rotations))
+        for client_id, entry in sorted(roster.clients.items())
+    ]
+    _table(("id", "name", "identity key", "rotations"), rows)
+    _print(f"{path}: have each client's user compare its line with `fedlearn pins` on the client,")
+    _print("then hand it to all; `fedlearn join FILE --roster` believes these keys and no others")
+
+
+def do_rotate(client: str) -> None:
+    """Note that a client shall have new keys and say when that happens."""
+    from fedlearn.deployment.known_keys import client_home  # noqa: PLC0415 (it loads gRPC)
+
+    home = client_home(client, environ=os.environ)
+    enrolment = home.ask_rotation()
+    key = fingerprint(enrolment.identity.public_key)
+    _print(f"{enrolment.invitation.name}: the keys with {key} will be replaced when the client")
+    _print("connects; one that runs does so at once, or when its secure aggregation is over")
+
+
+def do_pins(client: str, *, forget: int | None, as_json: bool) -> None:
+    """Print whom a client believes, or accept another key of one."""
+    from fedlearn.deployment.known_keys import (  # noqa: PLC0415 (it loads gRPC)
+        client_home,
+        forget_pin,
+        known_keys,
+    )
+
+    home = client_home(client, environ=os.environ)
+    if forget is not None:
+        forget_pin(home, ClientId(forget))
+        _print(f"the key of client {forget} is forgotten: the next one seen of it is pinned")
+        return
+    enrolment, pins = known_keys(home)
+    own, others = enrolment.lineage, sorted(pins.clients.items())
+    rows = [(int(enrolment.client_id), enrolment.invitation.name, own.key, own.num_rotations)]
+    rows += [(int(each), pin.name, pin.key, pin.num_rotations) for each, pin in others]
+    if as_json:
+        for number, name, key, rotations in rows:
+            values = {"client_id": number, "name": name, "identity_key": key.hex()}
+            more = {"fingerprint": fingerprint(key), "num_rotations": rotations}
+            _print(json.dumps(values | more))
+        return
+    source = "the roster" if pins.roster else "the coordinator"
+    _table(
+        ("id", "name", "identity key", "rotations", "from"),
+        [
+            (
+                str(number),
+                printable(name) or "-",
+                fingerprint(key),
+                str(rotations),
+                source if place else "this client",
+            )
+            for place, (number, name, key, rotations) in enumerate(rows)
+        ],
+    )
+
+
 def do_clients(*, config: Path, as_json: bool) -> None:
     """Print all clients."""
     with _operator(config) as operator:
@@ -144,18 +216,34 @@ def do_why(*, config: Path, as_json: bool) -> None:
             _print(printable(line))
 
 
-def do_join(invitation: Path, *, task: str | None, home: Path | None, check: bool) -> None:
+def do_join(
+    invitation: Path,
+    *,
+    task: str | None,
+    home: Path | None,
+    config: Path | None,
+    require_secure_aggregation: bool,
+    roster: Path | None,
+    check: bool,
+) -> None:
     """Be a client, or only look whether one could be."""
     from fedlearn.deployment.join import check_before, join  # noqa: PLC0415 (it loads gRPC)
 
     if check:
-        check_before(invitation, task=task, home=home)
+        check_before(invitation, task=task, home=home, config=config)
         return
     if task is None:
         raise ConfigError(
             "--task is missing: name the trainer, as module:Class or path/to/file.py:Class"
         )
-    join(invitation, task=task, home=home)
+    join(
+        invitation,
+        task=task,
+        home=home,
+        config=config,
+        require_secure_aggregation=require_secure_aggregation,
+        roster=roster,
+    )
 
 
 @contextmanager

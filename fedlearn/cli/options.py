@@ -40,3 +40,5 @@ Insecure: TypeAlias = Annotated[
 
 #: Where the commands about a deployment look for its configuration.
 COORDINATOR_TOML = Path("coordinator.toml")
+#: Where a client's own configuration is written, unless told otherwise.
+CLIENT_TOML = Path("client.toml")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedlearn.client.agent import Agent
     from fedlearn.client.conditions import Conditions
-    from fedlearn.client.policy import Policy
+    from fedlearn.client.policy import Policy, SecureAggregationPolicy
     from fedlearn.client.torch_trainer import TorchTrainer
     from fedlearn.client.trainer import (
         LocalEvaluation,
@@ -27,6 +27,7 @@ __all__ = [
     "LocalResult",
     "LocalTrainer",
     "Policy",
+    "SecureAggregationPolicy",
     "TaskControl",
     "TorchTrainer",
     "TrainContext",
@@ -39,6 +40,7 @@ _HOME = {
     "LocalResult": "trainer",
     "LocalTrainer": "trainer",
     "Policy": "policy",
+    "SecureAggregationPolicy": "policy",
     "TaskControl": "trainer",
     "TorchTrainer": "torch_trainer",
     "TrainContext": "trainer",

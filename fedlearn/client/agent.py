@@ -75,6 +75,8 @@ class Agent:
         on_progress: Called with each event, one at a time, on a thread of its own.
         num_threads: Threads that torch may use.
         niceness: 0 is a program like any other, 19 gives way to all others.
+        roster: The operator's list of identity keys, checked with the other users: in secure
+            aggregation these clients are believed and no others.
 
     Raises:
         DeploymentError: The trainer cannot be made in another process.
@@ -100,6 +102,7 @@ class Agent:
         on_progress: Callable[[AgentEvent], None] | None = None,
         num_threads: int = 1,
         niceness: int = 10,
+        roster: Path | str | None = None,
     ) -> None:
         self._home = Home(Path(home).expanduser().resolve())
         self._options = RuntimeOptions(
@@ -110,6 +113,7 @@ class Agent:
             policy=policy,
             num_threads=num_threads,
             niceness=niceness,
+            roster=None if roster is None else Path(roster).expanduser().resolve(),
         )
         self._probes, self._on_progress = probes, on_progress
         self._status = AgentStatus()

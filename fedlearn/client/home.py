@@ -5,6 +5,8 @@
     consent         "granted" or "revoked": nothing connects without it
     lock            held by the one process that works here
     identity/       keys, certificate, the invitation without its token
+    pins.json       identity keys of other clients: theirs change only as their owners sign
+    rotate          the user wants new keys
     state/<run_id>  what this client remembers of a run from one task to the next
     task/           the request being worked on, and the checkpoint inside it
     spool/<number>/ the finished reply until its receipt or deadline
@@ -15,19 +17,22 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import structlog
 
+from fedlearn.client.pins import PinFile, Pins
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import DeploymentError
+from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.secagg.identity_roster import IdentityRoster
+from fedlearn.secagg.succession import MAX_SUCCESSIONS, Lineage, fingerprint
 from fedlearn.transport.identity import IDENTITY_FILE, Identity, Invitation
 
 _GRANTED, _REVOKED = "granted", "revoked"
@@ -35,6 +40,8 @@ _DAY_S = 86_400.0
 _LOCK_POLL_S = 0.05
 #: What downloads leave free on the user's disk.
 _RESERVE_BYTES = 256 << 20
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class Enrolment:
         certificate_pem: Of its TLS key.
         invitation: Addresses and authority of the coordinator, without the token.
         redeemed: SHA-256 of each token it was enrolled with, hexadecimal, the latest last.
+        lineage: How its identity key follows from those before it.
     """
 
     identity: Identity
@@ -54,10 +62,22 @@ class Enrolment:
     certificate_pem: bytes = field(repr=False)
     invitation: Invitation
     redeemed: tuple[str, ...]
+    lineage: Lineage
 
     def is_with(self, invitation: Invitation) -> bool:
         """Return whether ``invitation`` has served already; another one means to enrol anew."""
         return not invitation.token or _digest(invitation.token) in self.redeemed
+
+    def is_of(self, invitation: Invitation) -> bool:
+        """Return whether this is the client that ``invitation`` is for, in its deployment."""
+        mine = self.invitation
+        return (mine.ca_pem, mine.name) == (invitation.ca_pem, invitation.name)
+
+    def followed_by(self, identity: Identity) -> Lineage:
+        """Return the lineage in which ``identity`` comes next; the same each time."""
+        return self.lineage.followed_by(
+            identity.public_key, client_id=self.client_id, old=self.identity, new=identity
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +136,11 @@ class Home:
         write_private(self.folder / "consent", (_GRANTED if granted else _REVOKED).encode())
 
     def erase(self) -> None:
-        """Remove state, task and reply; consent, keys and certificate stay."""
+        """Remove state, task and reply; consent, keys, certificate and pins stay.
+
+        Pins tell nothing of the user, and without them a coordinator could name other keys to a
+        user who agrees again.
+        """
         for path in (self._task, self._spool, self.folder / "state"):
             shutil.rmtree(path, ignore_errors=True)
         (self.folder / "tasks.json").unlink(missing_ok=True)
@@ -130,31 +154,41 @@ class Home:
     def enrolment(self) -> Enrolment | None:
         """Return what lets this client speak to its coordinator, once it is enrolled.
 
+        Any process may look, also while the one that works here replaces the keys.
+
         Raises:
             DeploymentError: A file of it is damaged.
         """
+        while (place := self._identity_place()) is not None:
+            try:
+                return _read_enrolment(place[0])
+            except DeploymentError:
+                if self._identity_place() == place:
+                    raise  # else it was replaced under our eyes
+        return None
+
+    def _identity_place(self) -> tuple[Path, int] | None:
+        """Return the folder of the present keys and its inode; ``None``: there are none.
+
+        Between the two renames of taking over they are where they come from.
+        """
+        current, coming = self.folder / "identity", self.folder / "identity.new"
+        with suppress(FileNotFoundError):
+            return current, current.stat().st_ino
+        with suppress(FileNotFoundError):
+            if (coming / "enrolment.json").exists():
+                return coming, coming.stat().st_ino
+        return None
+
+    def _finish_take_over(self) -> None:
+        """Do what a crash inside :meth:`_take_over` left undone."""
         current, coming = self.folder / "identity", self.folder / "identity.new"
         if not current.exists() and (coming / "enrolment.json").exists():
-            coming.rename(current)  # a crash came between the two renames of enrol()
-        if not current.exists():
-            return None
-        shutil.rmtree(self.folder / "identity.old", ignore_errors=True)
-        try:
-            values = json.loads((current / "enrolment.json").read_bytes())
-            certificate_pem = (current / "certificate.pem").read_bytes()
-            client_id, redeemed = ClientId(values["client_id"]), tuple(values["redeemed"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DeploymentError(
-                f"{current} is damaged ({type(error).__name__}); remove it and join with a new "
-                "invitation"
-            ) from error
-        return Enrolment(
-            identity=Identity.load(current),
-            client_id=client_id,
-            certificate_pem=certificate_pem,
-            invitation=Invitation.load(current / "invitation.json"),
-            redeemed=redeemed,
-        )
+            with disk_errors(self.folder, raises=DeploymentError):
+                coming.rename(current)
+                sync_folder(self.folder)
+        if current.exists():
+            shutil.rmtree(self.folder / "identity.old", ignore_errors=True)
 
     def coming_identity(self) -> Identity:
         """Return the keys to enrol with: the same ones until that has succeeded.
@@ -162,6 +196,7 @@ class Home:
         Raises:
             DeploymentError: They cannot be written or read.
         """
+        self._finish_take_over()
         folder = self.folder / "identity.new"
         if (folder / IDENTITY_FILE).exists():
             return Identity.load(folder)
@@ -169,31 +204,148 @@ class Home:
         identity.save(folder)
         return identity
 
+    def coming_lineage(self, invitation: Invitation) -> Lineage:
+        """Return how the keys of :meth:`coming_identity` follow from this client's present ones.
+
+        In another deployment, or under another name, they follow from none. Neither do they where
+        so many came before that a chain takes no more.
+
+        Raises:
+            DeploymentError: They cannot be written or read.
+        """
+        before, identity = self.enrolment(), self.coming_identity()
+        if (
+            before is None
+            or not before.is_of(invitation)
+            or before.lineage.num_rotations == MAX_SUCCESSIONS
+        ):
+            return Lineage(identity.public_key)
+        return before.followed_by(identity)
+
     def enrol(
         self, invitation: Invitation, *, certificate_pem: bytes, client_id: ClientId
     ) -> Enrolment:
         """Take over the keys of :meth:`coming_identity`, which are now this client's.
 
-        Of an enrolment before it, the keys are replaced; state, task and reply stay.
+        Of an enrolment before it, the keys are replaced; state, task, reply and pins stay. Pins of
+        another deployment count for nothing in this one.
 
         Raises:
             DeploymentError: It cannot be written.
         """
+        before, lineage = self.enrolment(), self.coming_lineage(invitation)
+        identity = self.coming_identity()
+        if before is None or before.client_id != client_id:  # statements are about a number
+            lineage = Lineage(identity.public_key)
+        return self._take_over(
+            Enrolment(
+                identity=identity,
+                client_id=client_id,
+                certificate_pem=certificate_pem,
+                invitation=invitation,
+                redeemed=(*(before.redeemed if before else ()), _digest(invitation.token)),
+                lineage=lineage,
+            )
+        )
+
+    def _take_over(self, enrolment: Enrolment) -> Enrolment:
         current, coming = self.folder / "identity", self.folder / "identity.new"
-        before = self.enrolment()
-        redeemed = [*(before.redeemed if before else ()), _digest(invitation.token)]
-        write_private(coming / "certificate.pem", certificate_pem)
-        replace(invitation, token=b"").save(coming / "invitation.json")
-        values = {"client_id": client_id, "redeemed": redeemed}
+        write_private(coming / "certificate.pem", enrolment.certificate_pem)
+        replace(enrolment.invitation, token=b"").save(coming / "invitation.json")
+        values = {
+            "client_id": enrolment.client_id,
+            "redeemed": enrolment.redeemed,
+            "lineage": enrolment.lineage.to_bytes().hex(),
+        }
         write_private(coming / "enrolment.json", json.dumps(values).encode())
         with disk_errors(self.folder, raises=DeploymentError):
             if current.exists():
                 current.rename(self.folder / "identity.old")
             coming.rename(current)
             sync_folder(self.folder)
+        self._finish_take_over()
+        taken = self.enrolment()
+        assert taken is not None  # just written
+        return taken
+
+    # Rotation
+
+    def ask_rotation(self) -> Enrolment:
+        """Note that this client shall have new keys; return its enrolment with the present ones.
+
+        Another process may work in the folder: it sees the note.
+
+        Raises:
+            DeploymentError: There are no keys to replace, or they were replaced too often.
+        """
         enrolment = self.enrolment()
-        assert enrolment is not None  # just written
+        if enrolment is None:
+            raise DeploymentError(
+                f"{self.folder} is not enrolled, so there are no keys to replace; name the folder "
+                "or the name of a client that has joined"
+            )
+        if enrolment.lineage.num_rotations == MAX_SUCCESSIONS:
+            raise DeploymentError(
+                f"{enrolment.invitation.name} has replaced its keys {MAX_SUCCESSIONS} times, which "
+                "is as often as others follow; join with a new invitation (`fedlearn invite`), "
+                "and have their users accept its keys"
+            )
+        write_private(self.folder / "rotate", enrolment.identity.public_key.hex().encode())
         return enrolment
+
+    def wants_rotation(self, enrolment: Enrolment) -> bool:
+        """Return whether the keys of ``enrolment`` are to be replaced."""
+        try:
+            noted = (self.folder / "rotate").read_text()
+        except FileNotFoundError:
+            return False
+        return noted.strip() == enrolment.identity.public_key.hex()
+
+    def rotate(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:
+        """Take over the keys of :meth:`coming_identity` in the place of those of ``enrolment``.
+
+        Raises:
+            DeploymentError: It cannot be written.
+        """
+        identity = self.coming_identity()
+        after = replace(
+            enrolment,
+            identity=identity,
+            certificate_pem=certificate_pem,
+            lineage=enrolment.followed_by(identity),
+        )
+        taken = self._take_over(after)
+        self.keep_keys()
+        return taken
+
+    def keep_keys(self) -> None:
+        """Forget that keys shall be replaced: that is done, or refused."""
+        (self.folder / "rotate").unlink(missing_ok=True)
+
+    # Others' keys
+
+    def pin_file(self, enrolment: Enrolment) -> PinFile:
+        """Return where the identity keys of other clients are kept."""
+        return PinFile(
+            path=self.folder / "pins.json", coordinator_key=enrolment.invitation.coordinator_key
+        )
+
+    def pin_roster(self, roster: IdentityRoster, enrolment: Enrolment) -> None:
+        """Pin the keys in a roster in the place of all that is pinned, once for each roster.
+
+        Raises:
+            DeploymentError: It is of another deployment, has another key for this client than
+                its own, or cannot be kept.
+        """
+        _require_own_roster(roster, enrolment)
+        file = self.pin_file(enrolment)
+        before = file.read()
+        if before.roster == roster.digest:
+            return  # what it said, and what followed from there
+        pins = Pins.of(roster)
+        file.write(pins)
+        moved = [each for each, key in before.keys.items() if pins.keys.get(each, key) != key]
+        _log.info("roster_pinned", num_clients=len(pins.clients), other_keys_for=moved)
 
     # The task
 
@@ -211,7 +363,11 @@ class Home:
         Raises:
             DeploymentError: The disk is full or not writable.
         """
-        values = {"key": vars(task.key), "sha256": task.sha256.hex()}
+        values = {
+            "key": vars(task.key),
+            "sha256": task.sha256.hex(),
+            "personal_sha256": sha256(task.personal).hexdigest(),
+        }
         if self._task_values() != values:
             self.close_task()
             make_private_folder(self._task)
@@ -320,6 +476,7 @@ class Home:
         Raises:
             DeploymentError: The disk is full or not writable.
         """
+        self._finish_take_over()
         shutil.rmtree(self._spool / "new", ignore_errors=True)
         held = None
         for number in sorted(self._numbers()):
@@ -402,6 +559,59 @@ class Home:
             sync_folder(self.folder / "state")
 
 
+def _read_enrolment(folder: Path) -> Enrolment:
+    identity = Identity.load(folder)
+    try:
+        values = json.loads((folder / "enrolment.json").read_bytes())
+        certificate_pem = (folder / "certificate.pem").read_bytes()
+        client_id, redeemed = ClientId(values["client_id"]), tuple(values["redeemed"])
+        lineage = _lineage(values, key=identity.public_key)
+    except (OSError, ValueError, KeyError, TypeError, ProtocolError) as error:
+        raise DeploymentError(
+            f"{folder} is damaged ({type(error).__name__}); remove it and join with a new "
+            "invitation"
+        ) from error
+    return Enrolment(
+        identity=identity,
+        client_id=client_id,
+        certificate_pem=certificate_pem,
+        invitation=Invitation.load(folder / "invitation.json"),
+        redeemed=redeemed,
+        lineage=lineage,
+    )
+
+
+# Any: what JSON holds.
+def _lineage(values: Any, *, key: bytes) -> Lineage:
+    """Return the lineage that was kept of a key; to an earlier version a key stood alone.
+
+    Raises:
+        ValueError: It is that of another key.
+        ProtocolError: It is none.
+    """
+    if "lineage" not in values:
+        return Lineage(key)
+    lineage = Lineage.from_bytes(bytes.fromhex(values["lineage"]))
+    if lineage.key != key:
+        raise ValueError("the keys are not those of the enrolment")
+    return lineage
+
+
+def _require_own_roster(roster: IdentityRoster, enrolment: Enrolment) -> None:
+    if roster.coordinator_key != enrolment.invitation.coordinator_key:
+        raise DeploymentError(
+            "the roster is of another coordinator than this client's invitation; ask the operator "
+            "for the right one (`fedlearn roster`)"
+        )
+    entry = roster.clients.get(enrolment.client_id)
+    if entry is not None and enrolment.lineage.key_after(entry.num_rotations) != entry.key:
+        raise DeploymentError(
+            f"the roster has {fingerprint(entry.key)} for {entry.name}, this client, whose key is "
+            f"{fingerprint(enrolment.identity.public_key)}: whoever made it, somebody else would "
+            "be taken for this client; tell the operator, and do not use it"
+        )
+
+
 def _digest(token: bytes) -> str:
     return sha256(token).hexdigest()
 
@@ -411,9 +621,7 @@ def _read_reply(folder: Path) -> HeldReply | None:
         values = json.loads((folder / "reply.json").read_bytes())
         return HeldReply.from_values(values, path=folder / "reply")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        structlog.get_logger(__name__).warning(
-            "held_reply_unreadable", folder=str(folder), error=type(error).__name__
-        )
+        _log.warning("held_reply_unreadable", folder=str(folder), error=type(error).__name__)
         return None
 
 

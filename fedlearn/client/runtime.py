@@ -11,7 +11,8 @@ import math
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
@@ -48,20 +49,37 @@ from fedlearn.client.conversation import (
 )
 from fedlearn.client.credentials import credentials_of
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.expansion import MasksAhead
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
-from fedlearn.client.renewal import renewal_advice
-from fedlearn.client.session import ClientSession
+from fedlearn.client.renewal import missing_key_advice, renewal_advice
+from fedlearn.client.rotation import KeyRotation
+from fedlearn.client.session import ClientSession, log_refusal
 from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
 from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
+from fedlearn.core.cores import num_cores
 from fedlearn.core.files import write_private
-from fedlearn.core.messages import ClientId, Failure, SecureRequest, TrainRequest, training_in
-from fedlearn.errors import Cancelled, ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.core.messages import (
+    ClientId,
+    Failure,
+    SecureRequest,
+    Settings,
+    settings_in,
+    training_in,
+)
+from fedlearn.errors import (
+    Cancelled,
+    ConnectionRefused,
+    DeploymentError,
+    PolicyViolation,
+    ProtocolError,
+)
 from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.identity_roster import IdentityRoster
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, signed_bytes
@@ -133,6 +151,8 @@ class Runtime:
         conditions: What must hold before and during training.
         policy: What is refused.
         on_event: Told what happens; called in the event loop, must return at once.
+        roster: File with the identity keys of other clients, which are then believed and no others;
+            ``None``: who is seen first is.
     """
 
     def __init__(
@@ -144,8 +164,10 @@ class Runtime:
         conditions: Conditions,
         policy: Policy,
         on_event: Callable[[AgentEvent], None],
+        roster: Path | None = None,
     ) -> None:
         self._home, self._trainer, self._invitation = home, trainer, invitation
+        self._roster = roster
         self._conditions, self._policy, self._on_event = conditions, policy, on_event
         self._clock = SystemClock()
         self._device, self._facts, self._told = Device(self._clock), Facts(), Facts()
@@ -159,7 +181,10 @@ class Runtime:
         self._control: WorkControl | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fedlearn-training")
         self._work: asyncio.Task[None] | None = None
+        self._masks = MasksAhead()
         self._enrolment: Enrolment | None = None
+        self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
+        self._run_id = ""
         self._next_look_unix_s = -math.inf
         self._broken = asyncio.Event()
 
@@ -188,11 +213,17 @@ class Runtime:
                 raise DeploymentError(
                     f"{self._home.folder} has no consent to take part; give it (Agent.give_consent)"
                 )
+            self._log_policy()
             self._here = Conversation(held=self._home.recover())
             is_done = await self._run_jobs()
             if not self._home.has_consent():
                 self._home.erase()
         return is_done
+
+    def _log_policy(self) -> None:
+        """Say once under what this client takes part; what it refuses is named by these fields."""
+        policy, conditions = asdict(self._policy), asdict(self._conditions)
+        _log.info("policy_in_force", policy=policy, conditions=conditions)
 
     async def _run_jobs(self) -> bool:
         jobs = [
@@ -203,6 +234,7 @@ class Runtime:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _cancel(jobs)
+            self._masks.close()
         for job in done:
             job.result()  # raises what ended it
         self._worker.shutdown(wait=False)
@@ -303,24 +335,39 @@ class Runtime:
             self._events.put_nowait(event)
 
     async def _answer(self, task: OpenTask, control: WorkControl) -> Event:
-        refusal = self._refusal(task.key.kind, None)
-        if refusal is not None:
-            return self._refuse(task, refusal)
+        try:
+            return await self._answer_within_policy(task, control)
+        except PolicyViolation as violation:
+            return self._refuse(task, violation)
+
+    async def _answer_within_policy(self, task: OpenTask, control: WorkControl) -> Event:
+        assert self._enrolment is not None  # a task came over a session
+        advice = missing_key_advice(self._enrolment)
+        if advice is not None and task.key.kind == SecureRequest.__name__:
+            return self._tell_inability(task, advice)
+        self._judge(task.key.kind, None)
         if self._home.open_task(task) >= _MAX_CRASHES:
             return _failed(task, f"the client's process crashed {_MAX_CRASHES} times in this task")
         if not await self._fetch(task) or control.is_called_off:
             return Ended(task.key)
         loop = asyncio.get_running_loop()
-        refusal = await loop.run_in_executor(self._worker, self._refusal_in_full)
-        if refusal is not None:
-            return self._refuse(task, refusal)
+        is_training = await loop.run_in_executor(self._worker, self._judge_in_full)
         self._emit(EventKind.TRAINING, key=task.key)
         self._report_phase(task.key, wire_pb2.Progress.TRAINING)
-        assert self._enrolment is not None  # a task came over a session
+
+        def on_refusal(violation: PolicyViolation) -> None:
+            loop.call_soon_threadsafe(self._tell_refusal, task.key, violation)
+
         session = ClientSession(
-            self._enrolment.client_id, self._trainer, self._secure(self._enrolment)
+            self._enrolment.client_id,
+            self._trainer,
+            self._secure(self._enrolment),
+            on_refusal=on_refusal,
+            pin_file=self._home.pin_file(self._enrolment),
+            expanded=self._masks.take,
         )
-        return await loop.run_in_executor(self._worker, self._train, task, session, control)
+        work = partial(self._train, task, session, control, is_training=is_training)
+        return await loop.run_in_executor(self._worker, work)
 
     def _secure(self, enrolment: Enrolment) -> SecureClient | None:
         """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
@@ -332,19 +379,26 @@ class Runtime:
             signer=enrolment.identity,
             coordinator_key=coordinator_key,
             directory={enrolment.client_id: enrolment.identity.public_key},
-            policy=self._policy.secure_terms(),
-            num_threads=torch.get_num_threads(),
+            policy=self._policy.secure_aggregation.terms(),
+            num_threads=num_cores(),
         )
 
-    def _refusal(self, kind: str, request: TrainRequest | None) -> str | None:
-        settings = None if request is None else request.settings
+    def _judge(self, kind: str, settings: Settings | None) -> None:
         num_tasks = self._home.num_tasks_today(self._clock.unix_s())
-        return self._policy.refusal(kind, settings=settings, num_tasks_today=num_tasks)
+        self._policy.judge(kind, settings=settings, num_tasks_today=num_tasks)
 
-    def _refuse(self, task: OpenTask, refusal: str) -> Answered:
-        _log.warning("task_refused_by_policy", round_num=task.key.round_num, refusal=refusal)
-        self._emit(EventKind.POLICY, key=task.key, message=refusal)
-        return _failed(task, refusal)
+    def _tell_inability(self, task: OpenTask, advice: str) -> Answered:
+        _log.error("secure_aggregation_without_key", advice=advice)
+        self._emit(EventKind.FAILED, key=task.key, message=advice)
+        return _failed(task, advice)
+
+    def _refuse(self, task: OpenTask, violation: PolicyViolation) -> Answered:
+        self._tell_refusal(task.key, violation)
+        return _failed(task, str(violation))
+
+    def _tell_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
+        log_refusal(violation, round_num=key.round_num)
+        self._emit(EventKind.POLICY, key=key, message=str(violation))
 
     async def _fetch(self, task: OpenTask) -> bool:
         """Have the whole request on disk; returns whether it is."""
@@ -373,13 +427,15 @@ class Runtime:
             return False
         return True
 
-    def _train(self, task: OpenTask, session: ClientSession, control: WorkControl) -> Event:
+    def _train(
+        self, task: OpenTask, session: ClientSession, control: WorkControl, *, is_training: bool
+    ) -> Event:
         """Answer the request on disk; in the training thread."""
         data = self._home.request.read_bytes()
         before = self._home.state(task.key.run_id)
         self._home.begin_work()
         try:
-            reply, state = session.handle(data, before, control=control)
+            reply, state = session.handle(data, before, personal=task.personal, control=control)
         except Cancelled:
             return Ended(task.key)
         finally:
@@ -388,17 +444,25 @@ class Runtime:
             return _failed(
                 task, f"a reply of {len(reply)} bytes, at most {task.max_reply_bytes} are taken"
             )
-        if _has_training(task.key.kind, data):
+        if is_training:
             self._home.count_task(self._clock.unix_s())
         return Answered(task, reply, None if state == before else state)
 
-    def _refusal_in_full(self) -> str | None:
-        """Return why the policy refuses the request on disk; in the training thread."""
+    def _judge_in_full(self) -> bool:
+        """Judge the request on disk, whatever it was announced as; in the training thread.
+
+        Returns:
+            Whether it is answered by training.
+
+        Raises:
+            PolicyViolation: The policy refuses it.
+        """
         try:
             request = decode(self._home.request.read_bytes())
         except ProtocolError:
-            return None  # the session says so
-        return self._refusal(type(request).__name__, training_in(request))
+            return False  # the session says so
+        self._judge(type(request).__name__, settings_in(request))
+        return training_in(request) is not None
 
     async def _keep(self, answered: Answered) -> None:
         task = answered.task
@@ -414,6 +478,17 @@ class Runtime:
             self._tell_coordinator(self._result(task.key, reply))
             return
         await self._handle(Kept(held))
+        self._expand_masks(task, answered.state)
+
+    def _expand_masks(self, task: OpenTask, state: bytes | None) -> None:
+        """Forget masks of before; begin on those that the next message will need, if any."""
+        self._masks.drop()
+        if task.key.kind != SecureRequest.__name__ or self._link is None:
+            return
+        assert self._enrolment is not None  # there is a session
+        secure = self._secure(self._enrolment)
+        if secure is not None and state is not None:
+            self._masks.follow(secure, state)
 
     # Replies
 
@@ -468,18 +543,25 @@ class Runtime:
         kind = kinds.get(receipt.verdict, EventKind.REFUSED)
         _log.info("reply_settled", kind=key.kind, round_num=key.round_num, verdict=kind.value)
         self._emit(kind, key=key, message=receipt.reason)
+        if kind is not EventKind.ACCEPTED:
+            self._masks.drop()  # the session goes on without this client
         self._backoff.reset()
         self._events.put_nowait(Settled(key))
+        self._look_at_rotation()  # this may have been the end of a session, and the next be near
 
     # The network
 
     async def _stay_connected(self) -> None:
         await self._may_connect.wait()
+        roster = None if self._roster is None else IdentityRoster.load(self._roster)
         self._enrolment = await self._enrolled()
-        credentials = credentials_of(self._enrolment)
+        if roster is not None:
+            self._home.pin_roster(roster, self._enrolment)
         for address in cycle(self._enrolment.invitation.addresses):
             await self._may_connect.wait()
-            await self._visit(address, credentials, self._enrolment)
+            if self._rotation.is_due(self._enrolment, run_id=self._run_id, is_connected=False):
+                self._enrolment = await self._rotation.carried_out(self._enrolment)
+            await self._visit(address, credentials_of(self._enrolment), self._enrolment)
             pause_s = self._pause_s or self._backoff.next_s()
             _log.debug("pause", address=address, pause_s=pause_s)
             self._pause_s = 0.0
@@ -496,11 +578,13 @@ class Runtime:
                 f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
                 "operator made (`fedlearn invite NAME`)"
             )
-        identity = self._home.coming_identity()
+        identity, lineage = self._home.coming_identity(), self._home.coming_lineage(given)
         for address in cycle(given.enrolment_addresses):
             await self._may_connect.wait()
             try:
-                certificate_pem, client_id = await enrol(address, given, identity)
+                certificate_pem, client_id = await enrol(
+                    address, given, identity, lineage=lineage.to_bytes()
+                )
             except ConnectionError as error:
                 self._be_offline(address, error)
                 await asyncio.sleep(self._backoff.next_s())
@@ -545,7 +629,7 @@ class Runtime:
         self._is_offline = False
         _log.info("connected", address=address, run_id=link.session.welcome.run_id)
         self._emit(EventKind.CONNECTED, message=address)
-        self._link = link
+        self._link, self._run_id = link, link.session.welcome.run_id
         self._events.put_nowait(Connected(link.session.welcome.run_id))
         ends = [
             asyncio.create_task(self._receive(link.session)),
@@ -555,6 +639,7 @@ class Runtime:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._link = None
+            self._masks.drop()
             self._emit(EventKind.DISCONNECTED)
             self._events.put_nowait(Disconnected())
             await link.close()
@@ -590,8 +675,10 @@ class Runtime:
 
     def _eligibility(self) -> wire_pb2.Eligibility:
         trainer = self._trainer
+        may_tell = not self._policy.secure_aggregation.required  # else that is for the sum alone
+        count = trainer.num_examples if may_tell and isinstance(trainer, _CountsExamples) else 0
         return wire_pb2.Eligibility(
-            num_examples=trainer.num_examples if isinstance(trainer, _CountsExamples) else 0,
+            num_examples=count,
             device=_kind_of(trainer.device) if isinstance(trainer, _NamesDevice) else "cpu",
             **{name: value for name, value in vars(self._facts).items() if value is not None},
         )
@@ -625,11 +712,14 @@ class Runtime:
             unmet = self._conditions.unmet(facts, local=local_time(now_unix_s))
             if unmet != self._here.unmet:
                 self._say_unmet(unmet)
+            if unmet:
+                self._masks.drop()
             if facts != self._facts:
                 self._facts = facts
                 self._tell_coordinator(wire_pb2.FromClient(eligibility=self._eligibility()))
             self._events.put_nowait(Surveyed(unmet, now_unix_s))
             self._look_at_certificate(now_unix_s)
+            self._look_at_rotation()
             if not self._home.has_consent() and not self._here.is_stopping:
                 _log.info("consent_revoked")
                 self.stop()
@@ -644,6 +734,13 @@ class Runtime:
         if advice is not None:
             _log.warning("certificate_ends", advice=advice)
             self._emit(EventKind.EXPIRING, message=advice)
+
+    def _look_at_rotation(self) -> None:
+        """Leave the session if keys are to be replaced, which is done before the next."""
+        if self._enrolment is None or self._link is None:
+            return
+        if self._rotation.is_due(self._enrolment, run_id=self._run_id, is_connected=True):
+            self._link.leave.set()
 
     def _say_unmet(self, unmet: tuple[str, ...]) -> None:
         # What cannot be told never holds: nothing would ever be trained, and nobody knew why.
@@ -663,13 +760,6 @@ class Runtime:
 def _kind_of(device: torch.device | str) -> str:
     """Return what a coordinator asks for: "cuda", whichever of several GPUs it is."""
     return str(device).partition(":")[0]
-
-
-def _has_training(kind: str, data: bytes) -> bool:
-    """Return whether a request that was answered asked to train."""
-    if kind == SecureRequest.__name__:  # one message of several
-        return training_in(decode(data)) is not None
-    return kind == TrainRequest.__name__
 
 
 def _failed(task: OpenTask, reason: str) -> Answered:
@@ -705,4 +795,5 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
         conditions=options.conditions,
         policy=options.policy,
         on_event=on_event,
+        roster=options.roster,
     )

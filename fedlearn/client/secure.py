@@ -10,20 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.messages import ClientId, SecureRequest, TrainReply
-from fedlearn.errors import PolicyViolation, ProtocolError
+from fedlearn.client.pins import Pins
+from fedlearn.core.messages import SecureRequest, TrainReply
+from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.fixed_point import LaneRole
-from fedlearn.secagg.keys import KEY_BYTES
 from fedlearn.secagg.plan import HAS_LOSS, LOSS, NUM_EXAMPLES, clipped
 from fedlearn.secagg.terms import Contribution, Terms
 
 #: Among a trainer's tensors; a model's names have no such prefix.
 _SESSION = "fedlearn/secagg"
 _PINS = "fedlearn/pins"
-
-_ID_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +31,7 @@ class Kept:
     Attributes:
         trainer: What the trainer keeps.
         session: Its part in sessions of secure aggregation; ``None``: it has never had any.
-        pins: Identity keys of other clients, as they were first seen in this run.
+        pins: Identity keys of other clients, unless they are kept where they outlive the run.
 
     Example:
         >>> Kept.of(b"").to_bytes()
@@ -42,7 +40,7 @@ class Kept:
 
     trainer: Mapping[str, Tensor]
     session: ClientState | None
-    pins: Mapping[ClientId, bytes] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
 
     @classmethod
     def of(cls, data: bytes) -> "Kept":
@@ -52,34 +50,21 @@ class Kept:
             ProtocolError: It holds no state of this version.
         """
         tensors = safetensors.torch.load(data) if data else {}
-        kept = tensors.pop(_SESSION, None)
-        session = None if kept is None else ClientState.from_bytes(kept.numpy().tobytes())
-        return cls(trainer=tensors, session=session, pins=_read_pins(tensors.pop(_PINS, None)))
+        kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
+        return cls(
+            trainer=tensors,
+            session=None if kept is None else ClientState.from_bytes(kept.numpy().tobytes()),
+            pins=Pins() if pins is None else Pins.from_bytes(pins.numpy().tobytes()),
+        )
 
     def to_bytes(self) -> bytes:
         """Return this as bytes; with a session they hold secret keys."""
         tensors = {name: tensor.detach().cpu() for name, tensor in self.trainer.items()}
         if self.session is not None:
             tensors[_SESSION] = _octets(self.session.to_bytes())
-        if self.pins:
-            rows = (each.to_bytes(_ID_BYTES, "little") + key for each, key in self.pins.items())
-            tensors[_PINS] = _octets(b"".join(rows))
+        if self.pins.clients:
+            tensors[_PINS] = _octets(self.pins.to_bytes())
         return safetensors.torch.save(tensors) if tensors else b""
-
-    def pinning(self, told: Mapping[ClientId, bytes]) -> "Kept":
-        """Return this with the keys that a coordinator told of, which may add and never change.
-
-        Raises:
-            PolicyViolation: A key is of a wrong length, or another than the one pinned.
-        """
-        for client_id, key in told.items():
-            if len(key) != KEY_BYTES or self.pins.get(client_id, key) != key:
-                raise PolicyViolation(
-                    rule="pinned identity keys",
-                    asked=f"another key of client {client_id}",
-                    limit="the one that was seen first in this run",
-                )
-        return replace(self, pins={**self.pins, **told})
 
     def session_for(self, message: bytes) -> ClientState:
         """Return the state to answer a message from; the first terms name the run.
@@ -100,24 +85,24 @@ def after_failure(data: bytes) -> bytes:
 
     What it kept would else be answered from twice.
     """
+    if not is_in_session(data):
+        return data
+    kept = Kept.of(data)
+    assert kept.session is not None  # it is under way
+    return replace(kept, session=kept.session.at(None)).to_bytes()
+
+
+def is_in_session(data: bytes) -> bool:
+    """Return whether a session is under way in a state; there is none in one of no use."""
     try:
         kept = Kept.of(data)
     except (ProtocolError, safetensors.SafetensorError):
-        return data  # nothing that could be answered from
-    if kept.session is None or kept.session.step is None:
-        return data
-    return replace(kept, session=kept.session.at(None)).to_bytes()
+        return False  # nothing that could be answered from
+    return kept.session is not None and kept.session.step is not None
 
 
 def _octets(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
-def _read_pins(kept: Tensor | None) -> dict[ClientId, bytes]:
-    data = b"" if kept is None else kept.numpy().tobytes()
-    width = _ID_BYTES + KEY_BYTES
-    rows = [data[begin : begin + width] for begin in range(0, len(data), width)]
-    return {ClientId(int.from_bytes(row[:_ID_BYTES], "little")): row[_ID_BYTES:] for row in rows}
 
 
 def contribution(

@@ -1,12 +1,13 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
 import torch
 from torch import Tensor
 
+from fedlearn.client.pins import PinFile
 from fedlearn.client.secure import Kept, after_failure, contribution
 from fedlearn.client.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 from fedlearn.core.codec import decode, encode
@@ -20,13 +21,25 @@ from fedlearn.core.messages import (
     SecureRequest,
     TrainReply,
     TrainRequest,
+    together,
 )
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import AggregationAborted, Cancelled, PolicyViolation, ProtocolError
-from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.plan import request_hash
+from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
+from fedlearn.secagg.plan import request_hash, require_as_named
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
+
+
+def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> None:
+    """Write the one line that tells of a refusal: the rule, what was asked, what is allowed."""
+    structlog.get_logger(__name__).warning(
+        "refused_by_policy",
+        rule=violation.rule,
+        asked=violation.asked,
+        limit=violation.limit,
+        round_num=round_num,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +55,27 @@ class ClientSession:
         trainer: What has the data.
         secure: Its side of secure aggregation: identity, directory, policy; ``None``: it takes
             part in no session.
+        on_refusal: Told what it refuses by its policy on secure aggregation, before the coordinator
+            is; the others are judged by whom has a policy on them, before :meth:`handle`.
+        pin_file: Where the identity keys of other clients outlive the run; ``None``: with the rest
+            of what the client keeps.
+        expanded: Masks that were expanded while the network waited.
     """
 
     client_id: ClientId
     trainer: LocalTrainer
     secure: SecureClient | None = None
+    on_refusal: Callable[[PolicyViolation], None] = log_refusal
+    pin_file: PinFile | None = None
+    expanded: Expanded = nothing_expanded
 
     def handle(
-        self, data: bytes, state: bytes, *, control: TaskControl = UNATTENDED
+        self,
+        data: bytes,
+        state: bytes,
+        *,
+        personal: bytes = b"",
+        control: TaskControl = UNATTENDED,
     ) -> tuple[bytes, bytes]:
         """Answer one encoded request; a failure is an answer, too.
 
@@ -60,6 +86,8 @@ class ClientSession:
             data: The request on the wire.
             state: What this method returned the last time as its second value; empty
                 bytes at first.
+            personal: The part of the request that is for this client alone, where the transport
+                sent it apart from ``data``.
             control: How the task is called off and watched.
 
         Returns:
@@ -71,7 +99,7 @@ class ClientSession:
             Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
         """
         try:
-            match decode(data):
+            match together(decode(data), personal):
                 case TrainRequest() as request:
                     kept = Kept.of(state)
                     reply, tensors = self._train(request, kept.trainer, control)
@@ -85,6 +113,9 @@ class ClientSession:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
         except Cancelled:
             raise
+        except PolicyViolation as violation:
+            self.on_refusal(violation)
+            return encode(Failure(reason=str(violation))), after_failure(state)
         except Exception as error:  # noqa: BLE001 - the client boundary: one of two in the project
             log = structlog.get_logger(__name__)
             log.warning("request_failed", client_id=self.client_id, error=repr(error))
@@ -110,13 +141,24 @@ class ClientSession:
             trained.update(trainer)
             return contribution(terms, request, update, request_hash=named)
 
-        kept = kept.pinning(request.directory)
+        if request.notice is not None:
+            require_as_named(request.notice, request.message)
+        before = kept.pins if self.pin_file is None else self.pin_file.read()
+        told = dict(request.directory)
+        told.pop(self.client_id, None)  # of itself it need not be told
+        pins, given = before.following(told), self.secure.directory
         # What the client was given beforehand counts more than what it is told.
-        directory = {**kept.pins, **self.secure.directory} if kept.pins else self.secure.directory
+        directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory)
         session = kept.session_for(request.message)
-        message, session = secure.handle(request.message, session, contribute=contribute)
+        message, session = secure.handle(
+            request.message, session, contribute=contribute, expanded=self.expanded
+        )
         reply = SecureReply(round_num=request.round_num, message=message)
+        if self.pin_file is None:
+            kept = replace(kept, pins=pins)
+        elif pins != before:
+            self.pin_file.write(pins)
         return reply, replace(kept, trainer=trained, session=session)
 
     def _train(
@@ -154,6 +196,6 @@ class ClientSession:
 
 def _reason(error: Exception) -> str:
     """Return what the coordinator is told: refusals in words, of user code the type alone."""
-    if isinstance(error, PolicyViolation | AggregationAborted):
+    if isinstance(error, AggregationAborted):
         return str(error)
     return type(error).__name__

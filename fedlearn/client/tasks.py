@@ -73,6 +73,8 @@ class OpenTask:
             clock; infinite without a deadline.
         max_reply_bytes: Largest reply that the coordinator takes.
         max_inline_bytes: Largest reply that goes inside the session's stream.
+        personal: Part of the request that is for this client alone; mostly empty. It comes anew
+            with the task whenever that is offered again.
     """
 
     key: TaskKey
@@ -82,6 +84,7 @@ class OpenTask:
     expires_unix_s: float
     max_reply_bytes: int
     max_inline_bytes: int
+    personal: bytes = field(repr=False)
 
     @classmethod
     def of(cls, message: wire_pb2.Task, *, now_unix_s: float) -> "OpenTask":
@@ -99,6 +102,7 @@ class OpenTask:
             expires_unix_s=now_unix_s + left_s,
             max_reply_bytes=message.max_reply_bytes,
             max_inline_bytes=message.max_inline_bytes,
+            personal=message.personal,
         )
 
 

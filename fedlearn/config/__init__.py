@@ -10,6 +10,10 @@ from fedlearn.config.addresses import (
     Addresses,
     resolve_addresses,
 )
+from fedlearn.config.client import (
+    ClientConfig,
+    load_client,
+)
 from fedlearn.config.cohort import (
     Bandwidth,
     Cohort,
@@ -91,6 +95,7 @@ __all__ = [
     "Algorithm",
     "Bandwidth",
     "BootstrapPartition",
+    "ClientConfig",
     "ClientSection",
     "CnnModel",
     "Cohort",
@@ -143,6 +148,7 @@ __all__ = [
     "from_mapping",
     "key_lines",
     "load",
+    "load_client",
     "render",
     "resolve_addresses",
     "template",

@@ -35,7 +35,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
         FedProxAlgorithm(name='fedprox', weight_by_examples=True, proximal=0.01)
     """
     file = None if path is None else Path(path)
-    raw, lines = ({}, {}) if file is None else _read(file)
+    raw, lines = ({}, {}) if file is None else read(file)
     base = Path.cwd() if file is None else file.absolute().parent
     raw = _with_absolute_paths(raw, (), base)
     complaints: list[Complaint] = []
@@ -83,8 +83,12 @@ def render(config: Config) -> str:
     return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
 
 
-def _read(file: Path) -> tuple[dict[str, Any], Mapping[Key, int]]:
-    """Return the values of a TOML file and the line of each."""
+def read(file: Path) -> tuple[dict[str, Any], Mapping[Key, int]]:
+    """Return the values of a TOML file, not validated yet, and the line of each.
+
+    Raises:
+        ConfigError: The file is missing, unreadable or not TOML.
+    """
     try:
         text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
         return tomllib.loads(text), key_lines(text)

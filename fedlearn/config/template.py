@@ -9,22 +9,22 @@ from pydantic.fields import FieldInfo
 from fedlearn.config.keys import kinds_of, members_of
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import dotted, toml, toml_key
-from fedlearn.config.tree import Config
 
 _WIDTH = 98
 
 
-def template(config: Config, *, omit: Collection[str], heading: str) -> str:
+def template(config: Section, *, omit: Collection[str], heading: str) -> str:
     """Return ``config`` as TOML that loads to an equal tree, each key explained.
 
     A key that is not set stands there as a comment.
 
     Args:
-        config: The tree; what is in ``omit`` has its default value.
+        config: The whole of a tree; what is in ``omit`` has its default value.
         omit: Keys and tables of the top that are left out.
         heading: What stands above all, without comment signs.
 
     Example:
+        >>> from fedlearn.config import Config
         >>> text = template(Config(seed=3), omit=["data", "name"], heading="An example.")
         >>> print(text[:69])
         # An example.

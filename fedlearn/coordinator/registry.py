@@ -2,7 +2,8 @@
 
 A client is enrolled once, with the token of an invitation; after that its certificate says
 who it is. Its number stays the same for good: a client that enrols again (new keys) does so
-with a new invitation for its name.
+with a new invitation for its name, or, while its certificate is good, with a statement that its
+old identity key signs (:mod:`fedlearn.secagg.succession`).
 """
 
 import difflib
@@ -16,7 +17,8 @@ from typing import Literal, Protocol, TypeAlias
 from fedlearn.core.clock import WallClock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
-from fedlearn.errors import DeploymentError, EnrolmentRefused
+from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
+from fedlearn.secagg.succession import Lineage, newest_key
 
 ClientStatus: TypeAlias = Literal["active", "revoked"]
 
@@ -37,6 +39,8 @@ class EnrolledClient:
         name: As the operator invited it; unique.
         tags: ``key=value`` each, from the invitation.
         identity_key: Ed25519 public key that signs its updates, 32 bytes.
+        lineage: The identity keys before this one, and what leads to it, in bytes; the key alone
+            if there was none, or if it did not follow from them.
         fingerprint: SHA-256 of its certificate's DER, hexadecimal.
         status: A revoked client is refused, whatever its certificate says.
         enrolled_utc: ISO 8601; of the last enrolment.
@@ -47,6 +51,7 @@ class EnrolledClient:
     name: str
     tags: tuple[str, ...]
     identity_key: bytes
+    lineage: bytes
     fingerprint: str
     status: ClientStatus
     enrolled_utc: str
@@ -66,7 +71,13 @@ class Registry(Protocol):
         """
 
     def redeem(
-        self, name: str, token: bytes, *, identity_key: bytes, certify: Certify
+        self,
+        name: str,
+        token: bytes,
+        *,
+        identity_key: bytes,
+        certify: Certify,
+        lineage: bytes = b"",
     ) -> EnrolledClient:
         """Enrol ``name`` and use up its token; both or neither.
 
@@ -79,10 +90,28 @@ class Registry(Protocol):
             identity_key: Ed25519 public key, 32 bytes; that the client has the private one
                 is for the caller to check.
             certify: Makes the certificate, once the client's number is known.
+            lineage: How its identity key follows from earlier ones, in bytes; empty: it does not.
 
         Raises:
             EnrolmentRefused: The token is unknown, used, expired or of another name, or
                 another client has this identity key.
+        """
+
+    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
+        """Replace an active client's identity key by the last of ``lineage``.
+
+        The same lineage may come again, and is certified anew: the answer to the first time may
+        have been lost on the way.
+
+        Args:
+            name: The client's.
+            lineage: Begins with the one that is registered; that the client has the newest
+                private key is for the caller to check.
+            certify: Makes its certificate.
+
+        Raises:
+            EnrolmentRefused: There is no such client, its certificate has expired, the lineage
+                does not go on from the registered one, or another client has the key.
         """
 
     def clients(self) -> list[EnrolledClient]:
@@ -173,6 +202,47 @@ def check_redeemable(
     return invitation
 
 
+def check_rotatable(
+    known: EnrolledClient | None, *, name: str, lineage: bytes, now_unix_s: float
+) -> EnrolledClient:
+    """Return ``known``, the client called ``name``, if it may go on with the keys of a lineage.
+
+    Raises:
+        EnrolmentRefused: It may not. The words tell a stranger nothing about other clients.
+    """
+    again = "ask the operator for a new invitation (`fedlearn invite`)"
+    goes_on = known is not None and lineage.startswith(known.lineage)
+    if known is None or not goes_on or not is_lineage(lineage, client_id=known.client_id):
+        raise EnrolmentRefused(
+            f"the new identity key of {name!r} does not follow from one that is known here; {again}"
+        )
+    if known.status != "active":
+        raise EnrolmentRefused(f"{name!r} was revoked; {again}")
+    if known.certificate_expires_utc <= utc(now_unix_s):  # both ISO 8601 in UTC
+        raise EnrolmentRefused(
+            f"the certificate of {name!r} ended at {known.certificate_expires_utc}; {again}"
+        )
+    return known
+
+
+def kept_lineage(lineage: bytes, *, identity_key: bytes, client_id: ClientId) -> bytes:
+    """Return what is kept of the lineage that came with a token: the key alone if it is false.
+
+    A token is enough to enrol with; whether others believe the key is theirs to judge.
+    """
+    is_its_own = lineage.endswith(identity_key) and is_lineage(lineage, client_id=client_id)
+    return lineage if is_its_own else identity_key
+
+
+def is_lineage(lineage: bytes, *, client_id: ClientId) -> bool:
+    """Return whether each key in a lineage was named by the one before as this client's."""
+    try:
+        Lineage.from_bytes(lineage).check(client_id)
+    except ProtocolError:
+        return False
+    return True
+
+
 def key_taken(name: str) -> EnrolmentRefused:
     """Return the error for an identity key that another client has."""
     return EnrolmentRefused(
@@ -224,7 +294,13 @@ class MemoryRegistry:
         return token
 
     def redeem(
-        self, name: str, token: bytes, *, identity_key: bytes, certify: Certify
+        self,
+        name: str,
+        token: bytes,
+        *,
+        identity_key: bytes,
+        certify: Certify,
+        lineage: bytes = b"",
     ) -> EnrolledClient:
         """Enrol ``name`` and use up its token."""
         now = self._clock.unix_s()
@@ -235,9 +311,7 @@ class MemoryRegistry:
                 identity_key=identity_key,
                 now_unix_s=now,
             )
-            for other in self._clients.values():
-                if other.identity_key == identity_key and other.name != name:
-                    raise key_taken(name)
+            self._require_own(identity_key, name)
             known = self._clients.get(name)
             client_id = ClientId(len(self._clients)) if known is None else known.client_id
             _, fingerprint, expires_utc = certify(client_id)
@@ -246,6 +320,7 @@ class MemoryRegistry:
                 name=name,
                 tags=invitation.tags,
                 identity_key=identity_key,
+                lineage=kept_lineage(lineage, identity_key=identity_key, client_id=client_id),
                 fingerprint=fingerprint,
                 status="active",
                 enrolled_utc=utc(now),
@@ -253,6 +328,28 @@ class MemoryRegistry:
             )
             self._invitations[invitation.token_sha256] = replace(
                 invitation, redeemed_by=identity_key
+            )
+            self._put(client)
+        return client
+
+    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
+        """Replace an active client's identity key by the last of ``lineage``."""
+        with self._lock:
+            known = check_rotatable(
+                self._clients.get(name),
+                name=name,
+                lineage=lineage,
+                now_unix_s=self._clock.unix_s(),
+            )
+            identity_key = newest_key(lineage)
+            self._require_own(identity_key, name)
+            _, fingerprint, expires_utc = certify(known.client_id)
+            client = replace(
+                known,
+                identity_key=identity_key,
+                lineage=lineage,
+                fingerprint=fingerprint,
+                certificate_expires_utc=expires_utc,
             )
             self._put(client)
         return client
@@ -282,6 +379,11 @@ class MemoryRegistry:
     def revision(self) -> int:
         """Return how often a client was added or changed."""
         return self._revision
+
+    def _require_own(self, identity_key: bytes, name: str) -> None:
+        for other in self._clients.values():
+            if other.identity_key == identity_key and other.name != name:
+                raise key_taken(name)
 
     def _end_invitation(self, name: str) -> bool:
         """Forget the invitations of ``name``; return whether one was open."""

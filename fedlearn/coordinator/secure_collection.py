@@ -32,6 +32,7 @@ from fedlearn.core.messages import (
     Reply,
     SecureReply,
     SecureRequest,
+    TrainingNotice,
     TrainRequest,
 )
 from fedlearn.core.params import Layout
@@ -43,11 +44,13 @@ from fedlearn.secagg.plan import (
     LOSS,
     NUM_EXAMPLES,
     SecurePlan,
-    request_hash,
+    notice_of,
+    noticed_hash,
     tensors_of,
 )
 from fedlearn.secagg.server import Confirming, Outcome, Unmasking, open_session
 from fedlearn.secagg.session import Stage
+from fedlearn.secagg.succession import newest_key
 from fedlearn.secagg.terms import Terms, Total
 from fedlearn.transport.base import Channel
 
@@ -57,6 +60,8 @@ MessageT = TypeVar("MessageT")
 
 
 _NOBODY: Mapping[ClientId, bytes] = {}
+
+_FALSE_SHARE = f"at the stage `{Stage.UNMASK}`: a false share: it lied, or who dealt it"
 
 
 def _never() -> bool:
@@ -70,7 +75,8 @@ class SecureCollector:
     Nobody's examples or loss are known, so each client that reported is recorded with the means of
     all that did.
 
-    Memory: the sum, one masked vector, and one request to train per client.
+    Memory: the sum, one masked vector, and every client's packets; its requests to train hold one
+    model between them.
 
     Attributes:
         channel: How clients are reached.
@@ -79,7 +85,7 @@ class SecureCollector:
         plan: What every session asks.
         run_id: Of the run, 16 bytes; no two runs share one.
         signer: The coordinator's identity.
-        directory: Identity keys of all clients.
+        directory: Identity keys of all clients, each as a lineage in bytes; a key alone is one.
         sends_directory: Whether clients are told the keys of their cohort; where they have them
             already, they are not.
         stage_deadline_s: Seconds for each stage without training.
@@ -113,6 +119,8 @@ class SecureCollector:
             aggregate = self.aggregator.init(layout, device=device)
             rows = roll.aborted(error)
         else:
+            for suspect in outcome.suspects:
+                roll.lose(suspect, Status.FAILED, 0.0, _FALSE_SHARE)
             rows = roll.released(outcome, _Means.of(terms, outcome))
             if outcome.suspects:
                 suspects = sorted(outcome.suspects)
@@ -132,15 +140,17 @@ class SecureCollector:
         self, cohort: Sequence[ClientId], request: RoundRequest, roll: "_Roll"
     ) -> tuple[Terms, Outcome]:
         training = _training(request)
+        notice = notice_of(training)
         terms = self.plan.terms(
             request.params.layout,
             run_id=self.run_id,
             round_num=request.round_num,
             attempt=request.attempt,
-            request_hash=request_hash(training),
+            request_hash=noticed_hash(notice),
         )
         asking = _Asking(self.channel, training, roll, self.stage_deadline_s)
-        known = {each: self.directory[each] for each in cohort if each in self.directory}
+        told = {each: self.directory[each] for each in cohort if each in self.directory}
+        known = {each: newest_key(lineage) for each, lineage in told.items()}
         signed, advertising = open_session(terms, signer=self.signer, directory=known)
         asking.same(
             Stage.ADVERTISE,
@@ -148,7 +158,8 @@ class SecureCollector:
             signed,
             messages.Advert,
             advertising.receive,
-            directory=known if self.sends_directory else {},
+            directory=told if self.sends_directory else {},
+            notice=notice,
         )
         roster, sharing = advertising.close()
         members = [advert.client_id for advert in roster.adverts]
@@ -267,9 +278,11 @@ class _Asking:
         *,
         is_enough: Callable[[], bool] = _never,
         directory: Mapping[ClientId, bytes] = _NOBODY,
+        notice: TrainingNotice | None = None,
     ) -> None:
         """Send all the same message."""
-        request = replace(self._request(message, with_training=False), directory=directory)
+        bare = self._request(message, with_training=False)
+        request = replace(bare, directory=directory, notice=notice)
         requests = dict.fromkeys(asked, request)
         deadline_s = self.stage_deadline_s
         self._exchange(stage, requests, kind, receive, deadline_s=deadline_s, is_enough=is_enough)
@@ -293,14 +306,9 @@ class _Asking:
         )
 
     def _request(self, message: messages.Message, *, with_training: bool) -> SecureRequest:
-        training = self.training
-        return SecureRequest(
-            round_num=training.round_num,
-            attempt=training.attempt,
-            message=messages.encode(message),
-            train=training.train if with_training else None,
-            lanes=training.lanes if with_training else {},
-        )
+        # What is the same for all is one object: a channel may encode it once for all.
+        request = replace(self.training, message=messages.encode(message))
+        return request if with_training else replace(request, train=None, lanes={})
 
     def _exchange(
         self,

@@ -1,7 +1,8 @@
 """The run loop's side of the door: a channel whose clients are across the network."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from math import isfinite
@@ -19,8 +20,15 @@ from fedlearn.coordinator.spool import LoggedReply, Opened, ReplyLog, forget_exc
 from fedlearn.core.clock import Clock, WallClock
 from fedlearn.core.codec import encode
 from fedlearn.core.files import disk_errors
-from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
-from fedlearn.errors import FedlearnError, NoSpace, StoreError
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateRequest,
+    Failure,
+    Request,
+    TrainRequest,
+    apart,
+)
+from fedlearn.errors import ConfigError, FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, as_reply
 
@@ -103,6 +111,8 @@ class DoorChannel:
         is full is waited for before anyone is asked.
 
         Raises:
+            ConfigError: A part of a request that is for one client alone is too large for its
+                task; nobody has been asked.
             StoreError: The disk is broken.
             FedlearnError: What ``check`` raises; the exchange can be opened again.
         """
@@ -154,6 +164,7 @@ class DoorChannel:
     def _opened(
         self, key: Key, requests: Mapping[ClientId, Request], *, deadline_s: float
     ) -> LiveExchange:
+        asked = _Asked.of(requests)
         now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
         durable = key.kind == TrainRequest.__name__
         log = ReplyLog(
@@ -161,16 +172,12 @@ class DoorChannel:
             opened=Opened(run_id=self._run_id, opened_unix_s=now_unix_s),
             durable=durable,
         )
-        arrivals: SimpleQueue[LoggedReply] = SimpleQueue()
-        places: dict[int, int] = {}  # of each distinct request
-        for request in requests.values():
-            places.setdefault(id(request), len(places))
-        asked = ((client_id, places[id(request)]) for client_id, request in requests.items())
         return LiveExchange(
-            state=ExchangeState.of(key, asked, now_s=now_s),
-            offers=self._offers({id(each): each for each in requests.values()}.values()),
+            state=ExchangeState.of(key, asked.places.items(), now_s=now_s),
+            offers=self._offers(asked.shared),
+            personal=asked.personal,
             log=log,
-            arrivals=arrivals,
+            arrivals=SimpleQueue(),
             started_s=now_s,
             deadline_s=now_s + self._remaining_s(log, deadline_s, now_unix_s=now_unix_s),
         )
@@ -249,6 +256,49 @@ class DoorChannel:
                 return live.arrivals.get(timeout=min(left_s, _LOOK_S))
             except Empty:
                 continue
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a cohort is asked, taken apart.
+
+    Attributes:
+        shared: What is encoded once for all that are sent it.
+        places: By client its place in ``shared``.
+        personal: By client what is for it alone.
+    """
+
+    shared: Sequence[Request]
+    places: Mapping[ClientId, int]
+    personal: Mapping[ClientId, bytes]
+
+    @classmethod
+    def of(cls, requests: Mapping[ClientId, Request]) -> "_Asked":
+        """Take requests apart; those whose shared parts hold the same objects have one.
+
+        Raises:
+            ConfigError: A personal part is too large.
+        """
+        shared: dict[Hashable, tuple[int, Request]] = {}
+        places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
+        for client_id, request in requests.items():
+            common, own = apart(request)
+            if len(own) > wire.MAX_PERSONAL_BYTES:
+                raise ConfigError(
+                    f"client {client_id} is to be sent {len(own)} bytes of secure aggregation's "
+                    f"packets with the model, {wire.MAX_PERSONAL_BYTES} fit; ask fewer clients a "
+                    'round, or set secure_aggregation.mode to "sparse"'
+                )
+            if own:
+                personal[client_id] = own
+            key = _objects(common) if own else id(request)
+            places[client_id], _ = shared.setdefault(key, (len(shared), common))
+        return cls([request for _, request in shared.values()], places, personal)
+
+
+def _objects(request: Request) -> tuple[int, ...]:
+    """Return which objects a request holds: two that hold the same have the same bytes."""
+    return tuple(id(value) for value in vars(request).values())
 
 
 def _offer(request: Request, *, folder: Path) -> Offer:

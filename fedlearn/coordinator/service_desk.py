@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -96,6 +96,7 @@ class LiveExchange:
     Attributes:
         state: Who is where.
         offers: What is asked.
+        personal: By client what it alone is sent beside its offer; whoever is absent, nothing.
         log: Where replies are made durable.
         arrivals: What has been logged, for the thread that collects.
         started_s: When it was opened, on the door's clock; before now if it goes on.
@@ -104,6 +105,7 @@ class LiveExchange:
 
     state: ExchangeState
     offers: Sequence[Offer]
+    personal: Mapping[ClientId, bytes]
     log: ReplyLog
     arrivals: SimpleQueue[LoggedReply]
     started_s: float
@@ -156,12 +158,16 @@ class Desk:
                 live.state.log(reply.client_id, now_s=now_s)
         if live.log.closed is not None:
             return  # it has only to be read again
-        messages = [self._task(live, offer, now_s=now_s) for offer in live.offers]
+        alike = [self._task(live, offer, b"", now_s=now_s) for offer in live.offers]
         for client_id, participant in live.state.participants.items():
             self._called_off.pop(client_id, None)
             if participant.is_taken:
                 continue
-            if self.hall.push(client_id, messages[participant.offer]):
+            message, personal = alike[participant.offer], live.personal.get(client_id, b"")
+            if personal:
+                offer = live.offers[participant.offer]
+                message = self._task(live, offer, personal, now_s=now_s)
+            if self.hall.push(client_id, message):
                 live.state.move(client_id, Phase.CONNECTED, now_s=now_s)
         for session in self.hall.sessions():
             self.answer_held(session)
@@ -233,7 +239,8 @@ class Desk:
             session.push(wire_pb2.FromCoordinator(cancel=cancel).SerializeToString())
         if live is not None and live.state.is_awaited(client_id):
             offer = live.offers[live.state.participants[client_id].offer]
-            session.push(self._task(live, offer, now_s=now_s))
+            personal = live.personal.get(client_id, b"")
+            session.push(self._task(live, offer, personal, now_s=now_s))
             live.state.move(client_id, Phase.CONNECTED, now_s=now_s)
 
     def gone(self, client_id: ClientId) -> None:
@@ -418,7 +425,7 @@ class Desk:
         message = wire_pb2.FromCoordinator(receipt=receipt(key, ruling))
         session.push(message.SerializeToString())
 
-    def _task(self, live: LiveExchange, offer: Offer, *, now_s: float) -> bytes:
+    def _task(self, live: LiveExchange, offer: Offer, personal: bytes, *, now_s: float) -> bytes:
         remaining_s = live.deadline_s - now_s
         task = wire_pb2.Task(
             key=key_message(live.state.key),
@@ -428,6 +435,7 @@ class Desk:
             remaining_s=max(1e-3, remaining_s) if isfinite(remaining_s) else 0.0,
             max_reply_bytes=offer.max_reply_bytes,
             max_inline_bytes=live.max_inline_bytes,
+            personal=personal,
         )
         return wire_pb2.FromCoordinator(task=task).SerializeToString()
 

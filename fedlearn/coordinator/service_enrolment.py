@@ -1,4 +1,7 @@
-"""The enrolment service: an invitation's token in, a certificate out. On a port of its own."""
+"""The enrolment service: an invitation's token in, a certificate out. On a port of its own.
+
+Without a token, an enrolled client replaces its keys: its old identity key has named the new one.
+"""
 
 import asyncio
 from hashlib import sha256
@@ -16,10 +19,12 @@ from fedlearn.coordinator.service_hall import Context, read
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, EnrolmentRefused, StoreError
+from fedlearn.secagg.succession import Lineage, newest_key
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.identity import enrolment_bytes, expires_utc, fingerprint, verify
 
-#: Largest message of this service: a signing request has less than 1 kB.
+#: Largest message of this service: a signing request has less than 1 kB, the longest chain of
+#: identity keys 10 kB.
 MAX_ENROLMENT_BYTES = 16 << 10
 
 #: Requests that are looked at; others are asked to try again.
@@ -31,11 +36,11 @@ _log = structlog.get_logger(__name__)
 
 
 class Enrolments:
-    """Redeems invitations.
+    """Redeems invitations, and replaces keys.
 
     Args:
         registry: Where the clients are; called in threads.
-        roster: Renewed at once, so that a new client is known when it connects.
+        roster: Renewed at once, so that new keys are known when their client connects.
         authority: Signs; ``None`` without TLS, where a certificate would say nothing.
         timeout_s: A request that takes longer has failed.
         certificate_days: How long a certificate is good for.
@@ -78,6 +83,7 @@ class Enrolments:
             )
         try:
             request = wire_pb2.EnrolRequest.FromString(data or b"")
+            before = await self._roster.by_name(request.name)
             certificate_pem, client = await asyncio.to_thread(self._redeem, request)
         except DecodeError:
             self._counters.refused["malformed"] += 1
@@ -90,7 +96,7 @@ class Enrolments:
             _log.error("enrolment_failed", reason=str(error))
             await context.abort(grpc.StatusCode.UNAVAILABLE, "enrolment is out of order; try later")
         self._counters.enrolled += 1
-        _log.info("enrolled", client_id=client.client_id, client=client.name)
+        _tell(client, before)
         await self._roster.renew()
         reply = wire_pb2.EnrolReply(certificate_pem=certificate_pem, client_id=client.client_id)
         await context.write(reply.SerializeToString())
@@ -108,9 +114,18 @@ class Enrolments:
             made.append(certificate[0])
             return certificate
 
-        client = self._registry.redeem(
-            request.name, request.token, identity_key=request.identity_key, certify=certify
-        )
+        if request.token:
+            client = self._registry.redeem(
+                request.name,
+                request.token,
+                identity_key=request.identity_key,
+                certify=certify,
+                lineage=request.lineage,
+            )
+        else:
+            if newest_key(request.lineage) != request.identity_key:
+                raise EnrolmentRefused("the chain of identity keys ends in another than is named")
+            client = self._registry.rotate(request.name, request.lineage, certify=certify)
         return made[-1], client
 
     def _certificate(
@@ -123,3 +138,19 @@ class Enrolments:
             request.csr_pem, name=request.name, client_id=client_id, valid_days=self._valid_days
         )
         return pem, fingerprint(pem), expires_utc(pem)
+
+
+def _tell(client: EnrolledClient, before: EnrolledClient | None) -> None:
+    """Log an enrolment, and whether other clients will believe its key."""
+    num_rotations = Lineage.from_bytes(client.lineage).num_rotations
+    _log.info(
+        "enrolled", client_id=client.client_id, client=client.name, num_rotations=num_rotations
+    )
+    if before is not None and not client.lineage.startswith(before.lineage):
+        _log.warning(
+            "identity_key_unrelated",
+            client_id=client.client_id,
+            client=client.name,
+            remedy="clients that have pinned its old key refuse secure aggregation with it until "
+            "their users accept the new one: send them a roster (`fedlearn roster`)",
+        )

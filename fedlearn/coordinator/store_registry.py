@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from sqlalchemy import delete, func, select
@@ -13,6 +14,8 @@ from fedlearn.coordinator.registry import (
     EnrolledClient,
     InvitationRecord,
     check_redeemable,
+    check_rotatable,
+    kept_lineage,
     key_taken,
     new_invitation,
     token_digest,
@@ -23,6 +26,7 @@ from fedlearn.coordinator.store_engine import one_at_a_time
 from fedlearn.coordinator.store_schema import ClientRow, InvitationRow
 from fedlearn.core.clock import WallClock, utc
 from fedlearn.core.messages import ClientId
+from fedlearn.secagg.succession import newest_key
 
 _REGISTRY_LOCK = 7_306_087_431  # clients are numbered, and changes counted, one after the other
 
@@ -57,7 +61,13 @@ class StoredRegistry:
         return token
 
     def redeem(
-        self, name: str, token: bytes, *, identity_key: bytes, certify: Certify
+        self,
+        name: str,
+        token: bytes,
+        *,
+        identity_key: bytes,
+        certify: Certify,
+        lineage: bytes = b"",
     ) -> EnrolledClient:
         """Enrol ``name`` and use up its token."""
         now = self._clock.unix_s()
@@ -77,6 +87,7 @@ class StoredRegistry:
                 name=name,
                 tags=invitation.tags,
                 identity_key=identity_key,
+                lineage=kept_lineage(lineage, identity_key=identity_key, client_id=client_id),
                 fingerprint=fingerprint,
                 status="active",
                 enrolled_utc=utc(now),
@@ -84,6 +95,27 @@ class StoredRegistry:
             )
             if row is not None:
                 row.redeemed_by = identity_key
+            session.merge(_row(client, revision=_revision(session) + 1))
+        return client
+
+    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
+        """Replace an active client's identity key by the last of ``lineage``."""
+        now = self._clock.unix_s()
+        with self._database.writing() as session:
+            one_at_a_time(session, _REGISTRY_LOCK)
+            row = session.scalar(select(ClientRow).where(ClientRow.name == name))
+            found = None if row is None else _client(row)
+            known = check_rotatable(found, name=name, lineage=lineage, now_unix_s=now)
+            identity_key = newest_key(lineage)
+            client_id = _client_id(session, name, identity_key=identity_key)
+            _, fingerprint, expires_utc = certify(client_id)
+            client = replace(
+                known,
+                identity_key=identity_key,
+                lineage=lineage,
+                fingerprint=fingerprint,
+                certificate_expires_utc=expires_utc,
+            )
             session.merge(_row(client, revision=_revision(session) + 1))
         return client
 
@@ -152,6 +184,7 @@ def _row(client: EnrolledClient, *, revision: int) -> ClientRow:
         name=client.name,
         tags=json.dumps(client.tags),
         identity_key=client.identity_key,
+        lineage=client.lineage,
         fingerprint=client.fingerprint,
         status=client.status,
         enrolled_utc=client.enrolled_utc,
@@ -166,6 +199,7 @@ def _client(row: ClientRow) -> EnrolledClient:
         name=row.name,
         tags=tuple(json.loads(row.tags)),
         identity_key=row.identity_key,
+        lineage=row.lineage,
         fingerprint=row.fingerprint,
         status=cast(ClientStatus, row.status),
         enrolled_utc=row.enrolled_utc,

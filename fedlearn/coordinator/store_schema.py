@@ -243,6 +243,7 @@ class ClientRow(Base):
     name: Mapped[str] = mapped_column(String(64), unique=True)
     tags: Mapped[str] = mapped_column(Text)
     identity_key: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
+    lineage: Mapped[bytes] = mapped_column(LargeBinary)
     fingerprint: Mapped[str] = mapped_column(String(64), unique=True)
     status: Mapped[str] = mapped_column(String(8))
     enrolled_utc: Mapped[str] = mapped_column(String(32))

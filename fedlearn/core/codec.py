@@ -27,6 +27,7 @@ from fedlearn.core.messages import (
     Request,
     SecureReply,
     SecureRequest,
+    TrainingNotice,
     TrainReply,
     TrainRequest,
 )
@@ -268,10 +269,17 @@ def _take_secure_apart(
         "lanes": {lane: list(names) for lane, names in message.lanes.items()},
         "directory": {str(client): key.hex() for client, key in message.directory.items()},
         "train": {} if train is None else {"settings": dict(train.settings), "seed": train.seed},
+        "notice": _notice_fields(message.notice),
     }
     if train is not None:
         tensors |= {_MODEL + name: tensor for name, tensor in train.tensors.items()}
     return "secure_request", fields, tensors
+
+
+def _notice_fields(notice: TrainingNotice | None) -> dict[str, object]:
+    if notice is None:
+        return {}
+    return {"settings": dict(notice.settings), "rest_hash": notice.rest_hash.hex()}
 
 
 def _octets(data: bytes) -> Tensor:
@@ -336,6 +344,7 @@ def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureR
     round_num, attempt = fields.integer("round_num"), fields.integer("attempt")
     lanes = fields.mapping("lanes", _is_names)
     directory = _directory(fields.mapping("directory", lambda key: isinstance(key, str)))
+    notice = _notice(_Fields(fields.mapping("notice", lambda _: True)))
     inner = _Fields(fields.mapping("train", lambda _: True))
     message = _bytes_of(tensors.get(_MESSAGE, torch.empty(0)))
     model = {name: value for name, value in tensors.items() if name != _MESSAGE}
@@ -360,7 +369,19 @@ def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureR
         train=train,
         lanes=lanes,
         directory=directory,
+        notice=notice,
     )
+
+
+def _notice(fields: "_Fields") -> TrainingNotice | None:
+    if fields.is_empty:
+        return None
+    settings, text = fields.mapping("settings", _is_scalar), fields.text("rest_hash")
+    fields.finish()
+    try:
+        return TrainingNotice(settings=settings, rest_hash=bytes.fromhex(text))
+    except ValueError as error:
+        raise ProtocolError(f"malformed message: rest_hash: {error}") from error
 
 
 def _directory(keys: Mapping[str, str]) -> dict[ClientId, bytes]:

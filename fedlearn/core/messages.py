@@ -6,10 +6,12 @@ answers them. Nothing else crosses the wire.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType, TypeAlias
 
 from torch import Tensor
+
+from fedlearn.errors import ProtocolError
 
 ClientId = NewType("ClientId", int)
 
@@ -50,6 +52,22 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingNotice:
+    """What a client is told of a training before it agrees to the session that will sum it.
+
+    Both together give the hash by which the terms name the request to train, so the settings told
+    are those of the training.
+
+    Attributes:
+        settings: How it will be asked to train.
+        rest_hash: Of all else in the request, 32 bytes.
+    """
+
+    settings: Settings
+    rest_hash: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SecureRequest:
     """One message of a session of secure aggregation, from the coordinator to a client.
 
@@ -60,8 +78,11 @@ class SecureRequest:
         train: What to train on, in the stage where that happens; else ``None``. Of the same round
             and attempt.
         lanes: With ``train``: by lane of the sum the tensors that are laid end to end in it.
-        directory: In the first stage of a deployment, the cohort's identity keys (Ed25519, 32 bytes
-            each), for clients to pin.
+        directory: In the first stage of a deployment, the cohort's identity keys, for clients to
+            pin: each a lineage in bytes (:mod:`fedlearn.secagg.succession`), whose last 32 bytes
+            are the key.
+        notice: In the first stage, what will be trained: a client whose policy forbids it says so
+            before others have shared secrets with it.
     """
 
     round_num: int
@@ -70,6 +91,7 @@ class SecureRequest:
     train: TrainRequest | None = None
     lanes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     directory: Mapping[ClientId, bytes] = field(default_factory=dict)
+    notice: TrainingNotice | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,3 +159,46 @@ def training_in(message: Request | Reply) -> TrainRequest | None:
             return message.train
         case _:
             return None
+
+
+def apart(request: Request) -> tuple[Request, bytes]:
+    """Return what a whole cohort can be sent alike, and what is for one client alone.
+
+    The second part is empty, save where a message of secure aggregation comes with the model:
+    then it is that message, and a cohort's requests have one encoded model between them. All
+    other values of the first part are the very objects of ``request``.
+
+    Example:
+        >>> terms = SecureRequest(round_num=0, attempt=0, message=b"terms")
+        >>> apart(terms)[1]
+        b''
+    """
+    if isinstance(request, SecureRequest) and request.train is not None:
+        return replace(request, message=b""), request.message
+    return request, b""
+
+
+def together(shared: Request | Reply, personal: bytes) -> Request | Reply:
+    """Return the message whose two parts :func:`apart` returned.
+
+    Raises:
+        ProtocolError: There is no place in ``shared`` for a personal part.
+    """
+    if not personal:
+        return shared
+    if not isinstance(shared, SecureRequest) or shared.train is None or shared.message:
+        raise ProtocolError(
+            f"{len(personal)} bytes for this client alone beside a {type(shared).__name__} that "
+            "has no place for them"
+        )
+    return replace(shared, message=personal)
+
+
+def settings_in(message: Request | Reply) -> Settings | None:
+    """Return how a message asks to train, now or later; ``None`` if it says nothing of that."""
+    train = training_in(message)
+    if train is not None:
+        return train.settings
+    if isinstance(message, SecureRequest) and message.notice is not None:
+        return message.notice.settings
+    return None

@@ -10,18 +10,15 @@ from fedlearn.secagg.keys import Signer
 
 @dataclass(frozen=True, eq=False)
 class EnrolledKeys(Mapping[ClientId, bytes]):
-    """The identity keys of all clients that are enrolled and not revoked.
+    """The identity keys of all clients that are enrolled and not revoked, each as a lineage.
 
-    A key stays as it was first read: clients have pinned it, and would refuse every session with
-    another. Who enrolled anew takes part again in the next run, or once this process is restarted
-    and nobody has pinned the key before.
+    The newest count: clients that have pinned an earlier one follow the chain from there.
 
     Attributes:
         registry: Read again whenever it has changed.
     """
 
     registry: Registry
-    _first: dict[ClientId, bytes] = field(default_factory=dict, init=False, repr=False)
     _read: dict[int, Mapping[ClientId, bytes]] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, client_id: ClientId) -> bytes:
@@ -38,7 +35,7 @@ class EnrolledKeys(Mapping[ClientId, bytes]):
         if revision not in self._read:
             self._read.clear()
             self._read[revision] = {
-                client.client_id: self._first.setdefault(client.client_id, client.identity_key)
+                client.client_id: client.lineage
                 for client in self.registry.clients()
                 if client.status == "active"
             }
@@ -52,7 +49,7 @@ class DeployedIdentities:
     Attributes:
         run_id: Of the run, 16 bytes.
         signer: The coordinator's identity.
-        directory: The clients'.
+        directory: The clients', each as a lineage in bytes (:mod:`fedlearn.secagg.succession`).
     """
 
     run_id: bytes

@@ -5,17 +5,19 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
-from fedlearn.client.conditions import Conditions
-from fedlearn.client.diagnosis import diagnose
+from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime, make_runtime
-from fedlearn.errors import DeploymentError
+from fedlearn.config import ClientConfig, load_client
+from fedlearn.errors import ConfigError, DeploymentError
 from fedlearn.transport.identity import Invitation
 
 #: What the process ends with when the user's training does not listen.
@@ -33,19 +35,36 @@ def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
     return Path(base) / "fedlearn" / name
 
 
-def join(invitation: Path, *, task: str, home: Path | None, out: TextIO = sys.stdout) -> None:
+def join(
+    invitation: Path,
+    *,
+    task: str,
+    home: Path | None,
+    config: Path | None,
+    require_secure_aggregation: bool,
+    roster: Path | None = None,
+    out: TextIO = sys.stdout,
+) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
     Args:
         invitation: The operator's file.
         task: The trainer, ``module:Class`` or ``path/to/file.py:Class``.
         home: The client's folder; ``None``: see :func:`default_home`.
+        config: The client's own file: what it refuses, and when it may train; ``None``: the
+            defaults.
+        require_secure_aggregation: Refuse readable updates, whatever ``config`` says.
+        roster: File with the identity keys of the other clients; ``None``: see
+            :class:`~fedlearn.client.options.RuntimeOptions`.
         out: Told what happens, a line for each step.
 
     Raises:
+        ConfigError: There is something wrong with ``config``.
         DeploymentError: The invitation, the trainer or the folder is of no use.
         EnrolmentRefused: The coordinator does not take the invitation.
     """
+    given = load_client(config)
+    policy = _policy(given, require_secure_aggregation=require_secure_aggregation)
     folder = home or _home(invitation)
     Home(folder).set_consent(granted=True)  # the command is the consent
     sys.path.insert(0, str(Path.cwd()))  # as for a script: a module that lies here is found
@@ -53,10 +72,11 @@ def join(invitation: Path, *, task: str, home: Path | None, out: TextIO = sys.st
         home=folder,
         trainer=task,
         invitation=invitation,
-        conditions=Conditions(),
-        policy=Policy(),
+        conditions=given.to_conditions(),
+        policy=policy,
         num_threads=1,
         niceness=0,
+        roster=roster,
     )
 
     def tell(event: AgentEvent) -> None:
@@ -69,7 +89,12 @@ def join(invitation: Path, *, task: str, home: Path | None, out: TextIO = sys.st
 
 
 def check_before(
-    invitation: Path, *, task: str | None, home: Path | None, out: TextIO = sys.stdout
+    invitation: Path,
+    *,
+    task: str | None,
+    home: Path | None,
+    config: Path | None,
+    out: TextIO = sys.stdout,
 ) -> None:
     """Look whether this machine could take part, a line for each thing; joins nothing.
 
@@ -78,7 +103,8 @@ def check_before(
     """
     folder = home or _home(invitation)
     problems = []
-    for finding in diagnose(invitation, home=folder, trainer=task):
+    own = [] if config is None else [_config_finding(config)]
+    for finding in chain(own, diagnose(invitation, home=folder, trainer=task)):
         out.write(f"{finding.verdict:<4} {finding.name}: {finding.message}\n")
         out.flush()
         problems += [] if finding.is_fine else [finding.name]
@@ -86,6 +112,21 @@ def check_before(
         raise DeploymentError(
             f"this device cannot take part yet: {', '.join(problems)}; see the lines above"
         )
+
+
+def _policy(config: ClientConfig, *, require_secure_aggregation: bool) -> Policy:
+    policy = config.to_policy()
+    if not require_secure_aggregation:
+        return policy
+    return replace(policy, secure_aggregation=replace(policy.secure_aggregation, required=True))
+
+
+def _config_finding(config: Path) -> Finding:
+    try:
+        load_client(config)
+    except ConfigError as error:
+        return Finding(name="config", verdict=Verdict.BAD, message=str(error))
+    return Finding(name="config", verdict=Verdict.OK, message=f"{config} can be used")
 
 
 def _home(invitation: Path) -> Path:

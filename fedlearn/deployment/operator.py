@@ -21,6 +21,8 @@ from fedlearn.core.messages import EvaluateRequest
 from fedlearn.deployment.board import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
+from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
+from fedlearn.secagg.succession import Lineage
 from fedlearn.transport.identity import Invitation
 
 _HOUR_S = 3600.0
@@ -95,6 +97,33 @@ class Operator:
     def clients(self) -> list[EnrolledClient]:
         """Return all clients, by number."""
         return self.registry.clients()
+
+    def roster(self, path: Path) -> IdentityRoster:
+        """Write the identity keys of all active clients to a file, and return what is in it.
+
+        A file that is there is replaced: users fetch the newest from one place.
+
+        Raises:
+            DeploymentError: Nobody has joined yet, or the file cannot be written.
+        """
+        active = [client for client in self.clients() if client.status == "active"]
+        if not active:
+            raise DeploymentError(
+                "no client has joined yet, so there are no identity keys; `fedlearn invite NAME` "
+                "invites one"
+            )
+        entries = {
+            client.client_id: RosterEntry(
+                name=client.name,
+                key=client.identity_key,
+                num_rotations=Lineage.from_bytes(client.lineage).num_rotations,
+            )
+            for client in active
+        }
+        coordinator_key = self.places.authority().coordinator_key
+        roster = IdentityRoster(coordinator_key=coordinator_key, clients=entries)
+        roster.save(path)
+        return roster
 
     def rounds(self, last: int) -> list[RoundSummary]:
         """Return the ``last`` committed rounds, in order.

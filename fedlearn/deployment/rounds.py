@@ -18,6 +18,7 @@ from fedlearn.coordinator.run import EarlyStopping, RunPlan, RunState, train
 from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
+from fedlearn.core.cores import num_cores
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.identities import DeployedIdentities
@@ -126,7 +127,7 @@ def _collector(
         directory=identities.directory,
         sends_directory=True,
         stage_deadline_s=config.secure_aggregation.stage_deadline_s,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_cores(),
     )
 
 
@@ -140,8 +141,7 @@ def require_plain(pieces: Deployment) -> None:
     if section.is_on:
         raise ConfigError(
             f'secure_aggregation.mode is "{section.mode}", which needs clients that enrolled with '
-            "keys of their own: serve with certificates (no --insecure, and not on a Flower "
-            'federation), or set it to "off"'
+            'keys of their own: serve with certificates (no --insecure), or set it to "off"'
         )
 
 

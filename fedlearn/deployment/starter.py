@@ -1,8 +1,8 @@
-"""The configuration that ``fedlearn init`` writes and ``fedlearn demo`` runs."""
+"""The configurations that ``fedlearn init`` writes; ``fedlearn demo`` runs the coordinator's."""
 
 from pathlib import Path
 
-from fedlearn.config import Config, from_mapping, template
+from fedlearn.config import ClientConfig, Config, from_mapping, template
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
@@ -11,6 +11,11 @@ All keys are here with their values; delete what you do not change. \
 It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
 brings images of its own. With data.source = "none" the coordinator holds no data, and the clients \
 evaluate."""
+
+_CLIENT_HEADING = """\
+A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes part under it. What \
+it refuses, it refuses whatever the coordinator asks, and says so in its log and to the \
+coordinator. All keys are here with their defaults; delete what you do not change."""
 
 #: What describes simulated devices only.
 _OF_SIMULATIONS = ("centralized", "devices", "engine")
@@ -40,7 +45,19 @@ def write_starter(path: Path) -> None:
     Raises:
         DeploymentError: The file is there already, or cannot be written.
     """
-    text = template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING)
+    _write(path, template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING))
+
+
+def write_client_starter(path: Path) -> None:
+    """Write a commented ``client.toml``.
+
+    Raises:
+        DeploymentError: As for :func:`write_starter`.
+    """
+    _write(path, template(ClientConfig(), omit=(), heading=_CLIENT_HEADING))
+
+
+def _write(path: Path, text: str) -> None:
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(text)

@@ -19,6 +19,7 @@ from fedlearn.coordinator.run import EarlyStopping, RunPlan
 from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
+from fedlearn.core.cores import num_cores
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes, Seed
@@ -307,7 +308,7 @@ def _over_sessions(
         directory=identities,
         sends_directory=False,
         stage_deadline_s=config.secure_aggregation.stage_deadline_s,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_cores(),
     )
 
 

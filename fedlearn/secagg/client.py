@@ -16,6 +16,7 @@ References:
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -50,6 +51,16 @@ from fedlearn.secagg.policy import Policy
 from fedlearn.secagg.session import Session, Stage, advert_text, terms_text
 from fedlearn.secagg.terms import Contribution, Terms, to_words
 
+#: Masks that are expanded between two looks at whether to go on; fewer take longer in sum.
+_FOLDED_TOGETHER = 32
+
+#: Masks of a step that were expanded ahead; ``None``: there are none, and they are expanded now.
+Expanded: TypeAlias = Callable[[Shared], tuple[Words, ...] | None]
+
+
+def nothing_expanded(_step: Shared) -> None:
+    """Return no masks: none were expanded ahead."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecureClient:
@@ -77,6 +88,7 @@ class SecureClient:
         state: ClientState,
         *,
         contribute: Callable[[Terms], Contribution],
+        expanded: Expanded = nothing_expanded,
     ) -> tuple[bytes, ClientState]:
         """Answer one message of the coordinator.
 
@@ -89,13 +101,15 @@ class SecureClient:
             data: The message.
             state: After the previous message, or between sessions.
             contribute: Called once, at R2: what to add to the sum, trained under these terms.
+            expanded: Called once after that: what :meth:`expand` returned for this step, if it was
+                called.
 
         Raises:
             ProtocolError: ``data`` is no message, or an altered one.
             PolicyViolation: The terms break this client's policy.
             AggregationAborted: The coordinator, or a peer, does not keep to the protocol.
         """
-        reply, after = self._answer(messages.decode(data), state, contribute)
+        reply, after = self._answer(messages.decode(data), state, contribute, expanded)
         return messages.encode(reply), after
 
     def _answer(
@@ -103,6 +117,7 @@ class SecureClient:
         message: messages.Message,
         state: ClientState,
         contribute: Callable[[Terms], Contribution],
+        expanded: Expanded,
     ) -> tuple[Up, ClientState]:
         match message, state.step:
             case SignedTerms(), _:  # a new session; an unfinished one is forgotten
@@ -110,7 +125,9 @@ class SecureClient:
             case Roster(), Advertised() as step:
                 return self.share(message, state, step)
             case Packets(), Shared() as step:
-                return self.mask(message, state, step, contribution=contribute(step.session.terms))
+                trained = contribute(step.session.terms)
+                masks = expanded(step)
+                return self.mask(message, state, step, contribution=trained, expanded=masks)
             case Survivors(), Masked() as step:
                 if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
                     return self.confirm(message, state, step)
@@ -231,11 +248,22 @@ class SecureClient:
         plain = messages.packet_of(session.points[to], pair)
         return keys.seal(key, plain, session=session.id, way=way)
 
-    def expand(self, step: Shared) -> tuple[Words, ...]:
-        """Return the masks with all neighbours: to be computed while the network waits."""
+    def expand(self, step: Shared, *, check: Callable[[], None]) -> tuple[Words, ...]:
+        """Return the masks with all neighbours: to be computed while the network waits.
+
+        Args:
+            step: Where the client's state is.
+            check: Called every few masks; what it raises ends the work.
+
+        Raises:
+            AggregationAborted: A neighbour's key is of low order.
+        """
         words = masking.zeros(step.session.terms.lanes)
-        every = step.session.neighbours(self.client_id)
-        masking.fold(words, self._mask_keys(step, every), num_threads=self.num_threads)
+        every = self._mask_keys(step, step.session.neighbours(self.client_id))
+        num_masks = len(every.plus) + len(every.minus)
+        for some in every.split(-(-num_masks // _FOLDED_TOGETHER)):
+            check()
+            masking.fold(words, some, num_threads=self.num_threads)
         return words
 
     def mask(

@@ -15,6 +15,7 @@ begins with ``FLSA``, a version byte and a byte that tells its kind; lists have 
 strictly ascending ids. Nothing else is accepted: any message has one encoding.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,7 +146,9 @@ class Shares:
         """Return the message that begins there."""
         session, commitment = reader.take(SESSION_BYTES), reader.take(keys.KEY_BYTES)
         size = _read_count(reader, PACKET_BYTES)
-        packets = tuple(reader.take(PACKET_BYTES) for _ in range(size))
+        joined = reader.take(size * PACKET_BYTES)
+        begins = range(0, len(joined), PACKET_BYTES)
+        packets = tuple(joined[begin : begin + PACKET_BYTES] for begin in begins)
         return cls(session=session, commitment=commitment, packets=packets)
 
 
@@ -170,7 +173,7 @@ class MaskedVector:
     """R2 up: a client's levels, masked and packed."""
 
     session: bytes
-    packed: bytes
+    packed: bytes | memoryview
 
     def body(self) -> bytes:
         """Return the fields as bytes."""
@@ -179,7 +182,7 @@ class MaskedVector:
     @classmethod
     def read(cls, reader: octets.Reader) -> "MaskedVector":
         """Return the message that begins there."""
-        return cls(session=reader.take(SESSION_BYTES), packed=reader.take(reader.left))
+        return cls(session=reader.take(SESSION_BYTES), packed=reader.rest())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +284,8 @@ def encode(message: Message) -> bytes:
         Survivors(client_ids=(1, 4))
     """
     header = _MAGIC + bytes((VERSION, _KINDS.index(type(message))))
+    if isinstance(message, MaskedVector):  # it is large: one copy is enough
+        return b"".join((header, message.session, message.packed))
     return header + message.body()
 
 
@@ -340,10 +345,16 @@ def _table(rows: Mapping[ClientId, bytes]) -> bytes:
 
 
 def _read_table(reader: octets.Reader, row_bytes: int) -> dict[ClientId, bytes]:
-    size = _read_count(reader, _ID_BYTES + row_bytes)
-    rows = [(_read_id(reader), reader.take(row_bytes)) for _ in range(size)]
-    _require_ascending([client_id for client_id, _ in rows])
-    return dict(rows)
+    row = struct.Struct(f"<Q{row_bytes}s")
+    size = _read_count(reader, row.size)
+    ids, rows = [], []
+    for number, data in row.iter_unpack(reader.take(size * row.size)):
+        ids.append(ClientId(number))
+        rows.append(data)
+    _require_ascending(ids)
+    if ids and ids[-1] > _MAX_ID:
+        raise ProtocolError(f"client {ids[-1]} in a list of secure aggregation is above 2**63 - 1")
+    return dict(zip(ids, rows, strict=True))
 
 
 def _read_id(reader: octets.Reader) -> ClientId:

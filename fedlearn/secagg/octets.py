@@ -37,6 +37,11 @@ class Reader:
         self._at += num_bytes
         return self._data[self._at - num_bytes : self._at]
 
+    def rest(self) -> memoryview:
+        """Return all that is left, without a copy."""
+        begin, self._at = self._at, len(self._data)
+        return memoryview(self._data)[begin:]
+
     def integer(self, num_bytes: int, *, largest: int | None = None) -> int:
         """Return the next unsigned integer.
 

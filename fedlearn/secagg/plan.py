@@ -15,6 +15,7 @@ num_examples examples                        max_examples    where it does not
 ============ =============================== =============== ==============================
 """
 
+import json
 import math
 from dataclasses import dataclass, replace
 
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import SecureRequest
+from fedlearn.core.messages import SecureRequest, TrainingNotice
 from fedlearn.core.params import Layout
+from fedlearn.errors import ProtocolError
 from fedlearn.secagg.fixed_point import (
     MAX_LEVEL,
     Lane,
@@ -33,6 +35,7 @@ from fedlearn.secagg.fixed_point import (
     weight_lane,
 )
 from fedlearn.secagg.keys import digest
+from fedlearn.secagg.messages import SignedTerms, decode
 from fedlearn.secagg.parameters import Parameters
 from fedlearn.secagg.terms import Terms, propose
 
@@ -175,11 +178,41 @@ def clipped(values: Tensor, bound: float) -> Tensor:
 
 def request_hash(request: SecureRequest) -> bytes:
     """Return the hash by which terms name what is trained on, whatever else is sent with it."""
+    return noticed_hash(notice_of(request))
+
+
+def noticed_hash(notice: TrainingNotice) -> bytes:
+    """Return :func:`request_hash` of the request that a notice is about."""
+    settings = json.dumps(dict(notice.settings), sort_keys=True).encode()
+    return digest(b"training settings and request", settings, notice.rest_hash)
+
+
+def notice_of(request: SecureRequest) -> TrainingNotice:
+    """Return what clients are told of a request to train before they are sent the model."""
+    train = request.train
     bare = SecureRequest(
         round_num=request.round_num,
         attempt=request.attempt,
         message=b"",
-        train=request.train,
+        train=None if train is None else replace(train, settings={}),
         lanes=request.lanes,
     )
-    return digest(b"training request", encode(bare))
+    return TrainingNotice(
+        settings={} if train is None else train.settings,
+        rest_hash=digest(b"training request", encode(bare)),
+    )
+
+
+def require_as_named(notice: TrainingNotice, message: bytes) -> None:
+    """Check that a notice is of the request to train that the terms beside it name.
+
+    Args:
+        notice: What a client is told of the training.
+        message: The message of the session that it came with.
+
+    Raises:
+        ProtocolError: It is of another request, or came with no terms.
+    """
+    first = decode(message)
+    if not isinstance(first, SignedTerms) or noticed_hash(notice) != first.terms.request_hash:
+        raise ProtocolError("the training that was announced is not the one that the terms name")

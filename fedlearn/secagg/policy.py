@@ -50,7 +50,9 @@ class Policy:
             PolicyViolation: They ask for less safety, or more effort, than this allows; it
                 names the rule, what was asked and the limit.
         """
-        _at_least("adversary", terms.adversary, self.adversary)
+        if terms.adversary < self.adversary:
+            asked, limit = _words(terms.adversary), _words(self.adversary)
+            raise PolicyViolation(rule="adversary", asked=asked, limit=limit)
         if terms.topology is Topology.SPARSE and not self.allow_sparse:
             raise PolicyViolation(rule="allow_sparse", asked="a sparse graph", limit="complete")
         _at_most("max_cohort", terms.num_clients, self.max_cohort)
@@ -76,6 +78,10 @@ class Policy:
         _at_most("threshold", terms.threshold, num_holders(n, k))
         if terms.adversary is Adversary.ACTIVE_SERVER:
             _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=given))
+
+
+def _words(adversary: Adversary) -> str:
+    return adversary.name.lower().replace("_", "-")
 
 
 def _at_least(rule: str, asked: float, limit: float) -> None:

@@ -35,7 +35,7 @@ from fedlearn.secagg.messages import (
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Session, Stage, terms_text
 from fedlearn.secagg.terms import Terms, Total, from_words
-from fedlearn.secagg.unmasking import ShareBox, leftover_masks
+from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -224,6 +224,10 @@ class Confirming:
     unmasking: "Unmasking"
     directory: Mapping[ClientId, bytes]
     _signatures: dict[ClientId, bytes] = field(default_factory=dict, init=False)
+    _text: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._text = self.unmasking.session.survivors_text(self.unmasking.survivors)
 
     @property
     def num_received(self) -> int:
@@ -239,8 +243,7 @@ class Confirming:
         unmasking = self.unmasking
         _require_member(client_id, set(unmasking.survivors))
         _require_new(client_id, self._signatures)
-        text = unmasking.session.survivors_text(unmasking.survivors)
-        if not keys.verify(self.directory[client_id], message.signature, text):
+        if not keys.verify(self.directory[client_id], message.signature, self._text):
             raise ProtocolError(f"client {client_id} did not sign these survivors")
         self._signatures[client_id] = message.signature
 
@@ -275,6 +278,7 @@ class Unmasking:
     sums: tuple[Words, ...] = field(repr=False)
     _box: ShareBox = field(init=False, repr=False)
     _released: set[ClientId] = field(default_factory=set, init=False)
+    _recovered: Recovered | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._box = ShareBox(self.session, sorted(self.commitments))
@@ -286,8 +290,17 @@ class Unmasking:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the stage can close: nobody else need be waited for."""
-        return self._box.shortest >= self.session.terms.threshold
+        """Whether the stage can close: nobody else need be waited for.
+
+        Where a share is false there may be t of every client and still no secret: one more holder
+        tells which it is.
+        """
+        if self._recovered is None and self._box.shortest >= self.session.terms.threshold:
+            try:
+                self._recovered = self._recover()
+            except AggregationAborted:
+                return False
+        return self._recovered is not None
 
     def receive(self, client_id: ClientId, release: Release) -> None:
         """Take the shares that a survivor releases.
@@ -319,7 +332,7 @@ class Unmasking:
             AggregationAborted: Too few shares, or false ones; nothing is released.
         """
         alive = set(self.survivors)
-        recovered = self._box.recover(alive, self.commitments)
+        recovered = self._recovered or self._recover()
         leftover = leftover_masks(recovered, session=self.session)
         masking.fold(self.sums, leftover, num_threads=num_threads)
         try:
@@ -334,6 +347,9 @@ class Unmasking:
         return Outcome(
             total=total, survivors=self.survivors, dropped=dropped, suspects=recovered.suspects
         )
+
+    def _recover(self) -> Recovered:
+        return self._box.recover(set(self.survivors), self.commitments)
 
 
 def _require_new(client_id: ClientId, seen: set[ClientId] | Mapping[ClientId, object]) -> None:

@@ -7,6 +7,7 @@ other, and their session ends before anything is sent.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,7 @@ class Terms:
         """Size of one client's masked vector."""
         return sum(lane.num_bytes for lane in self.lanes)
 
-    @property
+    @cached_property
     def session(self) -> bytes:
         """The hash that every advert is signed under."""
         return keys.digest(b"terms", self.to_bytes())

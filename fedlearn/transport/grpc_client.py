@@ -288,20 +288,24 @@ class DoorConnection:
         return status.receipt
 
 
-async def enrol(address: str, invitation: Invitation, identity: Identity) -> tuple[bytes, int]:
-    """Redeem an invitation at one of its enrolment addresses.
+async def enrol(
+    address: str, invitation: Invitation, identity: Identity, *, lineage: bytes = b""
+) -> tuple[bytes, int]:
+    """Redeem an invitation at one of its enrolment addresses, or replace a client's keys.
 
     Args:
         address: ``host:port``.
-        invitation: With its token; one without a certificate authority is for a loopback only.
+        invitation: With its token; without one, ``lineage`` is what lets the client in. One without
+            a certificate authority is for a loopback only.
         identity: The keys that the client will use.
+        lineage: How its identity key follows from earlier ones; empty: it does not.
 
     Returns:
         The client's certificate, PEM, and its client id.
 
     Raises:
         ConnectionError: The coordinator is not there, or does not answer: try later.
-        EnrolmentRefused: It does not take the invitation.
+        EnrolmentRefused: It does not take the invitation, or the keys.
         ProtocolError: It answers something else.
         DeploymentError: Without a certificate authority, the address is another machine's.
     """
@@ -312,6 +316,7 @@ async def enrol(address: str, invitation: Invitation, identity: Identity) -> tup
         csr_pem=csr_pem,
         identity_key=identity.public_key,
         identity_signature=identity.sign(enrolment_bytes(invitation.token, csr_pem)),
+        lineage=lineage,
     )
     credentials = None
     if invitation.ca_pem:

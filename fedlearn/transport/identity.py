@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import NameOID
 
 from fedlearn.core.clock import utc
-from fedlearn.core.files import make_private_folder, write_private
+from fedlearn.core.files import create_private, make_private_folder, write_private
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.transport import wire_pb2
 
@@ -77,6 +77,20 @@ class Identity:
             return cls.from_pem(_read(path))
         except ValueError as error:
             raise _damaged_identity(path) from error
+
+    @classmethod
+    def at(cls, folder: Path) -> "Identity":
+        """Return the keys in ``folder``, made there first if there are none.
+
+        Of several processes that do so at once, all get the same ones.
+
+        Raises:
+            DeploymentError: The folder or the file cannot be written, or is damaged.
+        """
+        if not (folder / IDENTITY_FILE).exists():
+            make_private_folder(folder)
+            create_private(folder / IDENTITY_FILE, cls.create().pem)
+        return cls.load(folder)
 
     @classmethod
     def from_pem(cls, pem: bytes) -> "Identity":

@@ -16,7 +16,10 @@ CHUNK_BYTES = 512 << 10
 #: Largest request or reply that travels inside the session's stream.
 MAX_INLINE_BYTES = 256 << 10
 
-#: Largest gRPC message that either side takes.
+#: Largest part of a request that is for one client alone: the packets of 2,600 neighbours.
+MAX_PERSONAL_BYTES = 256 << 10
+
+#: Largest gRPC message that either side takes: a chunk, or a task with both its parts.
 MAX_MESSAGE_BYTES = CHUNK_BYTES + MAX_INLINE_BYTES
 
 #: Seconds between a client's pings on a silent connection; the door must take such a pace.

@@ -111,7 +111,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("key", "sha256", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes")
+    __slots__ = ("key", "sha256", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Task(_message.Message):
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PERSONAL_FIELD_NUMBER: _ClassVar[int]
     key: TaskKey
     sha256: bytes
     num_bytes: int
@@ -126,7 +127,8 @@ class Task(_message.Message):
     remaining_s: float
     max_reply_bytes: int
     max_inline_bytes: int
-    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ...) -> None: ...
+    personal: bytes
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "reason")
@@ -209,18 +211,20 @@ class UploadStatus(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class EnrolRequest(_message.Message):
-    __slots__ = ("name", "token", "csr_pem", "identity_key", "identity_signature")
+    __slots__ = ("name", "token", "csr_pem", "identity_key", "identity_signature", "lineage")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CSR_PEM_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_KEY_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     token: bytes
     csr_pem: bytes
     identity_key: bytes
     identity_signature: bytes
-    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., csr_pem: _Optional[bytes] = ..., identity_key: _Optional[bytes] = ..., identity_signature: _Optional[bytes] = ...) -> None: ...
+    lineage: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., csr_pem: _Optional[bytes] = ..., identity_key: _Optional[bytes] = ..., identity_signature: _Optional[bytes] = ..., lineage: _Optional[bytes] = ...) -> None: ...
 
 class EnrolReply(_message.Message):
     __slots__ = ("certificate_pem", "client_id")

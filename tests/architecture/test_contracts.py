@@ -32,7 +32,7 @@ VIOLATIONS = [
     ),
     ("Only the door and its client know gRPC", "client/session.py", "import grpc"),
     ("Keys are made where it is stated", "core/codec.py", "import cryptography"),
-    ("Only one module knows Flower", "coordinator/run.py", "import flwr"),
+    ("Only one package knows Flower", "coordinator/run.py", "import flwr"),
     ("Only telemetry speaks HTTP", "client/session.py", "import aiohttp"),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),

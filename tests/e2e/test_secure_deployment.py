@@ -25,9 +25,32 @@ from fedlearn.core.collecting import Status
 from fedlearn.deployment import demo_client
 from fedlearn.deployment.starter import starter
 from fedlearn.experiment.run import Run
+from fedlearn.transport import wire
 
 NUM_CLIENTS, NUM_ROUNDS = 5, 2
 LONG_S = 120.0
+#: A trainer whose process is killed when it has the model, once.
+DYING = """
+import os
+import signal
+from pathlib import Path
+
+from fedlearn.deployment import demo_client
+
+MARK = Path(__file__).with_name("killed")
+
+
+class Dying:
+    def __init__(self):
+        self.trainer = demo_client.trainer()
+        self.evaluate = self.trainer.evaluate
+
+    def train(self, tensors, *, context):
+        if not MARK.exists():
+            MARK.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.trainer.train(tensors, context=context)
+"""
 #: Rounding in the first round moves what the second trains on.
 ATOL = 1e-4
 
@@ -84,19 +107,25 @@ class Site:
             clock.sleep(0.05)
         return process
 
-    def join(self, number: int) -> None:
+    def join(
+        self, number: int, *options: str, task: str = f"{demo_client.__name__}:trainer"
+    ) -> "subprocess.Popen[str]":
         """Start a client; it holds part ``number`` of the data, and so must have that number."""
         self.type("invite", f"client-{number}")
-        self.start(
-            *("join", f"client-{number}.invitation", "--home", f"client-{number}"),
-            *("--task", f"{demo_client.__name__}:trainer"),
-            **{demo_client.CONFIG: str(self.file), demo_client.CLIENT: str(number)},
-        )
+        process = self.start_client(number, *options, task=task)
         home, clock = Home(self.folder / f"client-{number}"), SystemClock()
         ends_s = clock.now_s() + LONG_S
         while home.enrolment() is None:
             assert clock.now_s() < ends_s, self.log[-3000:]
             clock.sleep(0.05)
+        return process
+
+    def start_client(self, number: int, *options: str, task: str) -> "subprocess.Popen[str]":
+        return self.start(
+            *("join", f"client-{number}.invitation", "--home", f"client-{number}"),
+            *("--task", task, *options),
+            **{demo_client.CONFIG: str(self.file), demo_client.CLIENT: str(number)},
+        )
 
     def finished(self, name: str) -> tuple[RunStatus, list[RoundRecord], dict[str, Tensor]]:
         runs_dir = self.folder / "runs"
@@ -215,3 +244,50 @@ def test_a_client_that_is_gone_is_left_out_of_the_sum(site: Site) -> None:
     assert (status, len(rounds)) == (RunStatus.DONE, 3)
     reported = [r.participations.num(Status.REPORTED) for r in rounds]
     assert min(reported) == reported[-1] == NUM_CLIENTS - 1
+
+
+def test_a_client_that_is_killed_between_download_and_reply_goes_on(site: Site) -> None:
+    """It is asked again when it is back, has the model already, and is in the sum of that round."""
+    changes = ["model.hidden=[4096]", f"stragglers.deadline_s={LONG_S}"]
+    site.file.write_text(render(load(site.file, overrides=changes)))
+    task = site.folder / "dying.py"
+    task.write_text(DYING)
+    coordinator = site.coordinator()
+    dying = site.join(0, task=f"{task}:Dying")
+    for number in range(1, NUM_CLIENTS):
+        site.join(number)
+    dying.wait(LONG_S)
+    request = site.folder / "client-0" / "task" / "request"
+    assert request.stat().st_size > wire.MAX_INLINE_BYTES
+    site.start_client(0, task=f"{task}:Dying")
+    coordinator.communicate(timeout=LONG_S)
+    assert coordinator.returncode == 0, site.log[-3000:]
+    status, rounds, _ = site.finished("federation")
+    assert (status, [r.attempt for r in rounds]) == (RunStatus.DONE, [0] * NUM_ROUNDS)
+    first = rounds[0].participations
+    assert first.num(Status.REPORTED) == len(first)
+    assert 0 in [row.client_id for row in first]
+    assert "masks_were_ready" in site.log
+
+
+def test_a_client_whose_policy_forbids_the_training_says_so_before_secrets_are_shared(
+    site: Site,
+) -> None:
+    """It costs the session one advert, and no stage has to wait for it; the others go on."""
+    (site.folder / "client.toml").write_text("[policy]\nmax_epochs = 0\n")
+    all_there = "coordinator.patience_s=600"  # however long the last takes to start
+    site.file.write_text(render(load(site.file, overrides=["num_rounds=1", all_there])))
+    coordinator = site.coordinator()
+    for number in range(NUM_CLIENTS - 1):
+        site.join(number, "--require-secure-aggregation")
+    site.join(NUM_CLIENTS - 1, "--config", "client.toml")
+    coordinator.communicate(timeout=LONG_S)
+    assert coordinator.returncode == 0, site.log[-3000:]
+    status, (record,), _ = site.finished("federation")
+    assert status is RunStatus.DONE
+    assert record.participations.num(Status.REPORTED) == NUM_CLIENTS - 1
+    (refused,) = [p for p in record.participations if p.status is Status.FAILED]
+    assert refused.client_id == NUM_CLIENTS - 1
+    assert refused.reason.startswith("at the stage `advertise`: this client's policy, `max_epochs`")
+    (line,) = [each for each in site.log.splitlines() if "refused_by_policy" in each]
+    assert json.loads(line)["asked"] == f"epochs = {configuration().client.epochs}"

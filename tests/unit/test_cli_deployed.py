@@ -8,6 +8,12 @@ import pytest
 import structlog
 
 from fedlearn.cli.app import main
+from fedlearn.client.home import Home
+from fedlearn.client.pins import Pins
+from fedlearn.config import ClientConfig, load_client
+from fedlearn.core.messages import ClientId
+from fedlearn.secagg.succession import fingerprint
+from fedlearn.transport.identity import Invitation
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +40,18 @@ def test_init_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there already" in typed(capsys, "init", code=2)
 
 
+def test_init_writes_a_clients_file_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """It loads to the defaults, and says what to type next."""
+    assert "--config client.toml" in typed(capsys, "init", "--client")
+    assert load_client(Path("client.toml")) == ClientConfig()
+    assert "there already" in typed(capsys, "init", "--client", code=2)
+    typed(capsys, "init", "--client", "mine.toml")
+    assert Path("mine.toml").read_text().startswith("# A client")
+
+
 @pytest.mark.parametrize(
-    "command", ["clients", "rounds", "why", "pause", "abort", "resume", "invite a", "revoke a"]
+    "command",
+    ["clients", "rounds", "why", "pause", "abort", "resume", "invite a", "revoke a", "roster"],
 )
 def test_without_a_configuration_it_is_said_where_it_was_looked_for(
     capsys: pytest.CaptureFixture[str], command: str
@@ -82,6 +98,17 @@ def test_joining_takes_a_trainer_and_an_invitation(capsys: pytest.CaptureFixture
     assert "a.invitation" in told
 
 
+def test_a_client_with_a_wrong_file_joins_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither with defaults instead nor with the rest of it; no keys are made, no consent noted."""
+    typed(capsys, "init")
+    typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
+    Path("client.toml").write_text("[policy]\nmax_epoch = 3\n")
+    join = ("join", "a.invitation", "--task", "m:T", "--home", "home", "--config", "client.toml")
+    told = typed(capsys, *join, code=2)
+    assert "client.toml:2: policy.max_epoch: unknown key; did you mean policy.max_epochs?" in told
+    assert not Path("home").exists()
+
+
 def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """An address that others reach is refused before anything starts."""
     typed(capsys, "init")
@@ -89,3 +116,51 @@ def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> 
     told = typed(capsys, "coordinator", "coordinator.toml", *options, code=2)
     assert "--insecure serves this machine only" in told
     assert not Path("runs").exists()
+
+
+def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
+    """Return the folder of a client that has joined and has pinned another."""
+    typed(capsys, "init")
+    typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
+    home = Home(Path("home"))
+    home.coming_identity()
+    invitation = Invitation.load(Path("a.invitation"))
+    enrolment = home.enrol(invitation, certificate_pem=b"PEM", client_id=ClientId(0))
+    home.pin_file(enrolment).write(Pins().following({ClientId(4): b"k" * 32}))
+    return home
+
+
+def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own key first, for others to compare; a client that runs is not meddled with."""
+    home = joined_home(capsys)
+    enrolment = home.enrolment()
+    assert enrolment is not None
+    told = typed(capsys, "pins", "home")
+    own, other = told.splitlines()[1:]
+    assert fingerprint(enrolment.identity.public_key) in own
+    assert own.endswith("this client")
+    assert fingerprint(b"k" * 32) in other
+    rows = [json.loads(line) for line in typed(capsys, "pins", "home", "--json").splitlines()]
+    assert [each["client_id"] for each in rows] == [0, 4]
+    with home.locked():
+        assert "in use" in typed(capsys, "pins", "home", "--forget", "4", code=2)
+    assert "is forgotten" in typed(capsys, "pins", "home", "--forget", "4")
+    assert "no key of client 4" in typed(capsys, "pins", "home", "--forget", "4", code=2)
+
+
+def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its folder, or its name in the usual place."""
+    home = joined_home(capsys)
+    enrolment = home.enrolment()
+    assert enrolment is not None
+    with home.locked():
+        assert "will be replaced" in typed(capsys, "rotate", "home")
+    assert home.wants_rotation(enrolment)
+    assert "has joined" in typed(capsys, "rotate", "clinic-z", code=2)
+
+
+def test_a_roster_needs_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty one would let nobody in."""
+    typed(capsys, "init")
+    assert "no client has joined yet" in typed(capsys, "roster", code=2)
+    assert not Path("clients.roster").exists()

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import typer
 import fedlearn
 from fedlearn.cli.app import app
 from fedlearn.client.session import ClientSession
-from fedlearn.config import Config, load
+from fedlearn.config import ClientConfig, Config, Section, load, load_client
 from fedlearn.coordinator.door_counters import DoorCounters
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -31,6 +32,12 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.deployment.board import Board
+from fedlearn.secagg.fixed_point import Lane
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.messages import Down, Up
+from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
+from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Terms
 from fedlearn.transport import wire_pb2
 
 ROOT = Path(__file__).parents[2]
@@ -287,13 +294,16 @@ def test_overrides_of_the_documentation_are_valid(page: str, text: str) -> None:
 
 
 def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
-    """Every TOML block is a configuration, as far as it goes."""
+    """Every TOML block is a configuration, as far as it goes: of a client where it says so."""
     found = [(path, text) for path in PAGES for text in blocks(path.read_text(), "toml")]
     assert found
     for path, text in found:
         experiment = tmp_path / path.with_suffix(".toml").name
         experiment.write_text(text)
-        load(experiment, overrides=())
+        if text.startswith("# client.toml\n"):
+            load_client(experiment)
+        else:
+            load(experiment, overrides=())
 
 
 def test_python_of_the_documentation_compiles() -> None:
@@ -325,16 +335,19 @@ def keys_of(schema: dict[str, Any], document: dict[str, Any], path: str = "") ->
         yield from keys_of(inner, document, f"{path}{name}.")
 
 
-def test_the_configuration_reference_has_every_key(from_code: ModuleType) -> None:
+@pytest.mark.parametrize("tree", [Config, ClientConfig])
+def test_the_configuration_reference_has_every_key(
+    from_code: ModuleType, tree: type[Section]
+) -> None:
     """Found independently in the JSON schema: as a row, as a table, or as the kind of one."""
     listed = set()
-    for table in from_code.configuration_tables():
+    for table in from_code.configuration_tables(tree):
         prefix = f"{table.path}." if table.path else ""
         kind = {table.kind.partition(" = ")[0]} if table.kind else set()
         listed |= {table.path} | {f"{prefix}{name}" for name in kind}
         listed |= {f"{prefix}{key.name}" for key in table.keys}
         assert all(key.description and key.type and key.default for key in table.keys)
-    document = Config.model_json_schema()
+    document = tree.model_json_schema()
     assert set(keys_of(document, document)) == listed - {""}
 
 
@@ -359,6 +372,55 @@ def test_the_wire_reference_has_every_message_and_field() -> None:
             assert f"`{word}`" in sections[name], f"{name}.{word}"
     for service in wire_pb2.DESCRIPTOR.services_by_name.values():
         assert all(f"`{service.name}.{each}`" in page for each in service.methods_by_name)
+
+
+def test_the_protocol_reference_of_secure_aggregation_has_every_field() -> None:
+    """Of each message, the terms and their lanes; and the stages."""
+    page = (ROOT / "docs" / "reference" / "secure-aggregation.md").read_text()
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
+    kinds = [*get_args(Down), *get_args(Up), Terms, Lane]
+    assert sections.keys() == {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        for each in fields(kind):
+            assert f"`{each.name}`" in sections[kind.__name__], f"{kind.__name__}.{each.name}"
+    stages = re.findall(r"^\| R\d (\w+) \|", page, re.MULTILINE)
+    assert stages == [str(stage) for stage in Stage]
+
+
+def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
+    """Its tables are the numbers of the code."""
+    page = (GUIDES / "aggregate-securely.md").read_text()
+    sparse = re.findall(
+        r"^\| ([\d,]+) \|.*\| k = (\d+), t = (\d+) \| k = (\d+), t = (\d+) \|$", page, re.MULTILINE
+    )
+    assert len(sparse) == 4
+    for n, *numbers in sparse:
+        found = [_derived(int(n.replace(",", "")), Topology.SPARSE, 0.1, d) for d in (0.1, 0.3)]
+        kt = [number for each in found for number in (each.num_neighbours, each.threshold)]
+        assert kt == [int(number) for number in numbers]
+    complete = re.findall(
+        r"^\| (\d+) \| t = (\d+),\D*(\d+)\D* \| t = (\d+), (\d+) \| t = (\d+), (\d+) \|$",
+        page,
+        re.MULTILINE,
+    )
+    assert len(complete) == 5
+    assumed = ((0.1, 0.3), (0.2, 0.3), (1 / 3, 0.1))
+    for n, *numbers in complete:
+        found = [_derived(int(n), Topology.COMPLETE, *each) for each in assumed]
+        least = [number for each in found for number in (each.threshold, each.min_survivors)]
+        assert least == [int(number) for number in numbers]
+
+
+def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> Parameters:
+    assumptions = Assumptions(
+        adversary=Adversary.ACTIVE_SERVER,
+        topology=topology,
+        corruption=corruption,
+        dropout=dropout,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    return derive(n, assumptions=assumptions)
 
 
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:

@@ -46,6 +46,7 @@ def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
         expires_unix_s=expires_unix_s,
         max_reply_bytes=0,
         max_inline_bytes=0,
+        personal=b"",
     )
 
 

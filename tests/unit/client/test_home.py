@@ -29,6 +29,7 @@ def task(round_num: int = 0, *, sha256: bytes = b"\1" * 32) -> OpenTask:
         expires_unix_s=math.inf,
         max_reply_bytes=0,
         max_inline_bytes=0,
+        personal=b"",
     )
 
 
@@ -276,7 +277,11 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     found = home.enrolment()
     assert found is not None
     assert found.certificate_pem == b"second"
-    assert not (home.folder / "identity.old").exists()
+    home.recover()
+    assert sorted(path.name for path in home.folder.glob("identity*")) == ["identity"]
+    again = home.enrolment()
+    assert again is not None
+    assert again.certificate_pem == b"second"
 
 
 def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:

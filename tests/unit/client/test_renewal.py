@@ -8,14 +8,16 @@ from fedlearn.client.home import Enrolment
 from fedlearn.client.renewal import renewal_advice
 from fedlearn.coordinator.authority import Authority
 from fedlearn.core.messages import ClientId
+from fedlearn.secagg.succession import Lineage
 from fedlearn.transport.identity import Identity, Invitation, expires_unix_s
 
 DAY_S = 86_400.0
 
 
 def enrolment(certificate_pem: bytes, identity: Identity | None = None) -> Enrolment:
+    identity = identity or Identity.create()
     return Enrolment(
-        identity=identity or Identity.create(),
+        identity=identity,
         client_id=ClientId(3),
         certificate_pem=certificate_pem,
         invitation=Invitation(
@@ -27,6 +29,7 @@ def enrolment(certificate_pem: bytes, identity: Identity | None = None) -> Enrol
             expires_utc="2030-01-01T00:00:00Z",
         ),
         redeemed=(),
+        lineage=Lineage(identity.public_key),
     )
 
 

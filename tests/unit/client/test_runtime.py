@@ -4,15 +4,16 @@ import asyncio
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
+import structlog
 import torch
 from safetensors.torch import load
 from torch import Tensor
@@ -20,8 +21,9 @@ from torch import Tensor
 from fedlearn.client.conditions import Conditions, Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
-from fedlearn.client.policy import Policy
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
+from fedlearn.client.secure import Kept
 from fedlearn.client.tasks import OpenTask
 from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.coordinator.authority import Authority
@@ -33,10 +35,19 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Request,
+    SecureRequest,
     TrainReply,
     TrainRequest,
 )
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import DeploymentError
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash, tensors_of
+from fedlearn.secagg.server import open_session
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify
 
@@ -485,26 +496,307 @@ def test_a_required_condition_that_is_unknown_does_not_hold(
         assert door.hear("hello").eligibility.unmetered
 
 
+SIGNER, COORDINATOR_KEY = keys.identity_of(
+    SecretBytes(bytes(32)), label=b"scripted coordinator", ids=()
+)
+
+
+class Rule(NamedTuple):
+    """A rule of the policy, a request that it refuses, and the rule relaxed enough to allow it."""
+
+    name: str
+    asked: str
+    limit: str
+    strict: Policy
+    request: Request
+    relaxed: Policy
+
+
+def secure(**changes: Any) -> Policy:  # Any: of the fields
+    """Return a policy that allows the sessions below, but for ``changes``."""
+    allowed = {"corruption": 0.0, "min_cohort": 2}
+    return Policy(secure_aggregation=SecureAggregationPolicy(**{**allowed, **changes}))
+
+
+def advert(
+    *,
+    num_clients: int = 3,
+    adversary: Adversary = Adversary.HONEST_BUT_CURIOUS,
+    topology: Topology = Topology.COMPLETE,
+    threshold: int | None = None,
+    epochs: int = 3,
+    attempt: int = 0,
+) -> SecureRequest:
+    """Return the first message of a session."""
+    assumed = Assumptions(
+        adversary=adversary,
+        topology=topology,
+        corruption=0.0,
+        dropout=0.0,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    plan = SecurePlan(
+        parameters=derive(num_clients, assumptions=assumed),
+        min_survivors=3,
+        clip_norm=2.0,
+        statistics_norm=1.0,
+        max_loss=1.0,
+        max_examples=10,
+        by_examples=True,
+        modulus_bits=32,
+    )
+    layout = Params.of(torch.nn.Linear(2, 1)).layout
+    train = train_request(epochs=epochs)
+    notice = notice_of(
+        SecureRequest(
+            round_num=0, attempt=attempt, message=b"", train=train, lanes=tensors_of(layout)
+        )
+    )
+    terms = plan.terms(
+        layout, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=noticed_hash(notice)
+    )
+    terms = replace(terms, threshold=threshold or terms.threshold)
+    signed, _ = open_session(terms, signer=SIGNER, directory={})
+    return SecureRequest(
+        round_num=0, attempt=attempt, message=messages.encode(signed), notice=notice
+    )
+
+
+CURIOUS = "honest-but-curious"
+EVALUATION = EvaluateRequest(round_num=0, tensors={})
+TRAINING = train_request(epochs=3)
+SPARSE = advert(num_clients=100, topology=Topology.SPARSE)
+TWO, ANY = Policy(max_epochs=2), Policy(max_epochs=3)
+NONE, ONE = Policy(max_tasks_per_day=0), Policy(max_tasks_per_day=1)
+
+RULES = [
+    Rule("max_epochs", "epochs = 3", "at most 2", TWO, TRAINING, ANY),
+    Rule("max_tasks_per_day", "training 1 within 24 hours", "at most 0", NONE, TRAINING, ONE),
+    Rule("evaluate", "an evaluation", "none", Policy(evaluate=False), EVALUATION, Policy()),
+    Rule(
+        "secure_aggregation.required",
+        "an update that the coordinator could read",
+        "secure aggregation alone",
+        secure(required=True),
+        TRAINING,
+        secure(required=False),
+    ),
+    Rule(
+        "max_epochs",
+        "epochs = 3",
+        "at most 2",
+        replace(secure(adversary=CURIOUS), max_epochs=2),
+        advert(),
+        replace(secure(adversary=CURIOUS), max_epochs=3),
+    ),
+    Rule(
+        "max_tasks_per_day",
+        "training 1 within 24 hours",
+        "at most 0",
+        replace(secure(adversary=CURIOUS), max_tasks_per_day=0),
+        advert(),
+        replace(secure(adversary=CURIOUS), max_tasks_per_day=1),
+    ),
+    Rule("adversary", CURIOUS, "active-server", secure(), advert(), secure(adversary=CURIOUS)),
+    Rule(
+        "allow_sparse",
+        "a sparse graph",
+        "complete",
+        secure(adversary=CURIOUS, allow_sparse=False),
+        SPARSE,
+        secure(adversary=CURIOUS, allow_sparse=True),
+    ),
+    Rule(
+        "threshold",
+        "2",
+        "at least 26",
+        secure(adversary=CURIOUS, corruption=0.25),
+        advert(num_clients=100),
+        secure(adversary=CURIOUS, corruption=0.0),
+    ),
+    Rule(
+        "quorum",
+        "6",
+        "at least 7",
+        secure(corruption=0.3),
+        advert(num_clients=10, adversary=Adversary.ACTIVE_SERVER, threshold=10),
+        secure(corruption=0.0),
+    ),
+    Rule(
+        "min_cohort",
+        "3",
+        "at least 4",
+        secure(adversary=CURIOUS, min_cohort=4),
+        advert(num_clients=5),
+        secure(adversary=CURIOUS, min_cohort=3),
+    ),
+    Rule(
+        "max_cohort",
+        "5",
+        "at most 4",
+        secure(adversary=CURIOUS, max_cohort=4),
+        advert(num_clients=5),
+        secure(adversary=CURIOUS, max_cohort=5),
+    ),
+    Rule(
+        "max_clip",
+        "2",
+        "at most 1",
+        secure(adversary=CURIOUS, max_clip=1.0),
+        advert(),
+        secure(adversary=CURIOUS, max_clip=2.0),
+    ),
+    Rule(
+        "max_upload_bytes",
+        "30",
+        "at most 29",
+        secure(adversary=CURIOUS, max_upload_bytes=29),
+        advert(),
+        secure(adversary=CURIOUS, max_upload_bytes=30),
+    ),
+]
+
+
+@pytest.fixture
+def secure_home(tmp_path: Path, door: ScriptedDoor) -> Home:
+    """As ``home``, with the coordinator's key."""
+    home = Home(tmp_path / "client")
+    home.set_consent(granted=True)
+    home.coming_identity()
+    invitation = replace(invitation_to(door), coordinator_key=COORDINATOR_KEY)
+    home.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
+    return home
+
+
+def refused(logs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # Any: of log lines
+    return [each for each in logs if each["event"] == "refused_by_policy"]
+
+
 @pytest.mark.parametrize(
-    ("policy", "request_", "words"),
-    [
-        (Policy(max_epochs=2), train_request(epochs=3), "policy: max_epochs is 2"),
-        (Policy(max_tasks_per_day=0), train_request(), "policy: max_tasks_per_day is 0"),
-        (Policy(require_secure_aggregation=True), train_request(), "policy: require_secure"),
-        (Policy(evaluate=False), EvaluateRequest(round_num=0, tensors={}), "policy: evaluate"),
-    ],
+    "rule", RULES, ids=[f"{type(each.request).__name__}-{each.name}" for each in RULES]
 )
 def test_what_is_below_the_floor_is_refused_by_name(
-    home: Home, door: ScriptedDoor, policy: Policy, request_: Request, words: str
+    secure_home: Home, door: ScriptedDoor, rule: Rule
 ) -> None:
-    """The coordinator hears the rule, and so does the application."""
-    with client(home, Quick(), policy=policy) as running:
+    """The client's log has the rule, the application and the coordinator hear it."""
+    with (
+        structlog.testing.capture_logs() as logs,
+        client(secure_home, Quick(), policy=rule.strict) as running,
+    ):
         running.wait_for(EventKind.CONNECTED)
-        door.offer(request_)
-        assert running.wait_for(EventKind.POLICY).message.startswith(words)
+        door.offer(rule.request, round_num=7)
+        told = running.wait_for(EventKind.POLICY)
         reply = decode(door.hear("result").data)
-        assert isinstance(reply, Failure)
-        assert reply.reason.startswith(words)
+    (line,) = refused(logs)
+    assert (line["log_level"], line["round_num"]) == ("warning", 7)
+    assert (line["rule"], line["asked"], line["limit"]) == (rule.name, rule.asked, rule.limit)
+    assert not [each for each in logs if each["event"] == "request_failed"]
+    words = f"`{rule.name}`: asked {rule.asked}, allowed {rule.limit}"
+    assert words in told.message
+    assert told.round_num == 7
+    assert isinstance(reply, Failure)
+    assert words in reply.reason
+
+
+@pytest.mark.parametrize(
+    "rule", RULES, ids=[f"{type(each.request).__name__}-{each.name}" for each in RULES]
+)
+def test_the_same_is_taken_where_the_rule_allows_it(
+    secure_home: Home, door: ScriptedDoor, rule: Rule
+) -> None:
+    """The control of the test above."""
+    with (
+        structlog.testing.capture_logs() as logs,
+        client(secure_home, Quick(), policy=rule.relaxed) as running,
+    ):
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(rule.request, round_num=7)
+        assert not isinstance(decode(door.hear("result").data), Failure)
+    assert refused(logs) == []
+
+
+@pytest.mark.parametrize(("limit", "is_refused"), [(1, True), (2, False)])
+def test_a_second_release_in_a_round_is_as_the_policy_says(
+    secure_home: Home,
+    door: ScriptedDoor,
+    limit: int,
+    is_refused: bool,  # noqa: FBT001 - a case
+) -> None:
+    """The client remembers the first over its restarts."""
+    once = ClientState(run_id=bytes(16), last_release=(0, 0), num_releases=1, step=None)
+    (secure_home.folder / "state").mkdir()
+    (secure_home.folder / "state" / "run").write_bytes(Kept(trainer={}, session=once).to_bytes())
+    policy = secure(adversary=CURIOUS, max_releases_per_round=limit)
+    with (
+        structlog.testing.capture_logs() as logs,
+        client(secure_home, Quick(), policy=policy) as running,
+    ):
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(advert(attempt=1))
+        assert isinstance(decode(door.hear("result").data), Failure) == is_refused
+    assert [each["rule"] for each in refused(logs)] == ["max_releases_per_round"] * is_refused
+
+
+def test_a_notice_of_another_training_than_the_terms_name_is_refused(
+    secure_home: Home, door: ScriptedDoor
+) -> None:
+    """Settings that were told are those that will be trained with; control: the tests above."""
+    told, other = advert(epochs=3), advert(epochs=2)
+    with client(secure_home, Quick(), policy=secure(adversary=CURIOUS)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(replace(told, notice=other.notice))
+        assert decode(door.hear("result").data) == Failure("ProtocolError")
+
+
+def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """And counted as that: else a coordinator could call its trainings evaluations."""
+    key_ = key(EVALUATION, 0)
+    with client(home, Quick(), policy=Policy(max_tasks_per_day=1)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        for attempt, expected in enumerate((TrainReply, Failure)):
+            data = encode(train_request())
+            task = wire_pb2.Task(
+                key=wire_pb2.TaskKey(run_id="run", kind=key_.kind, attempt=attempt),
+                sha256=hashlib.sha256(data).digest(),
+                num_bytes=len(data),
+                data=data,
+                max_inline_bytes=wire.MAX_INLINE_BYTES,
+            )
+            door.push(task=task)
+            assert isinstance(decode(door.hear("result").data), expected)
+
+
+def test_without_the_coordinators_key_the_remedy_is_said_to_both(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """To the user and to the operator; control: in the clear such a client trains."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(SecureRequest(round_num=0, attempt=0, message=b"terms"))
+        failure = decode(door.hear("result").data)
+        assert isinstance(failure, Failure)
+        assert "was enrolled without the coordinator's key" in failure.reason
+        assert "fedlearn invite laptop" in failure.reason
+        assert running.wait_for(EventKind.FAILED).message == failure.reason
+        door.offer(train_request(), round_num=1)
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+
+
+def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
+    """What is not in the file, too."""
+    policy = secure(required=True, max_clip=7.0)
+    with (
+        structlog.testing.capture_logs() as logs,
+        client(home, Quick(), policy=policy, conditions=Conditions(on_power=True)) as running,
+    ):
+        running.call(lambda: None)
+    (line,) = [each for each in logs if each["event"] == "policy_in_force"]
+    assert line["policy"] == asdict(policy)
+    assert line["policy"]["secure_aggregation"]["max_clip"] == 7.0
+    assert line["conditions"]["on_power"]
 
 
 def test_trainings_beyond_the_days_number_are_refused(home: Home, door: ScriptedDoor) -> None:

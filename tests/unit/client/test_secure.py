@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from fedlearn.client.pins import PinFile, Pins
 from fedlearn.client.secure import Kept, after_failure
 from fedlearn.client.session import ClientSession
 from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -23,9 +25,11 @@ from fedlearn.core.params import Params
 from fedlearn.errors import Cancelled
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.keys import fresh_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, request_hash, tensors_of
 from fedlearn.secagg.server import Advertising, open_session
+from fedlearn.secagg.succession import Lineage
 from fedlearn.secagg.terms import Terms
 from fedlearn.simulation.secure import SimulatedIdentities
 
@@ -208,13 +212,62 @@ def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
     desk.directory = told
     packets = desk.packets(desk.terms())
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
-    assert Kept.of(desk.states[0]).pins == told
+    assert Kept.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
     desk.directory = {ClientId(1): told[ClientId(2)]}
     refused = desk.ask(0, desk.open(desk.terms(attempt=1))[0])
     assert isinstance(refused, Failure)
     assert "`pinned identity keys`: asked another key of client 1" in refused.reason
     desk.directory = told
     assert isinstance(desk.ask(0, desk.open(desk.terms(attempt=1))[0]), messages.Advert)
+
+
+@pytest.mark.parametrize("is_at_home", [False, True])
+def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
+    tmp_path: Path, *, is_at_home: bool
+) -> None:
+    """In the state of the run, or in a file; without the chain the same key is refused."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    old, new = fresh_signer(), fresh_signer()
+    chain = Lineage(old[1]).followed_by(new[1], client_id=ClientId(1), old=old[0], new=new[0])
+    session = desk.sessions[0]
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(session, pin_file=file if is_at_home else None)
+
+    def pinned() -> Pins:
+        return file.read() if is_at_home else Kept.of(desk.states[0]).pins
+
+    for attempt, (lineage, is_taken) in enumerate(
+        [(old[1], True), (new[1], False), (chain.to_bytes(), True), (old[1], False)]
+    ):
+        desk.directory = {ClientId(1): lineage}
+        reply = desk.ask(0, desk.open(desk.terms(attempt=attempt))[0])
+        assert isinstance(reply, messages.Advert) == is_taken
+    assert pinned().keys == {ClientId(1): new[1]}
+
+
+def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:
+    """The state of the next one is empty; control: without a file the other key is taken."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
+    for client in (0, 1):
+        desk.directory = {ClientId(2): b"k" * 32}
+        assert isinstance(desk.ask(client, desk.open(desk.terms())[0]), messages.Advert)
+        desk.states[client] = b""
+        desk.directory = {ClientId(2): b"x" * 32}
+        again = desk.ask(client, desk.open(desk.terms())[0])
+        assert isinstance(again, messages.Advert) == (client == 1)
+
+
+def test_a_message_that_is_refused_pins_nobody(tmp_path: Path) -> None:
+    """The terms are not the coordinator's: whoever sent them does not choose the keys."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
+    desk.directory = {ClientId(2): b"k" * 32}
+    signed = desk.open(desk.terms())[0]
+    assert isinstance(desk.ask(0, replace(signed, signature=bytes(64))), Failure)
+    assert file.read() == Pins()
 
 
 def test_a_key_of_a_wrong_length_is_not_pinned() -> None:

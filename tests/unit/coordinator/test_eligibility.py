@@ -12,6 +12,7 @@ CLIENT = EnrolledClient(
     name="clinic-a",
     tags=("country=ch", "kind=hospital"),
     identity_key=bytes(32),
+    lineage=bytes(32),
     fingerprint="",
     status="active",
     enrolled_utc="2026-01-01T00:00:00Z",

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import create_engine, inspect
 
 from fedlearn.coordinator.registry import Certify, MemoryRegistry, Registry
 from fedlearn.coordinator.store import Database, sqlite_url
@@ -14,6 +18,8 @@ from fedlearn.coordinator.store_schema import InvitationRow
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, EnrolmentRefused
+from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.succession import Lineage
 
 ENDS = "2030-01-01T00:00:00Z"
 KEY_A, KEY_B = b"a" * 32, b"b" * 32
@@ -274,3 +280,153 @@ def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database
     assert [each.client_id for each in registry.clients()] == list(range(8))
     assert {each.name for each in registry.clients()} == set(names)
     assert registry.revision() == 8
+
+
+# -- keys that follow from others ---------------------------------------------------------------
+
+SIGNERS = [fresh_signer() for _ in range(4)]
+
+
+def chain(*places: int, client_id: int = 0) -> Lineage:
+    """Return the lineage of these of the signers, in this order."""
+    lineage = Lineage(SIGNERS[places[0]][1])
+    for old, new in pairwise(places):
+        lineage = lineage.followed_by(
+            SIGNERS[new][1],
+            client_id=ClientId(client_id),
+            old=SIGNERS[old][0],
+            new=SIGNERS[new][0],
+        )
+    return lineage
+
+
+def test_a_key_that_follows_replaces_the_one_before(
+    registry: Registry, authority: Authority
+) -> None:
+    """The client stays the same, its certificate is new, and doors are told."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    (before,) = registry.clients()
+    assert before.lineage == before.identity_key
+    revision = registry.revision()
+    after = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    assert after == replace(
+        before,
+        identity_key=SIGNERS[1][1],
+        lineage=chain(0, 1).to_bytes(),
+        fingerprint="fingerprint-2",
+    )
+    assert registry.clients() == [after]
+    assert registry.by_fingerprint("fingerprint-1") is None
+    assert registry.revision() > revision
+    longer = registry.rotate("a", chain(0, 1, 2).to_bytes(), certify=authority.certify)
+    assert longer.identity_key == SIGNERS[2][1]
+
+
+def test_the_same_chain_may_come_again(registry: Registry, authority: Authority) -> None:
+    """The answer to the first time may be lost."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    first = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    again = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    assert again == replace(first, fingerprint="fingerprint-3")
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        b"",
+        chain(1).to_bytes(),
+        chain(0, 1).to_bytes()[:-1],
+        chain(0, 1).to_bytes()[:-32] + SIGNERS[2][1],
+        chain(0, 1, client_id=1).to_bytes(),
+        chain(2, 0).to_bytes(),
+        chain(0, 3, 1).to_bytes()[:32] + chain(0, 3, 1).to_bytes()[192:],
+    ],
+    ids=["nothing", "another key", "cut", "another end", "another client", "a fork", "a gap"],
+)
+def test_a_key_that_does_not_follow_is_refused(
+    registry: Registry, authority: Authority, lineage: bytes
+) -> None:
+    """Nothing is certified; control: the true chain is taken."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    with pytest.raises(EnrolmentRefused, match="does not follow from one that is known here"):
+        registry.rotate("a", lineage, certify=authority.certify)
+    assert len(authority.certified) == 1
+    registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+
+
+def test_a_fork_of_a_chain_is_refused(registry: Registry, authority: Authority) -> None:
+    """And so is what it was before."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    for other in (chain(0, 2), chain(0)):
+        with pytest.raises(EnrolmentRefused, match="does not follow"):
+            registry.rotate("a", other.to_bytes(), certify=authority.certify)
+
+
+def test_who_is_unknown_revoked_or_expired_replaces_no_keys(
+    registry: Registry, authority: Authority, clock: VirtualClock
+) -> None:
+    """They need an invitation."""
+    lineage = chain(0, 1).to_bytes()
+    with pytest.raises(EnrolmentRefused, match="does not follow"):
+        registry.rotate("a", lineage, certify=authority.certify)
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    registry.revoke("a")
+    with pytest.raises(EnrolmentRefused, match="'a' was revoked"):
+        registry.rotate("a", lineage, certify=authority.certify)
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    clock.sleep(70 * 365 * 86_400.0)
+    with pytest.raises(EnrolmentRefused, match="certificate of 'a' ended"):
+        registry.rotate("a", lineage, certify=authority.certify)
+
+
+def test_anothers_key_is_not_followed_by(registry: Registry, authority: Authority) -> None:
+    """A folder was copied."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    enrol(registry, "b", SIGNERS[1][1], authority.certify)
+    with pytest.raises(EnrolmentRefused, match="another client's"):
+        registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+
+
+def test_an_enrolment_keeps_the_chain_that_it_came_with_if_it_is_true(
+    registry: Registry, authority: Authority
+) -> None:
+    """A false one does not keep a client with a token out: others judge its key."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    for lineage, kept in (
+        (chain(0, 1), chain(0, 1)),
+        (chain(0, 2, client_id=5), chain(2)),
+        (chain(0, 1), chain(3)),
+    ):
+        token = registry.invite("a", tags=[], valid_s=60.0)
+        client = registry.redeem(
+            "a",
+            token,
+            identity_key=kept.key,
+            certify=authority.certify,
+            lineage=lineage.to_bytes(),
+        )
+        assert (client.identity_key, client.lineage) == (kept.key, kept.to_bytes())
+    assert registry.clients() == [client]
+
+
+def test_clients_of_the_version_before_have_a_chain_of_one_key(
+    database_url: str, database: Database, tmp_path: Path, authority: Authority
+) -> None:
+    """The column is new; what was in the table stays."""
+    before = StoredRegistry(database, SystemClock())
+    enrol(before, "a", KEY_A, authority.certify)
+    clients = before.clients()
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", "fedlearn.coordinator:migrations")
+        config.set_main_option("path_separator", "os")
+        command.downgrade(config, "0002")
+        columns = [each["name"] for each in inspect(connection).get_columns("clients")]
+        assert "lineage" not in columns
+    engine.dispose()
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
+        assert StoredRegistry(again, SystemClock()).clients() == clients
+        with pytest.raises(EnrolmentRefused, match="another client's"):  # keys are unique still
+            enrol(StoredRegistry(again, SystemClock()), "b", KEY_A, authority.certify)

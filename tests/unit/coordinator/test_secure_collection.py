@@ -36,7 +36,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan
+from fedlearn.secagg.plan import SecurePlan, noticed_hash, request_hash
 from fedlearn.secagg.session import Stage
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.transport.memory import Handler, MemoryChannel
@@ -313,6 +313,24 @@ def test_a_round_is_tried_again_with_fresh_keys() -> None:
     federation.channel.latency = honest_latency
     assert federation.collect(attempt=1).count(Status.REPORTED) == NUM_CLIENTS
     assert len(set(adverts)) == 2 * NUM_CLIENTS
+
+
+def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
+    """Once, with the terms; told and trained with are the same by the terms' hash."""
+    federation, seen = Federation.of(), dict[Stage | None, SecureRequest]()
+
+    def note(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
+        assert isinstance(request, SecureRequest)
+        seen[stage_of(encode(request))] = request
+        return np.zeros(len(clients))
+
+    federation.channel.latency = note
+    assert federation.collect().count(Status.REPORTED) == NUM_CLIENTS
+    told = seen[Stage.ADVERTISE].notice
+    assert told is not None
+    assert told.settings == REQUEST.settings
+    assert noticed_hash(told) == request_hash(seen[Stage.MASK])
+    assert {stage for stage, request in seen.items() if request.notice} == {Stage.ADVERTISE}
 
 
 def test_a_client_does_not_release_twice_in_a_round() -> None:

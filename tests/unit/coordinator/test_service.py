@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ import grpc
 import pytest
 import torch
 
+from fedlearn.coordinator import service_channel
 from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.coordinator.door_settings import DoorSettings
 from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
@@ -31,10 +32,13 @@ from fedlearn.core.messages import (
     Failure,
     Reply,
     Request,
+    SecureReply,
+    SecureRequest,
     TrainReply,
     TrainRequest,
+    together,
 )
-from fedlearn.errors import ConnectionRefused, DeploymentError, Parked
+from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
 from fedlearn.transport.identity import Identity, signed_bytes
@@ -129,6 +133,13 @@ class Member:
         data = encode(reply)
         signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
         self.say(wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data)))
+
+    def downloaded(self, task: wire_pb2.Task, path: Path) -> bytes:
+        path.write_bytes(b"")
+        self.use(
+            lambda connection: connection.download(task.sha256, num_bytes=task.num_bytes, path=path)
+        ).result(WAIT_S)
+        return path.read_bytes()
 
     def upload(self, task: wire_pb2.Task, path: Path) -> Future[wire_pb2.Receipt]:
         data = path.read_bytes()
@@ -235,7 +246,7 @@ class Collecting:
         self,
         channel: DoorChannel,
         members: list[Member],
-        request: Request,
+        request: Request | Mapping[int, Request],
         *,
         deadline_s: float = NEVER,
         enough: int | None = None,
@@ -243,7 +254,12 @@ class Collecting:
         self.arrived: Queue[tuple[int, Reply]] = Queue()
         self.outcome: Future[int] = Future()
         self._go_on = threading.Semaphore(0)
-        requests = {ClientId(member.client_id): request for member in members}
+        requests = {
+            ClientId(member.client_id): request[member.client_id]
+            if isinstance(request, Mapping)
+            else request
+            for member in members
+        }
         self._thread = threading.Thread(
             target=self._run, args=(channel, requests, deadline_s, enough), daemon=True
         )
@@ -424,6 +440,68 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
     exchange.consume()
     assert receipt.result(WAIT_S).verdict == Receipt.ACCEPTED
     assert member.upload(task, path).result(WAIT_S).verdict == Receipt.ACCEPTED
+    assert exchange.end() == 1
+
+
+def masking_request(train: TrainRequest, message: bytes) -> SecureRequest:
+    return SecureRequest(round_num=0, attempt=0, message=message, train=train)
+
+
+def requests_on_disk(site: Site) -> list[str]:
+    return [path.name for path in (site.folder / "requests").iterdir()]
+
+
+def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes back; control: another model is another file."""
+    door = site.open()
+    members = site.connected(door, 3)
+    asked = masking_request(train_request(size=1_000_000), b"")
+    own = {member.client_id: b"packets %d" % member.client_id for member in members}
+    requests = {i: replace(asked, message=message) for i, message in own.items()}
+    requests[2] = replace(requests[2], train=train_request(size=1_000_001))
+    encoded: list[Request | Reply] = []
+
+    def counting(message: Request | Reply) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(service_channel, "encode", counting)
+    exchange = Collecting(door.channel(), members, requests)
+    tasks = {member.client_id: member.hear_task() for member in members}
+    assert {i: task.personal for i, task in tasks.items()} == own
+    assert tasks[0].sha256 == tasks[1].sha256 != tasks[2].sha256
+    assert len(encoded) == 2
+    assert sorted(requests_on_disk(site)) == sorted({t.sha256.hex() for t in tasks.values()})
+    members[1].disconnect()
+    members[1].connect(door)
+    assert members[1].hear_task().personal == own[1]
+    for member in members:
+        task = tasks[member.client_id]
+        content = member.downloaded(task, tmp_path / member.name)
+        found = together(decode(content), task.personal)
+        assert encode(found) == encode(requests[member.client_id])
+        member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    assert len([exchange.take() for _ in members]) == exchange.end() == 3
+
+
+def test_a_personal_part_that_does_not_fit_into_a_task_asks_nobody(site: Site) -> None:
+    """Control: the largest that fits goes out."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    channel, train = door.channel(), train_request()
+    too_large = masking_request(train, bytes(wire.MAX_PERSONAL_BYTES + 1))
+    with pytest.raises(ConfigError, match=r'ask fewer clients .* or set .* to "sparse"'):
+        list(channel.exchange({ClientId(member.client_id): too_large}, deadline_s=NEVER))
+    assert member.told.empty()
+    largest = masking_request(train_request(size=60_000), bytes(wire.MAX_PERSONAL_BYTES))
+    exchange = Collecting(channel, [member], largest)
+    task = member.hear_task()
+    assert task.data
+    assert len(task.personal) == wire.MAX_PERSONAL_BYTES
+    member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    exchange.take()
     assert exchange.end() == 1
 
 

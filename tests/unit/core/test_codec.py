@@ -19,8 +19,10 @@ from fedlearn.core.messages import (
     Failure,
     SecureReply,
     SecureRequest,
+    TrainingNotice,
     TrainReply,
     TrainRequest,
+    settings_in,
     training_in,
 )
 from fedlearn.errors import ProtocolError
@@ -205,6 +207,7 @@ def secure_request(message: bytes, *, with_training: bool) -> SecureRequest:
         train=train if with_training else None,
         lanes={"parameters": ["message", "model/w"]} if with_training else {},
         directory={} if with_training else {ClientId(3): bytes(range(32))},
+        notice=None if with_training else TrainingNotice(settings={"rate": 0.1}, rest_hash=b"12"),
     )
 
 
@@ -218,6 +221,7 @@ def test_a_message_of_secure_aggregation_travels(body: bytes, with_training: boo
     assert (found.round_num, found.attempt, found.message) == (2, 1, body)
     assert {lane: list(names) for lane, names in found.lanes.items()} == sent.lanes
     assert found.directory == sent.directory
+    assert settings_in(found) == settings_in(sent)
     assert encode(found) == encode(sent)
     train = training_in(found)
     assert (train is not None) == with_training
@@ -239,6 +243,7 @@ SECURE: Mapping[str, Any] = {
     "lanes": {},
     "train": {},
     "directory": {},
+    "notice": {},
 }  # Any: JSON
 OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
 
@@ -257,6 +262,11 @@ OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
         ({"lanes": {"parameters": "w"}}, OCTETS),
         ({"lanes": {"parameters": [1]}}, OCTETS),
         ({"attempt": -1}, OCTETS),
+        ({"notice": 1}, OCTETS),
+        ({"notice": {"settings": {}}}, OCTETS),
+        ({"notice": {"settings": {}, "rest_hash": "x"}}, OCTETS),
+        ({"notice": {"settings": {"epochs": [1]}, "rest_hash": ""}}, OCTETS),
+        ({"notice": {"settings": {}, "rest_hash": "", "more": 1}}, OCTETS),
         ({"directory": {"1": "zz"}}, OCTETS),
         ({"directory": {"one": "00"}}, OCTETS),
         ({"directory": {"-1": "00"}}, OCTETS),

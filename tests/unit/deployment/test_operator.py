@@ -25,6 +25,7 @@ from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
+from fedlearn.secagg.identity_roster import IdentityRoster
 from fedlearn.transport.identity import Invitation
 
 TTL_S = 0.8
@@ -104,6 +105,19 @@ def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> N
         operator = Operator(places, database, SystemClock())
         with pytest.raises(DeploymentError, match=r"coordinator\.public_addresses"):
             operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
+
+
+def test_a_roster_has_the_keys_of_active_clients(site: Site, tmp_path: Path) -> None:
+    """And says whose deployment it is of; the next one replaces it."""
+    for name in ("a", "b"):
+        enrol(site, name)
+    path = tmp_path / "all.roster"
+    assert set(site.operator.roster(path).clients) == {0, 1}
+    site.operator.revoke("a")
+    found = site.operator.roster(path)
+    assert IdentityRoster.load(path) == found
+    assert found.coordinator_key == site.places.authority().coordinator_key
+    assert [(each.name, each.key) for each in found.clients.values()] == [("b", b"b".ljust(32))]
 
 
 def test_revoking_an_invitation_and_a_client_differ(site: Site) -> None:

@@ -275,3 +275,13 @@ def test_another_file_is_not_an_invitation(tmp_path: Path, content: bytes) -> No
         Invitation.load(path)
     with pytest.raises(DeploymentError, match="cannot read"):
         Invitation.load(tmp_path / "other.json")
+
+
+def test_keys_are_made_once_in_a_folder(tmp_path: Path) -> None:
+    """Whoever asks later gets the same; control: another folder has others."""
+    folder = tmp_path / "client"
+    made = Identity.at(folder)
+    assert Identity.at(folder).public_key == made.public_key == Identity.load(folder).public_key
+    assert Identity.at(tmp_path / "other").public_key != made.public_key
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / IDENTITY_FILE).stat().st_mode & 0o777 == 0o600

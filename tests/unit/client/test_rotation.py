@@ -1,0 +1,350 @@
+"""A client's keys are replaced: on its disk, and at a real enrolment port."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client.credentials import credentials_of
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Enrolment, Home
+from fedlearn.client.pins import Pins
+from fedlearn.client.renewal import missing_key_advice
+from fedlearn.client.rotation import KeyRotation
+from fedlearn.client.secure import Kept
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.secagg.client_state import Advertised, ClientState
+from fedlearn.secagg.fixed_point import weight_lane
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
+from fedlearn.secagg.messages import Advert
+from fedlearn.secagg.parameters import Adversary
+from fedlearn.secagg.succession import MAX_SUCCESSIONS, Lineage
+from fedlearn.secagg.terms import Terms
+from fedlearn.testing import FakeCoordinator
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.grpc_client import DoorConnection, enrol
+from fedlearn.transport.identity import Identity, Invitation
+
+KEY = b"c" * 32
+TERMS = Terms(
+    run_id=bytes(16),
+    round_num=2,
+    attempt=1,
+    request_hash=bytes(32),
+    adversary=Adversary.ACTIVE_SERVER,
+    topology=Topology.COMPLETE,
+    num_clients=3,
+    num_neighbours=2,
+    threshold=2,
+    quorum=2,
+    min_survivors=2,
+    max_weight=9,
+    lanes=(weight_lane(max_weight=9, num_clients=3),),
+)
+ADVERT = Advert(
+    client_id=ClientId(0),
+    packet_key=bytes(32),
+    mask_key=bytes(32),
+    nonce=bytes(16),
+    signature=bytes(64),
+)
+
+
+def invitation(token: bytes, *, name: str = "laptop", ca_pem: bytes = b"authority") -> Invitation:
+    return Invitation(
+        name=name,
+        addresses=("127.0.0.1:1",),
+        enrolment_addresses=("127.0.0.1:2",),
+        ca_pem=ca_pem,
+        token=token,
+        expires_utc="2030-01-01T00:00:00Z",
+        coordinator_key=KEY,
+    )
+
+
+def enrolled(home: Home, given: Invitation, *, client_id: int = 3) -> Enrolment:
+    home.coming_identity()
+    return home.enrol(given, certificate_pem=b"PEM", client_id=ClientId(client_id))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "client")
+
+
+# -- on the disk ------------------------------------------------------------------------------
+
+
+def test_rotated_keys_follow_from_those_before(home: Home) -> None:
+    """Number, invitation and redeemed tokens stay; the note is gone."""
+    first = enrolled(home, invitation(b"1"))
+    assert first.lineage == Lineage(first.identity.public_key)
+    assert home.ask_rotation().identity.public_key == first.identity.public_key
+    assert home.wants_rotation(first)
+    second = home.rotate(first, certificate_pem=b"second")
+    assert not home.wants_rotation(second)
+    assert (second.client_id, second.certificate_pem) == (3, b"second")
+    assert second.is_with(invitation(b"1"))
+    assert second.lineage.key_after(0) == first.identity.public_key
+    assert second.lineage.key == second.identity.public_key
+    second.lineage.check(ClientId(3))
+
+
+def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
+    """A crash came after they were replaced, and before the note was removed."""
+    first = enrolled(home, invitation(b"1"))
+    home.ask_rotation()
+    note = (home.folder / "rotate").read_bytes()
+    second = home.rotate(first, certificate_pem=b"second")
+    (home.folder / "rotate").write_bytes(note)
+    assert not home.wants_rotation(second)
+
+
+def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None:
+    """Nor does one whose chain is full."""
+    with pytest.raises(DeploymentError, match="is not enrolled"):
+        home.ask_rotation()
+    current = enrolled(home, invitation(b"1"))
+    for _ in range(MAX_SUCCESSIONS):
+        current = home.rotate(current, certificate_pem=b"PEM")
+    with pytest.raises(DeploymentError, match="replaced its keys 64 times"):
+        home.ask_rotation()
+    home.coming_identity()
+    assert home.coming_lineage(invitation(b"2")).num_rotations == 0
+
+
+def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Home) -> None:
+    """Else whoever renews a certificate would be a stranger to the others."""
+    first = enrolled(home, invitation(b"1"))
+    second = enrolled(home, invitation(b"2"))
+    assert second.lineage.first_key == first.identity.public_key
+    second.lineage.check(ClientId(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "client_id"),
+    [
+        (invitation(b"2", ca_pem=b"another"), 3),
+        (invitation(b"2", name="other"), 3),
+        (invitation(b"2"), 4),
+    ],
+)
+def test_elsewhere_or_as_another_a_chain_begins_anew(
+    home: Home, given: Invitation, client_id: int
+) -> None:
+    """Statements are about one client of one deployment."""
+    enrolled(home, invitation(b"1"))
+    assert enrolled(home, given, client_id=client_id).lineage.num_rotations == 0
+
+
+def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
+    """It came with a copy of another folder."""
+    enrolled(home, invitation(b"1"))
+    Identity.create().save(home.folder / "identity")
+    with pytest.raises(DeploymentError, match="is damaged"):
+        home.enrolment()
+
+
+def test_consent_that_is_revoked_leaves_pins_and_a_new_enrolment_too(home: Home) -> None:
+    """Only who removes the folder believes what is seen first again."""
+    pins = Pins().following({ClientId(1): bytes(32)})
+    home.pin_file(enrolled(home, invitation(b"1"))).write(pins)
+    home.erase()
+    again = enrolled(home, invitation(b"2"))
+    assert home.pin_file(again).read() == pins
+    home.forget()
+    assert home.pin_file(again).read() == Pins()
+
+
+# -- rosters ----------------------------------------------------------------------------------
+
+
+def roster(*entries: tuple[int, bytes, int], coordinator_key: bytes = KEY) -> IdentityRoster:
+    return IdentityRoster(
+        coordinator_key=coordinator_key,
+        clients={
+            ClientId(number): RosterEntry(name=f"clinic-{number}", key=key, num_rotations=place)
+            for number, key, place in entries
+        },
+    )
+
+
+def test_a_roster_is_taken_over_once(home: Home) -> None:
+    """The same file at the next start does not undo what followed; another one replaces all."""
+    enrolment = enrolled(home, invitation(b"1"))
+    given, other = roster((1, b"a" * 32, 0)), roster((1, b"b" * 32, 0))
+    home.pin_roster(given, enrolment)
+    file = home.pin_file(enrolment)
+    assert file.read() == Pins.of(given)
+    moved = file.read().without(ClientId(1))
+    file.write(moved)
+    home.pin_roster(given, enrolment)
+    assert file.read() == moved
+    home.pin_roster(other, enrolment)
+    assert file.read() == Pins.of(other)
+
+
+def test_a_roster_must_know_this_client_by_its_own_key(home: Home) -> None:
+    """Or by an earlier one; control: one from before it joined does not know it at all."""
+    first = enrolled(home, invitation(b"1"))
+    second = home.rotate(first, certificate_pem=b"PEM")
+    home.pin_roster(roster((3, first.identity.public_key, 0)), second)
+    home.pin_roster(roster((1, b"a" * 32, 0)), second)
+    with pytest.raises(DeploymentError, match="somebody else would be taken for this client"):
+        home.pin_roster(roster((3, b"x" * 32, 0)), second)
+    with pytest.raises(DeploymentError, match="of another coordinator"):
+        home.pin_roster(roster(coordinator_key=b"d" * 32), second)
+
+
+def test_an_enrolment_without_the_coordinators_key_says_what_to_do(home: Home) -> None:
+    """Control: with it there is nothing to say."""
+    enrolment = enrolled(home, invitation(b"1"))
+    assert missing_key_advice(enrolment) is None
+    old = replace(enrolment, invitation=replace(enrolment.invitation, coordinator_key=b""))
+    advice = missing_key_advice(old)
+    assert advice is not None
+    assert "fedlearn invite laptop" in advice
+    assert "fedlearn join" in advice
+
+
+# -- at the enrolment port --------------------------------------------------------------------
+
+
+@dataclass
+class Client:
+    """An enrolled client of a real coordinator, and its rotation."""
+
+    coordinator: FakeCoordinator
+    home: Home
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    events: list[AgentEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        given = Invitation.load(self.coordinator.invite("laptop"))
+        identity = self.home.coming_identity()
+        address = given.enrolment_addresses[0]
+        certificate_pem, client_id = asyncio.run(enrol(address, given, identity))
+        self.home.enrol(given, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+        self.rotation = KeyRotation(self.home, clock=self.clock, on_event=self.events.append)
+
+    @property
+    def enrolment(self) -> Enrolment:
+        found = self.home.enrolment()
+        assert found is not None
+        return found
+
+    def is_due(self, *, is_connected: bool = True, run_id: str = "") -> bool:
+        return self.rotation.is_due(self.enrolment, run_id=run_id, is_connected=is_connected)
+
+    def rotate(self, enrolment: Enrolment | None = None) -> Enrolment:
+        return asyncio.run(self.rotation.carried_out(enrolment or self.enrolment))
+
+    def connect(self, enrolment: Enrolment) -> int:
+        """Return the number by which the coordinator greets the client."""
+
+        async def greeted() -> int:
+            hello = wire_pb2.Hello(protocol=wire.PROTOCOL)
+            door = DoorConnection(self.coordinator.address, credentials_of(enrolment))
+            async with door as connection, connection.session(hello) as session:
+                return session.welcome.client_id
+
+        return asyncio.run(greeted())
+
+
+@pytest.fixture
+def client(home: Home) -> Iterator[Client]:
+    with FakeCoordinator() as coordinator:
+        yield Client(coordinator, home)
+
+
+def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> None:
+    """It hears the new certificate and the old one no more, and gives the same number."""
+    before = client.enrolment
+    assert not client.is_due()
+    client.home.ask_rotation()
+    assert client.is_due()
+    after = client.rotate()
+    assert not client.is_due()
+    assert client.enrolment.identity.public_key == after.identity.public_key
+    assert client.connect(after) == before.client_id
+    with pytest.raises(ConnectionRefused, match="not enrolled"):
+        client.connect(before)
+    assert [event.kind for event in client.events] == [EventKind.ENROLLED]
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
+    """The coordinator has the new keys, the client does not know, and is not heard meanwhile."""
+    client.home.ask_rotation()
+    before, identity = client.enrolment, client.home.coming_identity()
+    address = before.invitation.enrolment_addresses[0]
+    lineage = before.followed_by(identity).to_bytes()
+    asyncio.run(enrol(address, before.invitation, identity, lineage=lineage))
+    with pytest.raises(ConnectionRefused):
+        client.connect(before)
+    after = client.rotate()
+    assert after.identity.public_key == identity.public_key
+    assert client.connect(after) == before.client_id
+
+
+def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
+    """Who is connected tries again later, who is not at once."""
+    client.home.ask_rotation()
+    gone = replace(
+        client.enrolment,
+        invitation=replace(client.enrolment.invitation, enrolment_addresses=("127.0.0.1:1",)),
+    )
+    assert client.rotate(gone) is gone
+    assert not client.is_due()
+    assert client.is_due(is_connected=False)
+    client.clock.sleep(601.0)
+    assert client.is_due()
+
+
+def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
+    """Once: what is refused is not asked for again."""
+    client.home.ask_rotation()
+    client.coordinator.revoke("laptop")
+    before = client.enrolment
+    assert client.rotate() is not None
+    assert client.enrolment.identity.public_key == before.identity.public_key
+    assert not client.is_due()
+    (event,) = client.events
+    assert event.kind is EventKind.REFUSED
+    assert "revoked" in event.message
+
+
+def test_a_chain_from_another_key_is_refused(client: Client) -> None:
+    """A thief of the name, or a copy of an old folder."""
+    stranger = replace(
+        client.enrolment,
+        identity=(identity := Identity.create()),
+        lineage=Lineage(identity.public_key),
+    )
+    client.home.ask_rotation()
+    client.rotate(stranger)
+    assert "does not follow from one that is known here" in client.events[0].message
+
+
+def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
+    """It is signed for with the old key; one that never ends is not waited for."""
+    client.home.ask_rotation()
+    secret = SecretBytes.generate(32)
+    fresh = ClientState.fresh(bytes(16))
+    begun = fresh.at(Advertised(TERMS, ADVERT, secret, secret))
+    path = client.home.folder / "state" / "run"
+    path.parent.mkdir()
+    path.write_bytes(Kept(trainer={}, session=begun).to_bytes())
+    assert not client.is_due(run_id="run")
+    assert not client.is_due(run_id="run", is_connected=False)
+    assert client.is_due(run_id="another")
+    path.write_bytes(Kept(trainer={}, session=fresh).to_bytes())
+    assert client.is_due(run_id="run")
+    path.write_bytes(Kept(trainer={}, session=begun).to_bytes())
+    client.clock.sleep(601.0)
+    assert client.is_due(run_id="run")

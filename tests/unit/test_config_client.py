@@ -1,0 +1,123 @@
+"""A client's own file: what it refuses and when its device may train."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlearn.client.conditions import Conditions
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.config import ClientConfig, load_client, template
+from fedlearn.errors import ConfigError
+
+WHOLE = """\
+[policy]
+max_epochs = 5
+max_tasks_per_day = 50
+evaluate = false
+
+[policy.secure_aggregation]
+required = true
+adversary = "honest-but-curious"
+allow_sparse = false
+corruption = 0.25
+min_cohort = 10
+max_cohort = 100
+max_clip = 2.5
+max_upload_bytes = 1_000_000
+max_releases_per_round = 1
+
+[conditions]
+on_power = true
+idle = true
+unmetered = true
+between = ["22:00", "06:00"]
+"""
+
+
+def load(folder: Path, text: str) -> ClientConfig:
+    path = folder / "client.toml"
+    path.write_text(text)
+    return load_client(path)
+
+
+def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) -> None:
+    """The defaults are written once; an empty file changes nothing."""
+    for config in (load_client(None), load(tmp_path, "")):
+        assert config.to_policy() == Policy()
+        assert config.to_conditions() == Conditions()
+
+
+def test_every_key_reaches_the_client(tmp_path: Path) -> None:
+    """Policy, its secure aggregation, and conditions: none keeps its default."""
+    config = load(tmp_path, WHOLE)
+    secure = SecureAggregationPolicy(
+        required=True,
+        adversary="honest-but-curious",
+        allow_sparse=False,
+        corruption=0.25,
+        min_cohort=10,
+        max_cohort=100,
+        max_clip=2.5,
+        max_upload_bytes=1_000_000,
+        max_releases_per_round=1,
+    )
+    policy = Policy(max_epochs=5, max_tasks_per_day=50, evaluate=False, secure_aggregation=secure)
+    assert config.to_policy() == policy
+    conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
+    assert config.to_conditions() == conditions
+    for value, default in (
+        (secure, SecureAggregationPolicy()),
+        (policy, Policy()),
+        (conditions, Conditions()),
+    ):
+        assert not vars(value).items() & vars(default).items()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[policy]\nmax_epoch = 3", "client.toml:2: policy.max_epoch: unknown key; did you mean"),
+        ("[polcy]", "client.toml:1: polcy: unknown key; did you mean policy?"),
+        (
+            "\n[policy.secure_aggregation]\nrequred = true",
+            "client.toml:3: policy.secure_aggregation.requred: unknown key; did you mean policy.s",
+        ),
+        ("[policy]\nmax_epochs = -1", "is -1; give an integer >= 0"),
+        ("[policy]\nevaluate = 1", "give true or false"),
+        ('[policy.secure_aggregation]\nadversary = "activ"', 'did you mean "active"?'),
+        ("[policy.secure_aggregation]\ncorruption = 1.0", "is 1.0; give a number >= 0 and < 1"),
+        ("[policy.secure_aggregation]\nmin_cohort = 1", "is 1; give an integer >= 2"),
+        (
+            "[policy.secure_aggregation]\nmin_cohort = 9\nmax_cohort = 8",
+            "client.toml:3: policy.secure_aggregation.max_cohort: is 8, below min_cohort (9)",
+        ),
+        ('[conditions]\nbetween = ["22:00"]', "give two times of day"),
+        ('[conditions]\nbetween = ["22:00", "24:00"]', "give two times of day"),
+        ('[conditions]\nbetween = ["22:00", "22:00"]', "which is never"),
+        ("[policy", "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    """As in the coordinator's file."""
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, text)
+    assert words in str(refused.value)
+    assert str(tmp_path / "client.toml") in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """A client never falls back to a policy that nobody chose."""
+    with pytest.raises(ConfigError, match=r"none\.toml: there is no such file"):
+        load_client(tmp_path / "none.toml")
+
+
+def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
+    """And has every key, those that are not set as comments."""
+    text = template(ClientConfig(), omit=(), heading="A client.")
+    assert load(tmp_path, text) == ClientConfig()
+    keys: set[Any] = {*Policy.__dataclass_fields__, *SecureAggregationPolicy.__dataclass_fields__}
+    keys |= {*Conditions.__dataclass_fields__}
+    assert [key for key in keys if f"\n{key} =" not in text and f"\n# {key} =" not in text] == [
+        "secure_aggregation"
+    ]
