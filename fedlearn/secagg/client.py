@@ -212,18 +212,24 @@ class SecureClient:
             holder: SecretBytes(shamir.to_bytes(pair))
             for holder, pair in zip(holders, shares, strict=True)
         }
-        agreement = keys.KeyAgreement(step.packet_secret)
+        neighbours = session.neighbours(self.client_id)
+        agreed = self._agreed(session, step, neighbours)
         reply = Shares(
             session=session.id,
             commitment=keys.commitment(seed, session=session.id, client_id=self.client_id),
             packets=tuple(
-                self._seal(agreement, session, to=neighbour, pair=pairs[neighbour])
-                for neighbour in session.neighbours(self.client_id)
+                self._seal(agreed[neighbour], session, to=neighbour, pair=pairs[neighbour])
+                for neighbour in neighbours
             ),
         )
+        opening = {
+            neighbour: keys.packet_key(
+                agreed[neighbour], session=session.id, way=(neighbour, self.client_id)
+            )
+            for neighbour in neighbours
+        }
         own = pairs.get(self.client_id)
-        after = Shared(session, step.packet_secret, step.mask_secret, seed, own)
-        return reply, state.at(after)
+        return reply, state.at(Shared(session, opening, step.mask_secret, seed, own))
 
     def _check_roster(self, session: Session, step: Advertised) -> None:
         if len(session.adverts) > step.terms.num_clients:
@@ -235,16 +241,23 @@ class SecureClient:
         for advert in session.adverts:
             check_advert(advert, step.terms, directory=self.directory)
 
+    def _agreed(
+        self, session: Session, step: Advertised, neighbours: Iterable[ClientId]
+    ) -> dict[ClientId, SecretBytes]:
+        """Return what the packet keys of this client and each neighbour agree on."""
+        agreement, found = keys.KeyAgreement(step.packet_secret), dict[ClientId, SecretBytes]()
+        for neighbour in neighbours:
+            try:
+                found[neighbour] = agreement.agree(session.by_id[neighbour].packet_key)
+            except ProtocolError as error:
+                raise _abort(Stage.SHARE, f"client {neighbour}: {error}") from error
+        return found
+
     def _seal(
-        self, agreement: keys.KeyAgreement, session: Session, *, to: ClientId, pair: SecretBytes
+        self, agreed: SecretBytes, session: Session, *, to: ClientId, pair: SecretBytes
     ) -> bytes:
         way = (self.client_id, to)
-        try:
-            key = keys.packet_key(
-                agreement, session.by_id[to].packet_key, session=session.id, way=way
-            )
-        except ProtocolError as error:
-            raise _abort(Stage.SHARE, f"client {to}: {error}") from error
+        key = keys.packet_key(agreed, session=session.id, way=way)
         plain = messages.packet_of(session.points[to], pair)
         return keys.seal(key, plain, session=session.id, way=way)
 
@@ -318,13 +331,11 @@ class SecureClient:
                 f"{len(message.packets)} neighbours shared, too few for the threshold "
                 f"{session.terms.threshold}",
             )
-        agreement, point = keys.KeyAgreement(step.packet_secret), session.points[self.client_id]
+        point = session.points[self.client_id]
         for sender, packet in message.packets.items():
             way = (sender, self.client_id)
-            their_key = session.by_id[sender].packet_key
             try:
-                key = keys.packet_key(agreement, their_key, session=session.id, way=way)
-                plain = keys.unseal(key, packet, session=session.id, way=way)
+                plain = keys.unseal(step.opening[sender], packet, session=session.id, way=way)
                 held[sender] = messages.open_packet(plain, point=point, sender=sender)
             except ProtocolError as error:
                 raise _abort(Stage.MASK, str(error)) from error

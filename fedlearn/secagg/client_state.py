@@ -51,14 +51,14 @@ class Shared:
 
     Attributes:
         session: Terms and roster.
-        packet_secret: Opens packets.
+        opening: Keys of the packets to this client, by their sender.
         mask_secret: Agrees on masks.
         seed: Of the client's own mask.
         own: Its own shares of its own secrets; None in a sparse graph.
     """
 
     session: Session
-    packet_secret: SecretBytes
+    opening: Mapping[ClientId, SecretBytes]
     mask_secret: SecretBytes
     seed: SecretBytes
     own: SecretBytes | None
@@ -176,16 +176,15 @@ def _step_bytes(step: Step | None) -> bytes:
             secrets = step.packet_secret.reveal() + step.mask_secret.reveal()
             return b"\x01" + _blob(step.terms.to_bytes()) + step.advert.body() + secrets
         case Shared():
-            secrets = b"".join(
-                secret.reveal() for secret in (step.packet_secret, step.mask_secret, step.seed)
-            )
+            secrets = step.mask_secret.reveal() + step.seed.reveal()
             own = step.own.reveal() if step.own else b""
-            return b"\x02" + _session_bytes(step.session) + secrets + _blob(own)
+            head = _session_bytes(step.session) + _table_bytes(step.opening)
+            return b"\x02" + head + secrets + _blob(own)
         case Masked():
-            return b"\x03" + _session_bytes(step.session) + _held_bytes(step.held)
+            return b"\x03" + _session_bytes(step.session) + _table_bytes(step.held)
         case Confirmed():
             ids = b"".join(octets.integer(i, 8) for i in step.survivors)
-            head = _session_bytes(step.session) + _held_bytes(step.held)
+            head = _session_bytes(step.session) + _table_bytes(step.held)
             return b"\x04" + head + _blob(ids)
 
 
@@ -199,10 +198,10 @@ def _read_step(reader: octets.Reader) -> Step | None:
         return Advertised(terms, advert, _read_secret(reader), _read_secret(reader))
     session = _read_session(reader)
     if kind == 2:  # noqa: PLR2004 - the tags of _step_bytes
-        first, second, third = (_read_secret(reader) for _ in range(3))
-        own = _read_blob(reader)
-        return Shared(session, first, second, third, SecretBytes(own) if own else None)
-    held = _read_held(reader)
+        opening = _read_table(reader, _SECRET_BYTES)
+        mask_secret, seed, own = _read_secret(reader), _read_secret(reader), _read_blob(reader)
+        return Shared(session, opening, mask_secret, seed, SecretBytes(own) if own else None)
+    held = _read_table(reader, PAIR_BYTES)
     if kind == 3:  # noqa: PLR2004 - as above
         return Masked(session, held)
     ids = octets.Reader(_read_blob(reader), what="the survivors of a client's state")
@@ -236,11 +235,12 @@ def _read_session(reader: octets.Reader) -> Session:
     return Session(terms, found)
 
 
-def _held_bytes(held: Mapping[ClientId, SecretBytes]) -> bytes:
-    rows = b"".join(octets.integer(owner, 8) + pair.reveal() for owner, pair in held.items())
-    return octets.integer(len(held), 4) + rows
+def _table_bytes(table: Mapping[ClientId, SecretBytes]) -> bytes:
+    rows = b"".join(octets.integer(each, 8) + secret.reveal() for each, secret in table.items())
+    return octets.integer(len(table), 4) + rows
 
 
-def _read_held(reader: octets.Reader) -> dict[ClientId, SecretBytes]:
+def _read_table(reader: octets.Reader, secret_bytes: int) -> dict[ClientId, SecretBytes]:
     size = reader.integer(4, largest=MAX_CLIENTS)
-    return {ClientId(reader.integer(8)): SecretBytes(reader.take(PAIR_BYTES)) for _ in range(size)}
+    rows = ((ClientId(reader.integer(8)), reader.take(secret_bytes)) for _ in range(size))
+    return {each: SecretBytes(secret) for each, secret in rows}

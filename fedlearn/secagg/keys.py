@@ -134,10 +134,13 @@ def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> 
 
 
 def packet_key(
-    agreement: KeyAgreement, public_key: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
+    agreed: SecretBytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> SecretBytes:
-    """Return the key of the one packet from ``way[0]`` to ``way[1]``."""
-    return derive(agreement.agree(public_key), session=session, label=b"packet", ids=way)
+    """Return the key of the one packet from ``way[0]`` to ``way[1]``.
+
+    ``agreed`` is what the packet keys of the two agree on.
+    """
+    return derive(agreed, session=session, label=b"packet", ids=way)
 
 
 def seal(

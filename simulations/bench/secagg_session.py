@@ -149,10 +149,8 @@ class StandIn:
     def _packet_key(
         self, session: Session, way: tuple[ClientId, ClientId], *, peer: ClientId
     ) -> SecretBytes:
-        agreement = keys.KeyAgreement(self.packet_secret)
-        return keys.packet_key(
-            agreement, session.by_id[peer].packet_key, session=session.id, way=way
-        )
+        agreed = keys.KeyAgreement(self.packet_secret).agree(session.by_id[peer].packet_key)
+        return keys.packet_key(agreed, session=session.id, way=way)
 
 
 @dataclass(frozen=True, kw_only=True)

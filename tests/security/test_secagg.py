@@ -1090,7 +1090,7 @@ def test_secrets_are_in_no_representation() -> None:
     step = paused.states[VICTIM].step
     assert isinstance(step, Shared)
     shown = repr(step) + repr(paused.states[VICTIM]) + repr(until(Stage.UNMASK).states[VICTIM])
-    for secret in (step.seed, step.mask_secret, step.packet_secret):
+    for secret in (step.seed, step.mask_secret, *step.opening.values()):
         assert repr(secret.reveal())[2:-1] not in shown
         assert secret.reveal().hex() not in shown
     last = until(Stage.UNMASK)

@@ -205,7 +205,7 @@ class Impostor:
     def _way(self, session: Session, sender: ClientId, to: ClientId) -> SecretBytes:
         mine = sender if to == VICTIM else to
         agreement, theirs = keys.KeyAgreement(self.packet[mine]), session.by_id[VICTIM].packet_key
-        return keys.packet_key(agreement, theirs, session=session.id, way=(sender, to))
+        return keys.packet_key(agreement.agree(theirs), session=session.id, way=(sender, to))
 
     def _seed(self, session: Session, packets: tuple[bytes, ...]) -> SecretBytes:
         points, held = [], []

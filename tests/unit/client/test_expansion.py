@@ -160,7 +160,7 @@ def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MasksAhead) -
     step = step_of(states[CLIENTS[0]])
     again = Shared(
         step.session,
-        step.packet_secret,
+        step.opening,
         step.mask_secret,
         type(step.seed).generate(len(step.seed.reveal())),
         step.own,

@@ -50,10 +50,11 @@ ADVERTS = tuple(
 SESSION = Session(TERMS, ADVERTS)
 SECRETS = [SecretBytes.generate(32) for _ in range(3)]
 HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate(72)}
+OPENING = {ClientId(5): SECRETS[0]}
 STEPS: list[Step] = [
     Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
-    Shared(SESSION, SECRETS[0], SECRETS[1], SECRETS[2], None),
-    Shared(SESSION, SECRETS[0], SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
+    Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], None),
+    Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
     Masked(SESSION, HELD),
     Confirmed(SESSION, HELD, (ClientId(1), ClientId(5))),
 ]
@@ -72,6 +73,8 @@ def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
     if isinstance(step, Masked | Confirmed) and isinstance(again.step, Masked | Confirmed):
         assert again.step.session.id == SESSION.id
         assert again.step.held == HELD
+    if isinstance(step, Shared) and isinstance(again.step, Shared):
+        assert again.step.opening == OPENING
 
 
 @pytest.mark.parametrize("step", STEPS)
