@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.core.collecting import Block
+from fedlearn.core.cores import on_all_cores
 from fedlearn.core.params import Layout
 
 
@@ -135,11 +136,18 @@ def _add_product(total_P: Tensor, deltas_BP: Tensor, weights_B: Tensor) -> None:
 
 
 def _add_rows(total_P: Tensor, rows_BP: Sequence[Tensor], weights_B: Sequence[float]) -> None:
-    """Add rows that lie apart; the total is read and written once for all of them."""
-    memory = total_P.new_empty(min(_COLUMNS, total_P.numel()))
-    split = [row_P.split(_COLUMNS) for row_P in rows_BP]
-    for total, *deltas in zip(total_P.split(_COLUMNS), *split, strict=True):
-        product = torch.mul(deltas[0], weights_B[0], out=memory[: total.numel()])
-        for delta, weight in zip(deltas[1:], weights_B[1:], strict=True):
-            product.add_(delta, alpha=weight)
-        total.add_(product)
+    """Add rows that lie apart; the total is read and written once for all of them.
+
+    Each element is summed in the same order on any number of cores.
+    """
+
+    def add(part: slice) -> None:
+        memory = total_P.new_empty(min(_COLUMNS, part.stop - part.start))
+        split = [row_P[part].split(_COLUMNS) for row_P in rows_BP]
+        for total, *deltas in zip(total_P[part].split(_COLUMNS), *split, strict=True):
+            product = torch.mul(deltas[0], weights_B[0], out=memory[: total.numel()])
+            for delta, weight in zip(deltas[1:], weights_B[1:], strict=True):
+                product.add_(delta, alpha=weight)
+            total.add_(product)
+
+    on_all_cores(total_P.numel(), add)

@@ -1,7 +1,16 @@
-"""How much of the machine this process may use."""
+"""How much of the machine this process may use, and work that is spread over it."""
 
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+#: Elements for which another thread pays.
+_ELEMENTS_PER_THREAD = 1 << 20
 
 
 def num_cores() -> int:
@@ -12,3 +21,21 @@ def num_cores() -> int:
         True
     """
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def on_all_cores(size: int, job: Callable[[slice], ResultT]) -> list[ResultT]:
+    """Return what ``job`` returns for consecutive parts of ``size`` elements, one part a core.
+
+    For work on memory that releases the interpreter's lock; few elements are one part.
+
+    Example:
+        >>> on_all_cores(3, lambda part: [1, 2, 3][part])
+        [[1, 2, 3]]
+    """
+    num_parts = max(1, min(num_cores(), size // _ELEMENTS_PER_THREAD))
+    if num_parts == 1:
+        return [job(slice(0, size))]
+    bounds = [size * part // num_parts for part in range(num_parts + 1)]
+    parts = [slice(*pair) for pair in pairwise(bounds)]
+    with ThreadPoolExecutor(num_parts) as pool:
+        return list(pool.map(job, parts))

@@ -1,0 +1,73 @@
+"""Work on memory that is spread over the cores: all of it once, and the same bits on any number."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.core import cores
+from fedlearn.core.collecting import MAX_DELTA, Block, is_sound
+from fedlearn.core.cores import on_all_cores
+from fedlearn.core.params import Layout
+
+LARGE = 3 * (1 << 20) + 5
+
+
+def use(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "num_cores", lambda: num)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 64])
+def test_each_element_is_in_one_part(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parts as cores, unless that leaves too little for each."""
+    use(num, monkeypatch)
+    parts = on_all_cores(LARGE, lambda part: part)
+    assert len(parts) == min(num, 3)
+    assert [place for part in parts for place in (part.start, part.stop)][1:-1:2] == [
+        part.start for part in parts[1:]
+    ]
+    assert (parts[0].start, parts[-1].stop) == (0, LARGE)
+
+
+def test_parts_run_together_and_few_elements_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the others: one after the other they would never meet."""
+    use(3, monkeypatch)
+    met = threading.Barrier(3)
+    assert sorted(on_all_cores(LARGE, lambda _: met.wait(30.0))) == [0, 1, 2]
+    assert on_all_cores(10, lambda _: threading.get_ident()) == [threading.get_ident()]
+
+
+def test_what_fails_in_a_part_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(2, monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        on_all_cores(LARGE, lambda part: 1 // part.start)
+
+
+def test_the_mean_has_the_same_bits_on_any_number_of_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mean, layout = WeightedMean(by_examples=True), Layout.of(nn.Linear(LARGE, 1, bias=False))
+    draws = torch.Generator().manual_seed(0)
+    rows = [torch.randn(LARGE, generator=draws) for _ in range(3)]
+    found = []
+    for num in (1, 2, 3):
+        use(num, monkeypatch)
+        state = mean.init(layout, device=torch.device("cpu"))
+        block = Block(rows, torch.tensor([1.0, 7.0, 3.0]))
+        found.append(mean.finalize(mean.accumulate(state, block)))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("place", [0, LARGE // 2, LARGE - 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2 * MAX_DELTA])
+def test_what_is_not_sound_is_found_in_every_part(
+    place: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(3, monkeypatch)
+    delta = torch.zeros(LARGE)
+    assert is_sound(delta)
+    delta[place] = bad
+    assert not is_sound(delta)
