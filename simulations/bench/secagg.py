@@ -3,12 +3,13 @@
     python simulations/bench/secagg.py
 
 fold    the masks of all neighbours, added to a vector
+clock   the fold of masks by the clock, on all cores, as a client runs it
 client  all that one client does in a round, keys and signatures included
 server  all that the coordinator does in a round in which a tenth drops out after sharing
 upload  bytes that a client sends
 
 Flower's functions run in a process of their own (``secagg_flower.py``), in turn with ours. All
-figures are seconds of processor time on one thread, so that other programs on the machine do
+other figures are seconds of processor time on one thread, so that other programs on the machine do
 not count; each is the median of the turns, and a ratio is that of the same turn. The bound is
 keystream into a buffer and additions from it, both in the cache, as many bytes as are folded.
 
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 from secagg_session import session, terms_for
 
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cores import num_cores
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.secagg import masking
 from fedlearn.secagg.fixed_point import aligned
@@ -145,15 +147,12 @@ class Fold:
         masking.fold([self.words], self.keys, num_threads=1)
         return cpu_s() - before_s
 
-    def speedup(self, num_threads: int) -> float:
-        """Return how many times as fast several threads are, by the clock."""
+    def clock_s(self, num_threads: int) -> float:
+        """Fold them on several threads; return the seconds that passed."""
         clock = SystemClock()
-        times = []
-        for threads in (1, num_threads):
-            before_s = clock.now_s()
-            masking.fold([self.words], self.keys, num_threads=threads)
-            times.append(clock.now_s() - before_s)
-        return times[0] / times[1]
+        before_s = clock.now_s()
+        masking.fold([self.words], self.keys, num_threads=num_threads)
+        return clock.now_s() - before_s
 
     def bound(self) -> tuple[float, float]:
         """Return the seconds of as much keystream, and of as many additions, in the cache."""
@@ -186,7 +185,7 @@ def take_turns(arguments: argparse.Namespace) -> dict[str, list[float]]:
             found["keystream"].append(keystream_s)
             found["additions"].append(add_s)
             found["fold"].append(fold.seconds())
-            found["speedup"].append(fold.speedup(arguments.threads))
+            found["clock"].append(fold.clock_s(arguments.threads))
             measured = session(terms, num_dropped=arguments.dropped, num_threads=1, now_s=cpu_s)
             found["client"].append(sum(measured.client_s.values()))
             found["server"].append(sum(measured.server_s.values()))
@@ -202,6 +201,8 @@ def _note_flower(found: dict[str, list[float]], flower: Flower, *, has_server: b
     for part in ("fold", "client"):
         answer = flower.ask(part)
         found[f"Flower {part}"].append(answer["seconds"])
+        if part == "fold":
+            found["Flower clock"].append(answer["clock_s"])
     found["Flower bytes"].append(answer["num_bytes"])
     if has_server:
         print("Flower's server, a minute …", file=sys.stderr, flush=True)
@@ -218,7 +219,7 @@ def rows_of(found: dict[str, list[float]], *, size: int, fold_bytes: int) -> Ite
     yield Row("fold", "% of the bound", statistics.median(shares), at_least=90.0)
     yield Row("fold", "  its keystream, GB/s", fold_bytes / middle["keystream"] / 1e9)
     yield Row("fold", "  its additions, GB/s", fold_bytes / middle["additions"] / 1e9)
-    yield Row("fold", "  by the clock, times as fast on more threads", middle["speedup"])
+    yield from _beside("clock", found, unit="ms", per_s=1e3, at_least=10.0)
     for part, unit, per_s, at_least in (("client", "ms", 1e3, 25.0), ("server", "s", 1.0, 100.0)):
         yield from _beside(part, found, unit=unit, per_s=per_s, at_least=at_least)
         for stage in Stage:
@@ -300,7 +301,9 @@ def main() -> None:
     parser.add_argument("--flower-server-turns", type=int, default=1, help="each takes a minute")
     parser.add_argument("--flower-python", help="of an environment with flwr 1.41")
     parser.add_argument("--without-flower", action="store_true")
-    parser.add_argument("--threads", type=int, default=2, help="for the speed-up by the clock")
+    parser.add_argument(
+        "--threads", type=int, default=num_cores(), help="of the fold by the clock; all cores"
+    )
     parser.add_argument("--curves", action="store_true", help="print cost curves instead")
     parser.add_argument("--curve-clients", type=int, nargs="+", default=[10, 30, 100, 300, 1000])
     sizes = [10_000, 100_000, 1_000_000, 10_000_000]

@@ -37,7 +37,7 @@ def figures(*options: str) -> dict[str, dict[str, float]]:
 def test_every_part_measures_something() -> None:
     """Flower is left out, and no figure needs it."""
     found = figures("--without-flower")
-    assert set(found) == {"fold", "client", "server", "upload"}
+    assert set(found) == {"fold", "clock", "client", "server", "upload"}
     assert found["fold"]["GB/s of masks on a core"] > 0
     assert 0 < found["fold"]["% of the bound"] < 200
     assert found["client"]["fedlearn, ms"] > found["client"]["mask, ms"] > 0
@@ -50,7 +50,7 @@ def test_every_part_measures_something() -> None:
 def test_flowers_functions_do_the_same_work() -> None:
     """They recover the secrets from their shares, and send twice as many bytes."""
     found = figures("--flower-server-turns", "1")
-    for part in ("fold", "client", "server"):
+    for part in ("fold", "clock", "client", "server"):
         assert found[part]["times as fast as Flower"] > 0
     assert found["upload"]["Flower, times 4 d"] > 2.0
 
