@@ -20,6 +20,7 @@ from fedlearn.core.collecting import (
     Status,
     is_sound,
 )
+from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, Reply, TrainReply, TrainRequest
 from fedlearn.core.params import Layout, Params
 from fedlearn.transport.base import Arrival, Channel
@@ -191,7 +192,7 @@ def validated(reply: Reply, *, round_num: int, layout: Layout) -> Update | Failu
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
     joined_P = layout.joined(reply.delta)
     delta_P = layout.pack(reply.delta) if joined_P is None else joined_P
-    if not is_sound(delta_P):
+    if not all(on_all_cores(layout.size, lambda part: is_sound(delta_P[part]))):
         return Failure(UNSOUND_DELTA)
     return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))
 

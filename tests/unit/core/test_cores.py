@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.coordinator.collection import Update, validated
 from fedlearn.core import cores
-from fedlearn.core.collecting import MAX_DELTA, Block, is_sound
+from fedlearn.core.collecting import MAX_DELTA, UNSOUND_DELTA, Block
 from fedlearn.core.cores import on_all_cores
+from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.core.params import Layout
 
 LARGE = 3 * (1 << 20) + 5
@@ -67,7 +69,12 @@ def test_what_is_not_sound_is_found_in_every_part(
     place: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(3, monkeypatch)
-    delta = torch.zeros(LARGE)
-    assert is_sound(delta)
-    delta[place] = bad
-    assert not is_sound(delta)
+    layout, delta = Layout.of(nn.Linear(LARGE, 1, bias=False)), torch.zeros(1, LARGE)
+
+    def checked() -> Update | Failure:
+        reply = TrainReply(round_num=0, delta={"weight": delta}, num_examples=1, metrics={})
+        return validated(reply, round_num=0, layout=layout)
+
+    assert isinstance(checked(), Update)
+    delta[0, place] = bad
+    assert checked() == Failure(UNSOUND_DELTA)
