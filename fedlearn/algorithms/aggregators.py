@@ -111,7 +111,9 @@ class WeightedMean:
         sum are the same to the last bit.
         """
         deltas_BP = block.deltas_BP
-        if isinstance(deltas_BP, Tensor):
+        if isinstance(deltas_BP, Tensor) and not state.weight:
+            state.total_P.addmv_(deltas_BP.t(), block.weights_B)  # nothing to round before
+        elif isinstance(deltas_BP, Tensor):
             _add_product(state.total_P, deltas_BP, block.weights_B)
         else:
             _add_rows(state.total_P, deltas_BP, block.weights_B.tolist())

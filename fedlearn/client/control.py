@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import safetensors.torch
 import structlog
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -80,7 +81,10 @@ class WorkControl:
         begin_s = self._clock.now_s()
         if begin_s < self._next_checkpoint_s:
             return
-        own = {name: each.detach().cpu().clone() for name, each in tensors.items()}
+        own = {
+            name: each.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, each in tensors.items()
+        }
         self._home.set_checkpoint(safetensors.torch.save(own))
         end_s = self._clock.now_s()
         self._next_checkpoint_s = end_s + _CHECKPOINT_SPACING * (end_s - begin_s)

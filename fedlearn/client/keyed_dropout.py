@@ -5,12 +5,13 @@ run then drop the same units. A mask element is a hash of the step's key, the la
 element's index, computed in tensor operations, so it also works under ``vmap``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.core.randomness import Seed
@@ -120,7 +121,12 @@ class KeyedDropouts:
         self._key.value = keys
 
 
-def step_keys(seed: Seed, num_steps: int) -> list[int]:
-    """Return the 32-bit key of each step of the client and round that ``seed`` is of."""
-    keys: list[int] = (seed.hash(np.arange(num_steps)) & np.uint64(_MASK_32)).tolist()
-    return keys
+def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:
+    """Return the 32-bit keys of the steps of some clients: shape [len(seeds), num_steps].
+
+    Args:
+        seeds: One for each client and round.
+        num_steps: Steps of each.
+    """
+    hashes = Seed.hash_each(seeds, np.arange(num_steps)) & np.uint64(_MASK_32)
+    return hashes.astype(np.int64)

@@ -1,7 +1,8 @@
 """One model that stays in memory and trains one client after another.
 
 Its parameters are views into one flat vector, so loading a global model is one copy and
-reading a delta is one subtraction. The engine's sequential executor and a deployed
+reading a delta is one subtraction. (Weights of convolutions may lie apart, in a format that is
+faster.) The engine's sequential executor and a deployed
 client's :class:`~fedlearn.client.torch_trainer.TorchTrainer` both train with it, which is
 why they agree bit for bit.
 """
@@ -11,19 +12,24 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective, mean_loss
+from fedlearn.client import memory_format
 from fedlearn.client.keyed_dropout import (
     KeyedDropouts,
     global_generator,
-    step_keys,
     untouched,
 )
 from fedlearn.core.params import Layout, Params
-from fedlearn.core.randomness import Seed
+
+#: Examples on which a format is tried out, at the most.
+_TRIAL_EXAMPLES = 32
 
 
 class Precision(StrEnum):
@@ -90,8 +96,10 @@ class ResidentModel:
         }
         self._statistics = {n: buffers[n] for n in views if n in buffers}
         self._trainable = [p for p in self.module.parameters() if p.requires_grad]
-        names = [name for name, p in parameters.items() if p.requires_grad]
-        self._trainable_names = names
+        self._trainable_names = [name for name, p in parameters.items() if p.requires_grad]
+        # Weights that lie apart from the vector, beside their places in it; perhaps to be.
+        self._apart: list[tuple[nn.Parameter, Tensor]] = []
+        self._untried = memory_format.convolution_weights(self.module, device=device)
 
     def load(self, params: Params) -> None:
         """Take the values of a global model.
@@ -104,6 +112,7 @@ class ResidentModel:
                 raise ValueError("the weights are of another model than the one that is resident")
             self.layout = params.layout  # the next comparison is by identity
         self.vector_P.copy_(params.vector)
+        self._take_apart()
         for name, value in self._constants.items():
             value.copy_(params.constants.get(name, value))
 
@@ -124,47 +133,41 @@ class ResidentModel:
     def train(
         self,
         params: Params,
-        features: Tensor,
-        labels: Tensor,
-        batches: Sequence[Tensor],
+        batches: Iterable[Part],
         *,
         local: LocalSgd,
         velocity: Sequence[Tensor],
-        seed: Seed,
-    ) -> float:
-        """Train from ``params`` on ``batches``; the result is in :attr:`vector_P`.
+    ) -> list[Tensor]:
+        """Train from ``params`` batch by batch; the result is in :attr:`vector_P`.
 
         Args:
             params: The global model, also the anchor of the proximal term.
-            features: Shape [N, ...].
-            labels: Shape [N, ...].
-            batches: Per step the row numbers to train on.
+            batches: Whole ones, one a step.
             local: The update rule.
             velocity: Momentum, updated in place; empty without momentum.
-            seed: Of this client in this round: dropout masks and what else is random.
 
         Returns:
-            The mean loss over all examples of all steps, each before its step.
+            Each batch's mean loss before its step: scalars.
         """
-        anchor, losses = self.anchor(params, local), []
+        anchor = self.anchor(params, local)
         with self.training(params):
-            for key, rows in zip(step_keys(seed, len(batches)), batches, strict=True):
-                whole = Part(features.index_select(0, rows), labels.index_select(0, rows), key)
-                losses.append(
-                    self.step(
-                        [whole],
-                        num_examples=len(rows),
-                        local=local,
-                        anchor=anchor,
-                        velocity=velocity,
-                    )
+            return [
+                self.step(
+                    [batch],
+                    num_examples=len(batch.labels),
+                    local=local,
+                    anchor=anchor,
+                    velocity=velocity,
                 )
-        return weighted_mean(torch.stack(losses), [len(rows) for rows in batches])
+                for batch in batches
+            ]
 
     def anchor(self, params: Params, local: LocalSgd) -> list[Tensor]:
         """Return the global model's trainable tensors where ``local`` has a use for them."""
+        if not local.proximal:
+            return []
         views = params.layout.views(params.vector)
-        return [views[name] for name in self._trainable_names] if local.proximal else []
+        return [views[name] for name in self._trainable_names]
 
     @contextmanager
     def training(self, params: Params) -> Iterator[None]:
@@ -174,7 +177,7 @@ class ResidentModel:
             with untouched(self._generator):
                 yield
         finally:
-            self._rejoin_statistics()
+            self._rejoin()
 
     def step(
         self,
@@ -203,8 +206,8 @@ class ResidentModel:
         grads: tuple[Tensor, ...] = ()
         losses: list[Tensor] = []
         for part in parts:
-            self._dropouts.set_key(part.key)
-            self._generator.manual_seed(part.key)
+            self._choose_formats(part.features, part.labels)
+            self._seed_masks(part.key)
             loss = self._loss(part.features, part.labels)
             if len(part.labels) < num_examples:
                 loss = loss * (len(part.labels) / num_examples)
@@ -220,7 +223,7 @@ class ResidentModel:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what :meth:`restore` continues from: views, which the next step changes."""
-        self._rejoin_statistics()
+        self._rejoin()
         constants = {f"constant.{name}": value for name, value in self._constants.items()}
         return {"vector": self.vector_P, **constants}
 
@@ -231,17 +234,53 @@ class ResidentModel:
             KeyError: A tensor is missing.
         """
         self.vector_P.copy_(tensors["vector"])
+        self._take_apart()
         for name, value in self._constants.items():
             value.copy_(tensors[f"constant.{name}"])
 
-    def _rejoin_statistics(self) -> None:
-        """Take over statistics that a forward pass has assigned anew instead of in place."""
+    def _take_apart(self) -> None:
+        """Copy what lies apart from the vector out of it."""
+        for parameter, place in self._apart:
+            parameter.data.copy_(place)
+
+    def _rejoin(self) -> None:
+        """Copy what lies apart from the vector into it.
+
+        Statistics are apart when a forward pass has assigned them anew instead of in place.
+        """
+        for parameter, place in self._apart:
+            place.copy_(parameter.data)
         for name, view in self._statistics.items():
             current = self.module.get_buffer(name)
             if current is not view:
                 view.copy_(current)
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.module.get_submodule(owner), attribute, view)
+
+    def _seed_masks(self, key: int) -> None:
+        self._dropouts.set_key(key)
+        self._generator.manual_seed(key)
+
+    def _choose_formats(self, features: Tensor, labels: Tensor) -> None:
+        """Lay out the weights of convolutions as suits them; once, on some first examples."""
+        if not self._untried or not len(labels):
+            return
+        features, labels = features[:_TRIAL_EXAMPLES], labels[:_TRIAL_EXAMPLES]
+        buffers = dict(self.module.named_buffers())
+
+        def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
+            self._seed_masks(0)
+            tensors = {name: value.clone() for name, value in buffers.items()} | dict(weights)
+            outputs = functional_call(self.module, tensors, (features,))
+            return mean_loss(self._objective, outputs, labels)
+
+        with untouched(self._generator):
+            if memory_format.agrees(self._untried, loss_of):
+                for parameter in self._untried.values():
+                    place = parameter.data
+                    parameter.data = memory_format.channels_last(place)
+                    self._apart.append((parameter, place))
+        self._untried = {}
 
     def _loss(self, features: Tensor, labels: Tensor) -> Tensor:
         if self._precision is Precision.FLOAT32:
@@ -266,9 +305,10 @@ class ResidentModel:
         """Return as :meth:`measure` does; of the examples only one batch is in memory."""
         self.load(params)
         parts: dict[str, list[Tensor]] = {}
-        self.module.eval()
         try:
             for features, labels in batches:
+                self._choose_formats(features, labels)
+                self.module.eval()
                 outputs = self.module(features)
                 parts.setdefault("loss", []).append(self._objective.losses(outputs, labels))
                 for name, values in self._objective.metrics(outputs, labels).items():
@@ -278,7 +318,6 @@ class ResidentModel:
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
-def weighted_mean(values: Tensor, weights: Sequence[int]) -> float:
-    """Return the mean of ``values``, shape [n], in float64 and one transfer from the device."""
-    doubles = values.double().cpu()
-    return float(doubles @ torch.tensor(weights, dtype=torch.float64)) / sum(weights)
+def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float:
+    """Return the mean of ``values``, shape [n]: the same bits wherever it is taken."""
+    return float(values @ weights.astype(np.float64)) / int(weights.sum())

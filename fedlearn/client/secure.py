@@ -59,7 +59,7 @@ class Kept:
 
     def to_bytes(self) -> bytes:
         """Return this as bytes; with a session they hold secret keys."""
-        tensors = {name: tensor.detach().cpu() for name, tensor in self.trainer.items()}
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.trainer.items()}
         if self.session is not None:
             tensors[_SESSION] = _octets(self.session.to_bytes())
         if self.pins.clients:

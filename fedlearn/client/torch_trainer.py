@@ -165,7 +165,7 @@ class TorchTrainer:
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
             num_examples=min(len(self._data), sum(sizes)),
-            metrics={"loss": weighted_mean(losses, sizes)},
+            metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
             state=self._kept(velocity, context.state) if local.keep_momentum else {},
         )
 
@@ -221,7 +221,7 @@ class TorchTrainer:
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
         done = self._restore(control.saved(), velocity, losses)
         masks = context.seed.derive("masks", context.round_num, context.client_id)
-        keys = step_keys(masks, num_steps * num_parts)
+        keys = step_keys([masks], num_steps * num_parts)[0].tolist()
         anchor, sizes = self._model.anchor(params, local), list[int]()
         for step, rows in enumerate(islice(self._batches(local, context), num_steps)):
             sizes.append(len(rows))

@@ -7,6 +7,7 @@ and masks. Neither has a default, and nothing here reads a global generator.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -77,6 +78,19 @@ class Seed:
         for label in rest:
             state = _mix(state ^ np.asarray(label, np.int64).view(np.uint64))
         return state.reshape(np.broadcast_shapes(*(np.shape(label) for label in labels)))
+
+    @staticmethod
+    def hash_each(seeds: "Sequence[Seed]", labels_N: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return :meth:`hash` of each seed for the same labels, one row a seed: shape [S, N].
+
+        Example:
+            >>> labels = np.arange(3)
+            >>> rows = Seed.hash_each([Seed(4), Seed(5)], labels)
+            >>> bool((rows[1] == Seed(5).hash(labels)).all())
+            True
+        """
+        prefixes = np.asarray([_mix_int(seed.value) for seed in seeds], np.uint64)
+        return _mix(prefixes[:, None] ^ labels_N.view(np.uint64))
 
     def uniform(self, *labels: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """Return one number in (0, 1) per element of the broadcast ``labels``.

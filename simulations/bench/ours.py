@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gate import gated
 from numpy.typing import NDArray
 
 import fedlearn as fl
@@ -89,7 +90,7 @@ def load_workload(peers_dir: Path) -> ModuleType:
         raise SystemExit(f"{peers_dir} has no peer_naive.py; pass --peers-dir")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return gated(module)
 
 
 def federated(workload: ModuleType, arguments: argparse.Namespace) -> FederatedData:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.client.keyed_dropout import step_keys
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.schedule import Schedule
@@ -40,9 +41,11 @@ class Work:
     seed: Seed
     velocity_KQ: Tensor | None
 
-    def client_seed(self, client: int) -> Seed:
-        """Return the seed of the dropout masks of the k-th client of the block."""
-        return self.seed.derive("masks", self.round_num, int(self.client_ids[client]))
+    def step_keys(self) -> NDArray[np.int64]:
+        """Return the key of the dropout masks of each client's step: shape [K, T]."""
+        client_ids = self.client_ids.tolist()
+        seeds = [self.seed.derive("masks", self.round_num, client) for client in client_ids]
+        return step_keys(seeds, self.schedule.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

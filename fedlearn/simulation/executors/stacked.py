@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.client.keyed_dropout import step_keys, untouched
+from fedlearn.client.keyed_dropout import untouched
 from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
@@ -186,9 +186,7 @@ class StackedExecutor:
         """Return the key of the dropout masks of each client's step: int64 [T, height]."""
         keys_TK = np.zeros((num_steps, height), np.int64)
         if self._gradient.num_dropouts:
-            for client in range(len(work.client_ids)):
-                seed = work.client_seed(client)
-                keys_TK[:, client] = step_keys(seed, num_steps)
+            keys_TK[:, : len(work.client_ids)] = work.step_keys().T
         return torch.from_numpy(keys_TK).to(self._device)
 
     def _trained(self, run: _Run) -> Trained:

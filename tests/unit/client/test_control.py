@@ -53,6 +53,16 @@ def test_what_is_saved_is_found_by_the_next_attempt(home: Home) -> None:
     }
 
 
+def test_tensors_of_any_format_are_saved(home: Home) -> None:
+    """Channels last, transposed: their values count."""
+    images, matrix = torch.arange(16.0).view(1, 4, 2, 2), torch.arange(6.0).view(2, 3)
+    given = {"images": images.to(memory_format=torch.channels_last), "matrix": matrix.t()}
+    silent(home, VirtualClock()).save(given)
+    found = silent(home, VirtualClock()).saved()
+    assert torch.equal(found["images"], images)
+    assert torch.equal(found["matrix"], matrix.t())
+
+
 def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
     """The task begins at its beginning."""
     control = silent(home, VirtualClock())

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.client.resident import Precision, ResidentModel
+from fedlearn.client.resident import Part, Precision, ResidentModel
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 
 CPU = torch.device("cpu")
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -56,6 +55,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)),
     "tied": Tied,
     "scaled": Scaled,
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 1, 5)),
+        nn.Conv2d(1, 4, (1, 2)),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 6, (1, 3)),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    ),
     "double": lambda: nn.Linear(5, 3).double(),
 }
 
@@ -72,13 +79,15 @@ def resident(
     return ResidentModel(make_model, CrossEntropy(), device=CPU, precision=precision)
 
 
-def train(model: ResidentModel, params: Params, *, local: LocalSgd = PLAIN) -> float:
+def train(
+    model: ResidentModel, params: Params, *, local: LocalSgd = PLAIN, first_key: int = 3
+) -> float:
+    """Train in three batches of four; return the mean loss."""
     features, labels = examples(params.layout.dtype)
     velocity = model.new_velocity() if local.momentum else []
-    batches = list(torch.arange(12).split(4))
-    return model.train(
-        params, features, labels, batches, local=local, velocity=velocity, seed=Seed(3)
-    )
+    batches = map(Part, features.split(4), labels.split(4), range(first_key, first_key + 3))
+    losses = model.train(params, batches, local=local, velocity=velocity)
+    return float(torch.stack(losses).mean())
 
 
 def initial(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Params]:
@@ -168,16 +177,7 @@ def test_dropout_depends_on_the_seed_and_on_nothing_else(rate: float) -> None:
     torch.manual_seed(5)
     train(model, params)
     assert torch.equal(model.vector_P, first)
-    features, labels = examples()
-    model.train(
-        params,
-        features,
-        labels,
-        list(torch.arange(12).split(4)),
-        local=PLAIN,
-        velocity=[],
-        seed=Seed(4),
-    )
+    train(model, params, first_key=4)
     assert torch.equal(model.vector_P, first) is (rate == 0.0)
 
 

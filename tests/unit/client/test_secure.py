@@ -296,6 +296,13 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
     assert isinstance(decode(session.handle(encode(TRAIN), b"")[0]), TrainReply)
 
 
+def test_a_trainers_state_is_kept_in_any_format() -> None:
+    """Its values, whatever their order in memory."""
+    matrix = torch.arange(6.0).view(2, 3).t()
+    kept = Kept.of(Kept(trainer={"a": matrix}, session=None).to_bytes())
+    assert torch.equal(kept.trainer["a"], matrix)
+
+
 def test_a_state_without_a_session_is_left_as_it_is() -> None:
     """Also one that cannot be read."""
     plain = Kept(trainer={"a": torch.ones(2)}, session=None).to_bytes()

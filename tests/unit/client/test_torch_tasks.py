@@ -72,6 +72,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(5, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)
     ),
     "replaced statistic": Replaced,
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 1, 5)), nn.Conv2d(1, 4, (1, 2)), nn.Flatten(), nn.Linear(16, 3)
+    ),
 }
 
 
