@@ -3,11 +3,13 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import structlog
@@ -31,6 +33,9 @@ _MAX_TOGETHER, _MAX_WAITING_CHUNKS = 16, 32
 _NOT_AS_ANNOUNCED = Ruling(Verdict.REFUSED, "not as many bytes came as were announced", "size")
 
 _log = structlog.get_logger(__name__)
+
+#: The writing and the hashing of the same chunks.
+_Writing: TypeAlias = "asyncio.Future[tuple[None, None]]"
 
 
 class _Ended(Exception):
@@ -252,7 +257,7 @@ class Transfers:
         return missing
 
     async def _flush(
-        self, upload: PartialUpload, writing: "asyncio.Future[None]", chunks: list[memoryview]
+        self, upload: PartialUpload, writing: _Writing, chunks: list[memoryview]
     ) -> None:
         """Write what has come and wait for it: the file is not closed under a write."""
         await asyncio.wait({writing})
@@ -268,10 +273,10 @@ class Transfers:
         """
         return max(1, min(_MAX_TOGETHER, _MAX_WAITING_CHUNKS // max(1, len(self._uploads))))
 
-    def _write_to(
-        self, upload: PartialUpload, chunks: Iterable[memoryview]
-    ) -> "asyncio.Future[None]":
-        return asyncio.get_running_loop().run_in_executor(self.files, upload.write, *chunks)
+    def _write_to(self, upload: PartialUpload, chunks: Collection[memoryview]) -> _Writing:
+        """Write chunks and hash them, at the same time: in turn they would hold up what comes."""
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self.files)
+        return asyncio.gather(in_thread(upload.write, *chunks), in_thread(upload.hash, *chunks))
 
     async def _settled(self, key: Key, client_id: ClientId) -> Ruling:
         """Wait for the verdict on a reply that is here."""

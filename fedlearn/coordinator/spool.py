@@ -255,7 +255,7 @@ class ReplyLog:
 
 
 class PartialUpload:
-    """The bytes of an upload that are here; one thread at a time.
+    """The bytes of an upload that are here; one thread at a time writes, and one hashes.
 
     Attributes:
         offset: How many.
@@ -282,24 +282,30 @@ class PartialUpload:
         self.was_resumed = self.offset > 0
 
     def write(self, *chunks: bytes | memoryview) -> None:
-        """Append ``chunks``, which must fit into what is missing.
+        """Append ``chunks``, which must fit into what is missing, and are hashed apart.
 
         Raises:
-            OSError: The disk is full; what was written stays, and the upload can go on.
+            OSError: The disk is full; what was written stays, and another object goes on with it.
         """
-        begin = self.offset
-        for chunk in chunks:
-            view = memoryview(chunk)
-            while view:
-                written = self._stream.write(view)
-                self._hash.update(view[:written])
-                view, self.offset = view[written:], self.offset + (written or 0)
+        begin, missing = self.offset, [memoryview(chunk) for chunk in chunks]
+        while missing:
+            written = os.writev(self._stream.fileno(), missing)
+            self.offset += written
+            while missing and written >= len(missing[0]):
+                written -= len(missing.pop(0))
+            if written:
+                missing[0] = missing[0][written:]
         # Pages that are not on the disk yet are only sent there: the sync at the end waits less.
         num_bytes = self.offset - begin
         os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
+    def hash(self, *chunks: bytes | memoryview) -> None:
+        """Hash ``chunks``, in the order in which they are written; beside that, in any thread."""
+        for chunk in chunks:
+            self._hash.update(chunk)
+
     def digest(self) -> bytes:
-        """Return the SHA-256 of what is here."""
+        """Return the SHA-256 of what was hashed."""
         return self._hash.digest()
 
     def finish(self, path: Path, *, durable: bool) -> None:
