@@ -111,10 +111,8 @@ class WeightedMean:
         sum are the same to the last bit.
         """
         deltas_BP = block.deltas_BP
-        if isinstance(deltas_BP, Tensor) and not state.weight:
-            state.total_P.addmv_(deltas_BP.t(), block.weights_B)  # nothing to round before
-        elif isinstance(deltas_BP, Tensor):
-            _add_product(state.total_P, deltas_BP, block.weights_B)
+        if isinstance(deltas_BP, Tensor):
+            state.total_P.add_(torch.mv(deltas_BP.t(), block.weights_B))
         else:
             _add_rows(state.total_P, deltas_BP, block.weights_B.tolist())
         return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
@@ -129,12 +127,6 @@ class WeightedMean:
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
         return state.total_P.div_(weight)
-
-
-def _add_product(total_P: Tensor, deltas_BP: Tensor, weights_B: Tensor) -> None:
-    columns = zip(total_P.split(_COLUMNS), deltas_BP.split(_COLUMNS, dim=1), strict=True)
-    for total, deltas in columns:
-        total.add_(torch.mv(deltas.t(), weights_B))
 
 
 def _add_rows(total_P: Tensor, rows_BP: Sequence[Tensor], weights_B: Sequence[float]) -> None:

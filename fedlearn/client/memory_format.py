@@ -2,8 +2,8 @@
 
 On a CPU a convolution whose weight lies channels last takes up to a third less time than in
 torch's default format. A module must bear it: code that views the output of a convolution, or
-fills a mask in the order of memory, does not. So it is tried out first, once a model, and the
-outcome hangs on the model alone, not on a clock: who repeats a run repeats its bits.
+fills a mask in the order of memory, does not. So it is tried out first, once a model, on some
+examples. No clock decides: who repeats a run repeats its bits.
 
 References:
     PyTorch, `Channels Last Memory Format

@@ -2,9 +2,9 @@
 
 Its parameters are views into one flat vector, so loading a global model is one copy and
 reading a delta is one subtraction. (Weights of convolutions may lie apart, in a format that is
-faster.) The engine's sequential executor and a deployed
-client's :class:`~fedlearn.client.torch_trainer.TorchTrainer` both train with it, which is
-why they agree bit for bit.
+faster.) The engine's sequential executor and a deployed client's
+:class:`~fedlearn.client.torch_trainer.TorchTrainer` both train with it, which is why they agree
+bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +21,7 @@ from torch.func import functional_call
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective, mean_loss
 from fedlearn.client import memory_format
-from fedlearn.client.keyed_dropout import (
-    KeyedDropouts,
-    global_generator,
-    untouched,
-)
+from fedlearn.client.keyed_dropout import KeyedDropouts, global_generator, untouched
 from fedlearn.core.params import Layout, Params
 
 #: Examples on which a format is tried out, at the most.

@@ -38,7 +38,7 @@ def gated(workload: ModuleType) -> ModuleType:
             links[0].recv(1)
         return sample(*arguments)
 
-    setattr(workload, "sample", waiting)  # noqa: B010 - a type checker knows no module by this name
+    vars(workload)["sample"] = waiting
     return workload
 
 

@@ -77,8 +77,8 @@ def _batches(work: Work) -> Iterator[Part]:
     """Yield the batches of one client after another; small ones are gathered many at a time."""
     counts_KT = work.schedule.counts_TK.T
     is_real_KTB = np.arange(work.schedule.rows_TKB.shape[2]) < counts_KT[:, :, None]
-    rows_KTB, is_real = work.schedule.rows_TKB.transpose(0, 1), torch.from_numpy(is_real_KTB)
-    rows = rows_KTB.flatten() if is_real_KTB.all() else rows_KTB[is_real.to(rows_KTB.device)]
+    rows_KTB = work.schedule.rows_TKB.transpose(0, 1)
+    rows = rows_KTB[torch.from_numpy(is_real_KTB).to(rows_KTB.device)]
     sizes = counts_KT[counts_KT > 0].tolist()
     keys = work.step_keys()[counts_KT > 0].tolist()
     batch_bytes = max(sizes) * work.features.itemsize * work.features[:1].numel()

@@ -17,11 +17,6 @@ CPU = torch.device("cpu")
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Tied(nn.Module):
     """Weights that are used twice."""
 

@@ -29,11 +29,6 @@ MOMENTUM = replace(LOCAL, momentum=0.9, keep_momentum=True, proximal=0.1)
 NUM_EXAMPLES, NUM_STEPS = 14, 12  # 4 steps an epoch, the last of two examples
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Counting(nn.Module):
     """Logits whose forward passes in training are counted."""
 

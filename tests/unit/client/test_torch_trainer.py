@@ -23,11 +23,6 @@ LOCAL = LocalSgd(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_model() -> nn.Module:
     return nn.Linear(5, 3).double()
 

@@ -200,6 +200,23 @@ def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a chunk, at the end of one, and over several."""
+    written = iter([2, 3, 9, 1, 100])
+    monkeypatch.setattr(
+        os, "writev", lambda fd, chunks: os.write(fd, b"".join(chunks)[: next(written)])
+    )
+    chunks = (b"01234", b"", b"56789", b"abcde", b"fghij")
+    path = partial_path(tmp_path, client_id=ClientId(1), sha256=b"a" * 32)
+    upload = PartialUpload(path, num_bytes=20)
+    upload.write(*chunks)
+    assert upload.offset == 20
+    assert path.read_bytes() == b"".join(chunks)
+    upload.close()
+
+
 def test_a_client_has_one_unfinished_upload_at_a_time(tmp_path: Path) -> None:
     for digest in (b"a" * 32, b"b" * 32):
         path = partial_path(tmp_path, client_id=ClientId(1), sha256=digest)

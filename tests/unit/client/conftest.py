@@ -1,0 +1,10 @@
+"""What the tests of this folder share."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Compute as every process of ours does."""
+    torch.set_num_threads(1)
