@@ -33,6 +33,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.secagg.identity_roster import IdentityRoster
 from fedlearn.secagg.succession import MAX_SUCCESSIONS, Lineage, fingerprint
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import IDENTITY_FILE, Identity, Invitation
 
 _GRANTED, _REVOKED = "granted", "revoked"
@@ -365,8 +366,8 @@ class Home:
         """
         values = {
             "key": vars(task.key),
-            "sha256": task.sha256.hex(),
-            "personal_sha256": sha256(task.personal).hexdigest(),
+            "digest": task.digest.hex(),
+            "personal_digest": digest_of(task.personal).hex(),
         }
         if self._task_values() != values:
             self.close_task()
@@ -450,7 +451,7 @@ class Home:
         path = self._spool / f"{number:08d}" / "reply"
         held = HeldReply(
             key=task.key,
-            sha256=sha256(reply).digest(),
+            digest=digest_of(reply),
             num_bytes=len(reply),
             expires_unix_s=task.expires_unix_s,
             max_inline_bytes=task.max_inline_bytes,

@@ -6,7 +6,6 @@ foreground.
 """
 
 import asyncio
-import hashlib
 import math
 import os
 from collections.abc import Callable, Coroutine
@@ -81,6 +80,7 @@ from fedlearn.errors import (
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.identity_roster import IdentityRoster
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, signed_bytes
 
@@ -403,7 +403,7 @@ class Runtime:
     async def _fetch(self, task: OpenTask) -> bool:
         """Have the whole request on disk; returns whether it is."""
         if task.data:
-            if hashlib.sha256(task.data).digest() != task.sha256:
+            if digest_of(task.data) != task.digest:
                 raise ProtocolError("the request's bytes are not those that were announced")
             write_private(self._home.request, task.data)
             return True
@@ -414,7 +414,7 @@ class Runtime:
         self._emit(EventKind.DOWNLOADING, key=task.key)
         self._report_phase(task.key, wire_pb2.Progress.DOWNLOADING)
         job = link.spawn(
-            link.connection.download(task.sha256, num_bytes=task.num_bytes, path=self._home.request)
+            link.connection.download(task.digest, num_bytes=task.num_bytes, path=self._home.request)
         )
         job.set_name(_download_name(task.key))
         await asyncio.wait([job])
@@ -509,7 +509,7 @@ class Runtime:
             if _is_inline(held):
                 await link.session.send(self._result(held.key, held.path.read_bytes()))
             else:
-                envelope = self._envelope(held.key, held.sha256, held.num_bytes)
+                envelope = self._envelope(held.key, held.digest, held.num_bytes)
                 self._take_receipt(await link.connection.upload(envelope, held.path))
         except (ConnectionError, ConnectionRefused, ProtocolError) as error:
             _log.debug("delivery_broken", error=str(error))
@@ -519,17 +519,17 @@ class Runtime:
             self._events.put_nowait(Settled(held.key))
 
     def _result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
-        envelope = self._envelope(key, hashlib.sha256(reply).digest(), len(reply))
+        envelope = self._envelope(key, digest_of(reply), len(reply))
         return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
 
-    def _envelope(self, key: TaskKey, sha256: bytes, num_bytes: int) -> wire_pb2.Envelope:
+    def _envelope(self, key: TaskKey, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
         enrolment = self._enrolment
         assert enrolment is not None  # there is a session
         message = key.message()
-        signed = signed_bytes(message, client_id=enrolment.client_id, sha256=sha256)
+        signed = signed_bytes(message, client_id=enrolment.client_id, digest=digest)
         return wire_pb2.Envelope(
             key=message,
-            sha256=sha256,
+            digest=digest,
             num_bytes=num_bytes,
             signature=enrolment.identity.sign(signed),
         )

@@ -66,7 +66,7 @@ class OpenTask:
 
     Attributes:
         key: Which.
-        sha256: Of the request's bytes.
+        digest: Of the request's bytes.
         num_bytes: Of the request.
         data: The request itself where it is small, else empty.
         expires_unix_s: When to give it up if the coordinator says nothing, by this client's own
@@ -78,7 +78,7 @@ class OpenTask:
     """
 
     key: TaskKey
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     data: bytes = field(repr=False)
     expires_unix_s: float
@@ -96,7 +96,7 @@ class OpenTask:
         left_s = message.remaining_s + GRACE_S if message.remaining_s > 0.0 else math.inf
         return cls(
             key=TaskKey.of(message.key),
-            sha256=message.sha256,
+            digest=message.digest,
             num_bytes=message.num_bytes,
             data=message.data,
             expires_unix_s=now_unix_s + left_s,
@@ -112,7 +112,7 @@ class HeldReply:
 
     Attributes:
         key: Of its task.
-        sha256: Of the reply's bytes.
+        digest: Of the reply's bytes.
         num_bytes: Of the reply.
         expires_unix_s: As of its task.
         max_inline_bytes: As of its task.
@@ -120,7 +120,7 @@ class HeldReply:
     """
 
     key: TaskKey
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     expires_unix_s: float
     max_inline_bytes: int
@@ -131,7 +131,7 @@ class HeldReply:
         expires = self.expires_unix_s if math.isfinite(self.expires_unix_s) else None
         return {
             "key": vars(self.key),
-            "sha256": self.sha256.hex(),
+            "digest": self.digest.hex(),
             "num_bytes": self.num_bytes,
             "expires_unix_s": expires,
             "max_inline_bytes": self.max_inline_bytes,
@@ -147,7 +147,7 @@ class HeldReply:
         expires = values["expires_unix_s"]
         return cls(
             key=TaskKey(**values["key"]),
-            sha256=bytes.fromhex(values["sha256"]),
+            digest=bytes.fromhex(values["digest"]),
             num_bytes=values["num_bytes"],
             expires_unix_s=math.inf if expires is None else expires,
             max_inline_bytes=values["max_inline_bytes"],

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,6 +30,7 @@ from fedlearn.core.messages import (
 from fedlearn.errors import ConfigError, FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, as_reply
+from fedlearn.transport.content import digest_of
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
@@ -303,9 +303,9 @@ def _objects(request: Request) -> tuple[int, ...]:
 
 def _offer(request: Request, *, folder: Path) -> Offer:
     content = encode(request)
-    digest = sha256(content).digest()
+    digest = digest_of(content)
     if len(content) <= wire.MAX_INLINE_BYTES:
-        return Offer(sha256=digest, num_bytes=len(content), data=content, path=None)
+        return Offer(digest=digest, num_bytes=len(content), data=content, path=None)
     path = folder / digest.hex()
     path.write_bytes(content)
-    return Offer(sha256=digest, num_bytes=len(content), data=b"", path=path)
+    return Offer(digest=digest, num_bytes=len(content), data=b"", path=path)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,6 +39,7 @@ from fedlearn.coordinator.spool import (
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import DIGEST_BYTES, digest_of
 from fedlearn.transport.identity import signed_bytes, verify
 
 #: Small replies of one cohort that may be under way at once, in bytes.
@@ -50,7 +50,7 @@ _MIN_INLINE_BYTES = 16 << 10
 TRY_AGAIN = "the coordinator cannot store this reply now (its disk is full or broken); try again"
 
 #: What is said of bytes that do not have the hash that was signed.
-WRONG_HASH = Ruling(Verdict.REFUSED, "the bytes do not have the SHA-256 that was signed", "sha256")
+WRONG_HASH = Ruling(Verdict.REFUSED, "the bytes do not have the digest that was signed", "digest")
 
 _VERDICTS = {
     Verdict.ACCEPTED: wire_pb2.Receipt.ACCEPTED,
@@ -72,13 +72,13 @@ class Offer:
     """One request, encoded once for all that are sent it.
 
     Attributes:
-        sha256: Of its bytes.
+        digest: Of its bytes.
         num_bytes: How many.
         data: The bytes where they are few, else empty.
         path: Where they are otherwise.
     """
 
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     data: bytes
     path: Path | None
@@ -271,7 +271,7 @@ class Desk:
         if participant is None:
             return None
         offer = self._live.offers[participant.offer]
-        return offer if offer.sha256 == digest else None
+        return offer if offer.digest == digest else None
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
         """Return whether a reply may come, by its envelope alone; a refusal is counted."""
@@ -312,7 +312,7 @@ class Desk:
         draft = Draft(
             client_id=client_id,
             elapsed_s=self.clock.now_s() - live.started_s,
-            sha256=envelope.sha256,
+            digest=envelope.digest,
             num_bytes=envelope.num_bytes,
             data=data,
         )
@@ -368,13 +368,13 @@ class Desk:
         live = self._live
         assert live is not None
         offer = live.offers[live.state.participants[client.client_id].offer]
-        if len(envelope.sha256) != sha256().digest_size:
-            return _refusal(f"{len(envelope.sha256)} bytes are no SHA-256", "sha256")
+        if len(envelope.digest) != DIGEST_BYTES:
+            return _refusal(f"{len(envelope.digest)} bytes are no digest", "digest")
         if envelope.num_bytes > offer.max_reply_bytes:
             return _refusal(
                 f"{envelope.num_bytes} bytes, at most {offer.max_reply_bytes} make sense", "size"
             )
-        signed = signed_bytes(envelope.key, client_id=client.client_id, sha256=envelope.sha256)
+        signed = signed_bytes(envelope.key, client_id=client.client_id, digest=envelope.digest)
         if not verify(client.identity_key, envelope.signature, signed):
             return _refusal("the signature is not of this client's identity key", "signature")
         return Standing.OPEN
@@ -429,7 +429,7 @@ class Desk:
         remaining_s = live.deadline_s - now_s
         task = wire_pb2.Task(
             key=key_message(live.state.key),
-            sha256=offer.sha256,
+            digest=offer.digest,
             num_bytes=offer.num_bytes,
             data=offer.data,
             remaining_s=max(1e-3, remaining_s) if isfinite(remaining_s) else 0.0,
@@ -463,7 +463,7 @@ def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
     """Return why ``data`` is not what its envelope says."""
     if len(data) != envelope.num_bytes:
         return _refusal(f"{len(data)} bytes came, {envelope.num_bytes} were announced", "size")
-    if sha256(data).digest() != envelope.sha256:
+    if digest_of(data) != envelope.digest:
         return WRONG_HASH
     return None
 

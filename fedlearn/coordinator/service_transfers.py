@@ -7,7 +7,6 @@ from collections.abc import Collection, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,14 +27,13 @@ from fedlearn.transport import wire, wire_pb2
 _MAX_TRANSFERS = 2
 
 #: Chunks of an upload, and of all uploads, that wait for the disk together.
-_MAX_TOGETHER, _MAX_WAITING_CHUNKS = 16, 32
+_MAX_TOGETHER, _MAX_WAITING_CHUNKS = 8, 32
 
 _NOT_AS_ANNOUNCED = Ruling(Verdict.REFUSED, "not as many bytes came as were announced", "size")
 
 _log = structlog.get_logger(__name__)
 
-#: The writing and the hashing of the same chunks.
-_Writing: TypeAlias = "asyncio.Future[tuple[None, None]]"
+_Writing: TypeAlias = "asyncio.Future[None]"
 
 
 class _Ended(Exception):
@@ -69,7 +67,7 @@ class Transfers:
         try:
             with self._slot(client.client_id):
                 request = _parsed_request(await self._read(context))
-                offer = self.desk.offer_to(client.client_id, request.sha256)
+                offer = self.desk.offer_to(client.client_id, request.digest)
                 if offer is None:
                     reason = "this request is not asked of this client (any more)"
                     raise _Ended(grpc.StatusCode.NOT_FOUND, reason)
@@ -193,7 +191,7 @@ class Transfers:
         loop = asyncio.get_running_loop()
 
         def opened() -> PartialUpload:
-            path = partial_path(folder, client_id=client_id, sha256=envelope.sha256)
+            path = partial_path(folder, client_id=client_id, digest=envelope.digest)
             return PartialUpload(path, num_bytes=envelope.num_bytes)
 
         opening = loop.run_in_executor(self.files, opened)
@@ -221,7 +219,7 @@ class Transfers:
             missing = await self._pump(upload, context)
         except OSError as error:
             raise self._no_space(client.client_id, error) from error
-        if missing == 0 and upload.digest() == envelope.sha256:
+        if missing == 0 and upload.digest() == envelope.digest:
             return Standing.OPEN
         upload.discard()
         if missing == 0 and upload.was_resumed:
@@ -274,9 +272,7 @@ class Transfers:
         return max(1, min(_MAX_TOGETHER, _MAX_WAITING_CHUNKS // max(1, len(self._uploads))))
 
     def _write_to(self, upload: PartialUpload, chunks: Collection[memoryview]) -> _Writing:
-        """Write chunks and hash them, at the same time: in turn they would hold up what comes."""
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, self.files)
-        return asyncio.gather(in_thread(upload.write, *chunks), in_thread(upload.hash, *chunks))
+        return asyncio.get_running_loop().run_in_executor(self.files, upload.write, *chunks)
 
     async def _settled(self, key: Key, client_id: ClientId) -> Ruling:
         """Wait for the verdict on a reply that is here."""

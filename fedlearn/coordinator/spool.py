@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from hashlib import sha256
 from itertools import groupby
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -32,14 +31,12 @@ from typing import BinaryIO, TypeAlias
 from fedlearn.core.files import disk_errors, sync_folder
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
+from fedlearn.transport.content import Digester
 
 _RECORD = struct.Struct("<2sBxII")  # magic, what it is, length and CRC-32 of the body
 _MAGIC = b"FR"
-_REPLY = struct.Struct("<Qd32sQ")  # client, seconds, SHA-256, bytes
+_REPLY = struct.Struct("<Qd32sQ")  # client, seconds, digest, bytes
 _LOG_NAME = "replies.log"
-
-#: Bytes that are hashed or read at a time.
-_STRIDE = 1 << 20
 
 #: Replies that share one fsync at the most.
 _GROUP = 512
@@ -86,14 +83,14 @@ class Draft:
     Attributes:
         client_id: Whose.
         elapsed_s: Seconds since the clients were asked.
-        sha256: Of its bytes, verified.
+        digest: Of its bytes, verified.
         num_bytes: How many.
         data: The bytes, or the finished upload.
     """
 
     client_id: ClientId
     elapsed_s: float
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     data: "bytes | PartialUpload"
 
@@ -105,14 +102,14 @@ class LoggedReply:
     Attributes:
         client_id: Whose.
         elapsed_s: Seconds since the clients were asked.
-        sha256: Of its bytes.
+        digest: Of its bytes.
         num_bytes: How many.
         offset: Where they are in the log; -1: in a file of their own.
     """
 
     client_id: ClientId
     elapsed_s: float
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     offset: int
 
@@ -255,7 +252,7 @@ class ReplyLog:
 
 
 class PartialUpload:
-    """The bytes of an upload that are here; one thread at a time writes, and one hashes.
+    """The bytes of an upload that are here; one thread at a time adds to them.
 
     Attributes:
         offset: How many.
@@ -271,42 +268,35 @@ class PartialUpload:
         """
         self.num_bytes = num_bytes
         self._path = path
-        self._hash = sha256()
+        self._digester = Digester()
         if path.exists() and path.stat().st_size > num_bytes:
             path.unlink()
         self._stream: BinaryIO = path.open("ab+", buffering=0)
         self._stream.seek(0)
-        while chunk := self._stream.read(_STRIDE):
-            self._hash.update(chunk)
+        self._digester.update_from(self._stream)
         self.offset = self._stream.tell()
         self.was_resumed = self.offset > 0
 
     def write(self, *chunks: bytes | memoryview) -> None:
-        """Append ``chunks``, which must fit into what is missing, and are hashed apart.
+        """Append ``chunks``, which must fit into what is missing.
 
         Raises:
             OSError: The disk is full; what was written stays, and another object goes on with it.
         """
-        begin, missing = self.offset, [memoryview(chunk) for chunk in chunks]
-        while missing:
-            written = os.writev(self._stream.fileno(), missing)
-            self.offset += written
-            while missing and written >= len(missing[0]):
-                written -= len(missing.pop(0))
-            if written:
-                missing[0] = missing[0][written:]
+        begin = self.offset
+        for chunk in chunks:
+            self._digester.update(chunk)
+            missing = memoryview(chunk)
+            while missing:
+                written = os.write(self._stream.fileno(), missing)
+                self.offset, missing = self.offset + written, missing[written:]
         # Pages that are not on the disk yet are only sent there: the sync at the end waits less.
         num_bytes = self.offset - begin
         os.posix_fadvise(self._stream.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def hash(self, *chunks: bytes | memoryview) -> None:
-        """Hash ``chunks``, in the order in which they are written; beside that, in any thread."""
-        for chunk in chunks:
-            self._hash.update(chunk)
-
     def digest(self) -> bytes:
-        """Return the SHA-256 of what was hashed."""
-        return self._hash.digest()
+        """Return the digest of what is here."""
+        return self._digester.digest()
 
     def finish(self, path: Path, *, durable: bool) -> None:
         """Give the complete file its final name and let go of it; it is durable before that.
@@ -332,13 +322,13 @@ class PartialUpload:
         self._path.unlink(missing_ok=True)
 
 
-def partial_path(folder: Path, *, client_id: ClientId, sha256: bytes) -> Path:
+def partial_path(folder: Path, *, client_id: ClientId, digest: bytes) -> Path:
     """Return where an upload grows; a client has one in an exchange, others of it are removed.
 
     Raises:
         OSError: An old one cannot be removed.
     """
-    path = folder / f"{client_id}-{sha256.hex()}.part"
+    path = folder / f"{client_id}-{digest.hex()}.part"
     for other in folder.glob(f"{client_id}-*.part"):
         if other != path:
             other.unlink(missing_ok=True)
@@ -563,7 +553,7 @@ def _record(kind: _Kind, body: bytes) -> bytes:
 
 
 def _body(draft: Draft) -> tuple[_Kind, bytes]:
-    head = _REPLY.pack(draft.client_id, draft.elapsed_s, draft.sha256, draft.num_bytes)
+    head = _REPLY.pack(draft.client_id, draft.elapsed_s, draft.digest, draft.num_bytes)
     if isinstance(draft.data, PartialUpload):
         return _Kind.FILE, head
     return _Kind.INLINE, head + draft.data
@@ -574,7 +564,7 @@ def _logged(kind: _Kind, body: bytes, begin: int) -> LoggedReply:
     return LoggedReply(
         client_id=ClientId(client_id),
         elapsed_s=elapsed_s,
-        sha256=digest,
+        digest=digest,
         num_bytes=num_bytes,
         offset=begin + _REPLY.size if kind is _Kind.INLINE else -1,
     )
@@ -586,4 +576,4 @@ def _is_whole(folder: Path, reply: LoggedReply) -> bool:
 
 
 def _reply_path(folder: Path, reply: LoggedReply | Draft) -> Path:
-    return folder / f"{reply.client_id}-{reply.sha256.hex()}.reply"
+    return folder / f"{reply.client_id}-{reply.digest.hex()}.reply"

@@ -11,7 +11,6 @@ Cancelling a coroutine closes the call that it is in.
 """
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -36,6 +35,7 @@ from fedlearn.errors import (
 )
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
+from fedlearn.transport.content import file_digest
 from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
 
 #: How a client without a certificate says who it is; heard by a door without TLS only.
@@ -169,14 +169,14 @@ class DoorConnection:
         """
         return self._session(hello)
 
-    async def download(self, sha256: bytes, *, num_bytes: int, path: Path) -> None:
+    async def download(self, digest: bytes, *, num_bytes: int, path: Path) -> None:
         """Get a request's bytes into ``path``, from where the bytes that are there end.
 
         A file that is complete costs no call. What is there is kept when the connection
         breaks, and removed when it is not what was asked for.
 
         Args:
-            sha256: Of all the bytes.
+            digest: Of all the bytes.
             num_bytes: How many there are.
             path: The partial file, or where there is none yet; its folder exists.
 
@@ -189,8 +189,8 @@ class DoorConnection:
         try:
             offset = _num_bytes_there(path, at_most=num_bytes)
             if offset < num_bytes or num_bytes == 0:
-                await self._append(sha256, num_bytes=num_bytes, offset=offset, path=path)
-            await asyncio.to_thread(_check, path, sha256=sha256)
+                await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
+            await asyncio.to_thread(_check, path, digest=digest)
         except ProtocolError:
             _remove(path)
             raise
@@ -234,12 +234,12 @@ class DoorConnection:
             first = await call.read(wire_pb2.FromCoordinator, patiently=False)
             yield DoorSession(call, welcome=self._welcome(first))
 
-    async def _append(self, sha256: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
+    async def _append(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Write what the coordinator sends from ``offset`` on to the end of ``path``."""
         with _local(path):
             stream = path.open("ab")
         with stream, self._call("Download") as call:
-            await call.write(wire_pb2.DownloadRequest(sha256=sha256, offset=offset))
+            await call.write(wire_pb2.DownloadRequest(digest=digest, offset=offset))
             await call.end_writing()
             while chunk := await call.read(wire_pb2.Chunk, patiently=False):
                 offset += len(chunk.data)
@@ -498,12 +498,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check(path: Path, *, sha256: bytes) -> None:
-    with _local(path), path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").digest()
-    if found != sha256:
+def _check(path: Path, *, digest: bytes) -> None:
+    with _local(path):
+        found = file_digest(path)
+    if found != digest:
         raise ProtocolError(
-            f"{path} was downloaded with SHA-256 {found.hex()}, asked for {sha256.hex()}: it is "
+            f"{path} was downloaded with digest {found.hex()}, asked for {digest.hex()}: it is "
             "removed and must be downloaded again"
         )
 

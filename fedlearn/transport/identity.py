@@ -34,7 +34,7 @@ SERVER_NAME = "fedlearn-coordinator"
 IDENTITY_FILE = "identity.pem"
 
 _INVITATION_FORMAT = 1
-_REPLY_DOMAIN = b"fedlearn.v1 reply"
+_REPLY_DOMAIN = b"fedlearn.v1 reply blake3"
 _ENROLMENT_DOMAIN = b"fedlearn.v1 enrolment"
 _PEM_END = b"-----END PRIVATE KEY-----\n"
 
@@ -228,7 +228,7 @@ class Invitation:
         write_private(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
-def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, sha256: bytes) -> bytes:
+def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
     """Return what a client signs of a reply: for which task, whose, and which bytes.
 
     Guarantees:
@@ -238,7 +238,7 @@ def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, sha256: bytes) -> byt
     Args:
         key: The task, all of it: a signature is of no use in another run, round or attempt.
         client_id: In [0, 2**64).
-        sha256: Of the reply's bytes.
+        digest: Of the reply's bytes.
     """
     return b"".join(
         (
@@ -246,7 +246,7 @@ def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, sha256: bytes) -> byt
             _sized(key.run_id.encode()),
             _sized(key.kind.encode()),
             *(_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
-            _sized(sha256),
+            _sized(digest),
         )
     )
 

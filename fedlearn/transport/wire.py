@@ -8,7 +8,7 @@ compiler whose code every protobuf in our range runs::
 """
 
 #: Version of what the messages mean; another one is refused with words.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: Bytes of a request or reply in one chunk.
 CHUNK_BYTES = 512 << 10

@@ -65,16 +65,16 @@ class Progress(_message.Message):
     def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., phase: _Optional[_Union[Progress.Phase, str]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("key", "sha256", "num_bytes", "signature")
+    __slots__ = ("key", "digest", "num_bytes", "signature")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     key: TaskKey
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     signature: bytes
-    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("envelope", "data")
@@ -111,9 +111,9 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("key", "sha256", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal")
+    __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
@@ -121,14 +121,14 @@ class Task(_message.Message):
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
     key: TaskKey
-    sha256: bytes
+    digest: bytes
     num_bytes: int
     data: bytes
     remaining_s: float
     max_reply_bytes: int
     max_inline_bytes: int
     personal: bytes
-    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., sha256: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "reason")
@@ -181,12 +181,12 @@ class FromCoordinator(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class DownloadRequest(_message.Message):
-    __slots__ = ("sha256", "offset")
-    SHA256_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest", "offset")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    sha256: bytes
+    digest: bytes
     offset: int
-    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, digest: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("data",)

@@ -18,23 +18,25 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import operator
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import door_plain
 import torch
-from door_clients import Bulky, Client, Inline, connected, encoded_update, enrol
+from door_clients import Bulky, Inline, connected, encoded_update, enrol
 from door_flower import Flower
 from door_processes import Process, raise_file_limit, started
 
 from fedlearn.core.clock import SystemClock
+from fedlearn.transport.content import digest_of
 
 #: Tensors of the small model and of the large one.
 _TENSORS, _LARGE_TENSORS = 4, 10
@@ -72,10 +74,12 @@ def _verdict(*, met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def coordinator(folder: Path, arguments: argparse.Namespace) -> AbstractContextManager[Process]:
+def coordinator(
+    folder: Path, arguments: argparse.Namespace, *options: str
+) -> AbstractContextManager[Process]:
     """Run a coordinator for the clients that are listed in ``folder``."""
-    options = ("--folder", str(folder), "--threads", str(arguments.threads))
-    return started("door_coordinator.py", *options)
+    usual = ("--folder", str(folder), "--threads", str(arguments.threads))
+    return started("door_coordinator.py", *usual, *options)
 
 
 async def in_rounds(process: Process, *, num: int, cohort: int) -> list[float]:
@@ -207,7 +211,7 @@ def _bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bu
     path.write_bytes(content)
     return Bulky(
         path=path,
-        digest=sha256(content).digest(),
+        digest=digest_of(content),
         at_once=asyncio.Semaphore(at_once),
         downloads=downloads,
         clock=SystemClock(),
@@ -215,55 +219,54 @@ def _bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bu
 
 
 async def measure_upload(folder: Path, arguments: argparse.Namespace) -> list[Row]:
-    """Send a large update through the door and through plain streams, in turn."""
+    """Send a large update through the door and through a plain stream, in turn.
+
+    Both with TLS, as every door that another machine can reach, and both without.
+    """
     num_bytes = arguments.upload_mb << 20
-    clients = enrol(1, folder)
+    (client,) = enrol(1, folder)
+    assert client.credentials is not None
     content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().tobytes()
     answer = _bulky(folder, content, at_once=1, downloads=False)
-    rates: dict[str, list[float]] = {}
-    with (
-        started("door_plain.py", "--folder", str(folder)) as plain,
-        coordinator(folder, arguments) as process,
-    ):
-        async with connected(clients, process.greeting["address"], answer):
+    async with AsyncExitStack() as stack:
+        plain = stack.enter_context(started("door_plain.py", "--folder", str(folder)))
+        uploads: dict[str, Callable[[], Awaitable[float]]] = {}
+        for which, tls, ca_pem in (
+            ("tls", "TLS", client.credentials.ca_pem),
+            ("insecure", "no TLS", None),
+        ):
+            options = () if ca_pem else ("--insecure",)
+            process = stack.enter_context(coordinator(folder, arguments, *options))
+            sender = client if ca_pem else replace(client, credentials=None)
+            await stack.enter_async_context(
+                connected([sender], process.greeting["address"], answer)
+            )
             await asyncio.to_thread(process.ask, "wait", num=1)
-            competitors = _uploads(process, plain, clients, answer, num_bytes=num_bytes)
-            for upload in competitors.values():  # warm
-                await upload()
-            for _ in range(arguments.turns):
-                for name, upload in competitors.items():
-                    rates.setdefault(name, []).append(num_bytes / 1e6 / await upload())
+            uploads[f"the door, {tls}"] = partial(_through_the_door, process, answer, num_bytes)
+            uploads[f"plain gRPC stream, {tls}"] = partial(
+                door_plain.upload, plain.greeting[which], ca_pem=ca_pem, num_bytes=num_bytes
+            )
+        for upload in uploads.values():  # warm
+            await upload()
+        rates: dict[str, list[float]] = {name: [] for name in uploads}
+        for _ in range(arguments.turns):
+            for name, upload in uploads.items():
+                rates[name].append(num_bytes / 1e6 / await upload())
     rows = [
         Row("upload", f"{name}, MB/s", statistics.median(found)) for name, found in rates.items()
     ]
-    ours, (_, *theirs) = rates["the door"], rates
-    for name in theirs:
-        turns = zip(ours, rates[name], strict=True)
-        percent = 100 * statistics.median(mine / plain for mine, plain in turns)
-        rows.append(Row("upload", f"the door, % of the {name}", percent, at_least=50.0))
+    for tls, at_least in (("TLS", 50.0), ("no TLS", None)):
+        ours, theirs = rates[f"the door, {tls}"], rates[f"plain gRPC stream, {tls}"]
+        percent = 100 * statistics.median(map(operator.truediv, ours, theirs))
+        rows.append(Row("upload", f"the door, % of the stream, {tls}", percent, at_least=at_least))
     return rows
 
 
-def _uploads(
-    process: Process, plain: Process, clients: Iterable[Client], answer: Bulky, *, num_bytes: int
-) -> Mapping[str, Callable[[], Awaitable[float]]]:
-    """Return who uploads, each as a function to its seconds."""
-    (client,) = clients
-
-    async def through_the_door() -> float:
-        # A reply may be twice its request.
-        await asyncio.to_thread(process.ask, "receive", num=1, size=num_bytes // 8)
-        return await answer.upload_s.get()
-
-    def stream(which: str, ca_pem: bytes | None) -> Callable[[], Awaitable[float]]:
-        address = plain.greeting[which]
-        return lambda: door_plain.upload(address, ca_pem=ca_pem, num_bytes=num_bytes)
-
-    return {
-        "the door": through_the_door,
-        "plain gRPC stream": stream("insecure", None),
-        "plain gRPC stream, TLS": stream("tls", client.credentials.ca_pem),
-    }
+async def _through_the_door(process: Process, answer: Bulky, num_bytes: int) -> float:
+    """Have the client upload; return the seconds until its receipt."""
+    # A reply may be twice its request.
+    await asyncio.to_thread(process.ask, "receive", num=1, size=num_bytes // 8)
+    return await answer.upload_s.get()
 
 
 _PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Awaitable[list[Row]]]] = {

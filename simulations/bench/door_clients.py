@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import TrainReply
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession
 from fedlearn.transport.identity import SERVER_NAME, Identity, fingerprint, signed_bytes
 
@@ -29,21 +29,23 @@ class Client:
 
     Attributes:
         client_id: Its number.
+        name: What it is called.
         identity: Its keys.
-        credentials: For mutual TLS.
+        credentials: For mutual TLS; ``None``: plaintext.
     """
 
     client_id: int
+    name: str
     identity: Identity
-    credentials: Credentials
+    credentials: Credentials | None
 
     def envelope(
         self, key: wire_pb2.TaskKey, *, digest: bytes, num_bytes: int
     ) -> wire_pb2.Envelope:
         """Return the signed description of a reply."""
-        signed = signed_bytes(key, client_id=self.client_id, sha256=digest)
+        signed = signed_bytes(key, client_id=self.client_id, digest=digest)
         return wire_pb2.Envelope(
-            key=key, sha256=digest, num_bytes=num_bytes, signature=self.identity.sign(signed)
+            key=key, digest=digest, num_bytes=num_bytes, signature=self.identity.sign(signed)
         )
 
 
@@ -65,7 +67,8 @@ def enrol(num: int, folder: Path) -> list[Client]:
             tls_key_pem=identity.tls_key_pem,
             server_name=SERVER_NAME,
         )
-        clients.append(Client(client_id=client_id, identity=identity, credentials=credentials))
+        client = Client(client_id=client_id, name=name, identity=identity, credentials=credentials)
+        clients.append(client)
         listed.append(
             {
                 "name": name,
@@ -123,7 +126,7 @@ class Inline:
         """Return the update of a round and its hash; all clients send the same."""
         if round_num not in self._replies:
             data = encoded_update(self.size, tensors=self.tensors, round_num=round_num)
-            self._replies[round_num] = data, sha256(data).digest()
+            self._replies[round_num] = data, digest_of(data)
         return self._replies[round_num]
 
 
@@ -133,7 +136,7 @@ class Bulky:
 
     Attributes:
         path: The update, a file.
-        digest: Its SHA-256.
+        digest: Of its bytes.
         at_once: Clients that move bytes at the same time.
         downloads: Whether the model is fetched first, as a client that trains would.
         clock: Real time.
@@ -158,7 +161,7 @@ class Bulky:
         async with self.at_once:
             if self.downloads:
                 copy = self.path.with_name(f"download-{call.client.client_id}")
-                await call.connection.download(task.sha256, num_bytes=task.num_bytes, path=copy)
+                await call.connection.download(task.digest, num_bytes=task.num_bytes, path=copy)
                 copy.unlink()
             started_s = self.clock.now_s()
             receipt = await call.connection.upload(envelope, self.path)
@@ -177,7 +180,7 @@ async def connected(clients: Sequence[Client], address: str, answer: Answer) -> 
     connecting, welcomed = asyncio.Semaphore(_CONNECTING), asyncio.Semaphore(0)
 
     async def run(client: Client) -> None:
-        async with DoorConnection(address, client.credentials) as connection:
+        async with DoorConnection(address, client.credentials, name=client.name) as connection:
             hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software="bench")
             session = connection.session(hello)
             async with connecting:

@@ -120,6 +120,7 @@ class Coordinator:
         for _ in range(num):
             started_s = self.clock.now_s()
             state, collected = run_round(state, plan, attempt=0)
+            self.channel.forget(state.round_num)
             seconds.append(self.clock.now_s() - started_s)
             reported += collected.count(Status.REPORTED)
         self._params, self._next_round = state.params, state.round_num
@@ -137,7 +138,9 @@ class Coordinator:
         self._next_round += 1
         cohort: list[ClientId] = list(self.channel.available())[:num]
         arrivals = self.channel.exchange(dict.fromkeys(cohort, request), deadline_s=math.inf)
-        return {"received": sum(1 for _ in arrivals)}
+        received = sum(1 for _ in arrivals)
+        self.channel.forget(self._next_round)
+        return {"received": received}
 
 
 def serve(coordinator: Coordinator) -> None:
@@ -158,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--insecure", action="store_true", help="plaintext")
     arguments = parser.parse_args()
     folder, clock = arguments.folder, SystemClock()
     structlog.configure(  # standard output is for answers
@@ -170,8 +174,8 @@ def main() -> None:
         DoorSettings(address="127.0.0.1:0", max_connected=len(clients)),
         registry=registry_of(clients, clock),
         run_id="0" * 32,
-        spool_dir=folder / "spool",
-        authority=Authority.open(folder / AUTHORITY, host_names=()),
+        spool_dir=folder / ("spool-insecure" if arguments.insecure else "spool"),
+        authority=None if arguments.insecure else Authority.open(folder / AUTHORITY, host_names=()),
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,
         clock=clock,

@@ -32,6 +32,7 @@ VIOLATIONS = [
     ),
     ("Only the door and its client know gRPC", "client/session.py", "import grpc"),
     ("Keys are made where it is stated", "core/codec.py", "import cryptography"),
+    ("Digests are made in one place", "coordinator/spool.py", "import blake3"),
     ("Only one package knows Flower", "coordinator/run.py", "import flwr"),
     ("Only telemetry speaks HTTP", "client/session.py", "import aiohttp"),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),

@@ -93,7 +93,7 @@ class Watching:
         context.control.check()
         self.spool.everyone.wait(LONG_S)
         task = json.loads((self.home.folder / "task" / "task.json").read_bytes())
-        self.spool.hashes.append(task["sha256"])
+        self.spool.hashes.append(task["digest"])
         requests = self.spool.folder / "requests"
         self.spool.models.append([path.name for path in requests.iterdir()])
         self.spool.everyone.wait(LONG_S)

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
@@ -28,6 +27,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, Reply, TrainReply, TrainRequest
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import (
     SERVER_NAME,
@@ -200,10 +200,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def envelope(task: wire_pb2.Task, data: bytes, peer: Peer) -> wire_pb2.Envelope:
-    digest = sha256(data).digest()
-    signed = signed_bytes(task.key, client_id=peer.client_id, sha256=digest)
+    digest = digest_of(data)
+    signed = signed_bytes(task.key, client_id=peer.client_id, digest=digest)
     return wire_pb2.Envelope(
-        key=task.key, sha256=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
+        key=task.key, digest=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
     )
 
 
@@ -346,8 +346,8 @@ def with_fields(signed: wire_pb2.Envelope, **fields: object) -> wire_pb2.Envelop
     [
         ("signature", lambda signed, data: (with_fields(signed, signature=bytes(64)), data)),
         ("signature", lambda signed, data: (with_fields(signed, signature=b""), data)),
-        ("signature", lambda signed, data: (with_fields(signed, sha256=bytes(32)), data)),
-        ("sha256", lambda signed, data: (signed, bytes(len(data)))),
+        ("signature", lambda signed, data: (with_fields(signed, digest=bytes(32)), data)),
+        ("digest", lambda signed, data: (signed, bytes(len(data)))),
         ("size", lambda signed, data: (signed, data + b"more")),
         ("size", lambda signed, data: (with_fields(signed, num_bytes=1 << 40), data)),
     ],
@@ -449,7 +449,11 @@ def test_a_reply_of_a_client_that_was_not_asked_is_refused(site: Site) -> None:
             "handshake",
         ),
         (
-            [wire_pb2.FromClient(hello=wire_pb2.Hello(protocol=2)).SerializeToString()],
+            [
+                wire_pb2.FromClient(
+                    hello=wire_pb2.Hello(protocol=wire.PROTOCOL + 1)
+                ).SerializeToString()
+            ],
             grpc.StatusCode.FAILED_PRECONDITION,
             "protocol",
         ),
@@ -576,7 +580,7 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
     assert not list((site.folder / "spool").rglob("*.part"))
     assert verdict(honest, data[:100], data[100:]) == wire_pb2.Receipt.ACCEPTED
     assert refused(site, "size") == 3
-    assert refused(site, "sha256") == refused(site, "signature") == 1
+    assert refused(site, "digest") == refused(site, "signature") == 1
 
 
 def test_an_upload_is_late_when_the_round_closes_as_it_begins(
@@ -611,7 +615,7 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
     asked, other = site.enrolled("clinic-a"), site.enrolled("clinic-b")
     Round(site.door, asked)
     task = site.in_session(asked, heard_task)
-    download = wire_pb2.DownloadRequest(sha256=task.sha256).SerializeToString()
+    download = wire_pb2.DownloadRequest(digest=task.digest).SerializeToString()
 
     def got(peer: Peer, request: bytes) -> object:
         async def ask(address: str) -> object:
@@ -636,7 +640,7 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
     assert got(asked, download) == task.data
     assert got(other, download) == grpc.StatusCode.NOT_FOUND
     assert got(asked, b"\xff\xff") == grpc.StatusCode.INVALID_ARGUMENT
-    beyond = wire_pb2.DownloadRequest(sha256=task.sha256, offset=1 << 62).SerializeToString()
+    beyond = wire_pb2.DownloadRequest(digest=task.digest, offset=1 << 62).SerializeToString()
     assert got(asked, beyond) == b""
 
 

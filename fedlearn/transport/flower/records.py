@@ -1,12 +1,12 @@
 """What travels in Flower's messages: a record of headers, and one array of bytes."""
 
-import hashlib
 from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import Identity, signed_bytes, verify
 from fedlearn.transport.wire_pb2 import TaskKey
 
@@ -114,7 +114,7 @@ def number_in(header: ConfigRecord, name: str) -> int:
 
 def signed_header(identity: Identity, key: TaskKey, client: ClientId, data: bytes) -> ConfigRecord:
     """Return the header of a reply."""
-    signed = signed_bytes(key, client_id=client, sha256=hashlib.sha256(data).digest())
+    signed = signed_bytes(key, client_id=client, digest=digest_of(data))
     return ConfigRecord({"client_id": client, "signature": identity.sign(signed)})
 
 
@@ -127,7 +127,7 @@ def require_signed(
         ProtocolError: The signature is missing or of something else.
     """
     signature = header.get("signature")
-    signed = signed_bytes(key, client_id=client, sha256=hashlib.sha256(data).digest())
+    signed = signed_bytes(key, client_id=client, digest=digest_of(data))
     if not isinstance(signature, bytes) or not verify(by, signature, signed):
         raise ProtocolError("the reply is not signed by this client for this task")
 

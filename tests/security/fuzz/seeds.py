@@ -5,7 +5,6 @@ What is in it is what each target reads when all is well; the fuzzer goes on fro
 
 import json
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +21,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import Invitation, signed_bytes
 from tests.security.fuzz.targets import CLIENT, KEY, RUN_ID, signer
 
@@ -94,9 +94,9 @@ def _envelopes() -> Mapping[str, bytes]:
 
 
 def _envelope(data: bytes) -> wire_pb2.Envelope:
-    key, digest = wire_pb2.TaskKey(**KEY._asdict()), sha256(data).digest()
-    signature = signer().sign(signed_bytes(key, client_id=CLIENT, sha256=digest))
-    return wire_pb2.Envelope(key=key, sha256=digest, num_bytes=len(data), signature=signature)
+    key, digest = wire_pb2.TaskKey(**KEY._asdict()), digest_of(data)
+    signature = signer().sign(signed_bytes(key, client_id=CLIENT, digest=digest))
+    return wire_pb2.Envelope(key=key, digest=digest, num_bytes=len(data), signature=signature)
 
 
 def _reply_log() -> Mapping[str, bytes]:
@@ -107,7 +107,7 @@ def _reply_log() -> Mapping[str, bytes]:
         draft = spool.Draft(
             client_id=ClientId(3),
             elapsed_s=0.5,
-            sha256=sha256(b"data").digest(),
+            digest=digest_of(b"data"),
             num_bytes=4,
             data=b"data",
         )

@@ -170,7 +170,7 @@ class _Desk:
             is_recovering=False,
         )
         self.hall.is_needed = self.desk.is_needed
-        offer = Offer(sha256=bytes(32), num_bytes=100, data=b"x" * 100, path=None)
+        offer = Offer(digest=bytes(32), num_bytes=100, data=b"x" * 100, path=None)
         self.live = LiveExchange(
             state=ExchangeState.of(KEY, [(CLIENT, 0)], now_s=0.0),
             offers=[offer],

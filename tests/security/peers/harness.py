@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +28,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation, signed_bytes
 
@@ -218,11 +218,11 @@ def trained(task: wire_pb2.Task, peer: Peer) -> wire_pb2.FromClient:
 def envelope(
     key: wire_pb2.TaskKey, data: bytes, peer: Peer, *, client_id: int | None = None
 ) -> wire_pb2.Envelope:
-    digest = sha256(data).digest()
+    digest = digest_of(data)
     claimed = peer.client_id if client_id is None else client_id
-    signed = signed_bytes(key, client_id=claimed, sha256=digest)
+    signed = signed_bytes(key, client_id=claimed, digest=digest)
     return wire_pb2.Envelope(
-        key=key, sha256=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
+        key=key, digest=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
     )
 
 

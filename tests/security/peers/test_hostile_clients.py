@@ -162,7 +162,7 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
             new = (await told(session, "task")).task.key
             relabelled = wire_pb2.Envelope(
                 key=new,
-                sha256=old_envelope.sha256,
+                digest=old_envelope.digest,
                 num_bytes=old_envelope.num_bytes,
                 signature=old_envelope.signature,
             )
@@ -293,7 +293,7 @@ def everything(folder: Path) -> set[Path]:
 def test_a_hash_that_does_not_exist_is_not_found(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     for digest in (b"", bytes(31), bytes(32), bytes(33), bytes(wire.CHUNK_BYTES)):
-        request = wire_pb2.DownloadRequest(sha256=digest).SerializeToString()
+        request = wire_pb2.DownloadRequest(digest=digest).SerializeToString()
         came, code = site.run(raw_call(site.door.address, peer, DOWNLOAD, request))
         assert (came, code) == ([], grpc.StatusCode.NOT_FOUND)
     site.train(peer)
@@ -343,7 +343,7 @@ def test_numbers_at_their_ends_are_numbers(site: Site) -> None:
         await session.send(wire_pb2.FromClient(eligibility=eligibility))
         progress = wire_pb2.Progress(key=key)
         await session.send(wire_pb2.FromClient(progress=progress))
-        signed = wire_pb2.Envelope(key=key, sha256=b"", num_bytes=most, signature=b"")
+        signed = wire_pb2.Envelope(key=key, digest=b"", num_bytes=most, signature=b"")
         await session.send(wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed)))
         assert (await told(session, "receipt")).receipt.verdict == wire_pb2.Receipt.REFUSED
 

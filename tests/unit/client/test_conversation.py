@@ -40,7 +40,7 @@ def key(round_num: int = 0, run_id: str = "run") -> TaskKey:
 def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
     return OpenTask(
         key=key(round_num),
-        sha256=b"",
+        digest=b"",
         num_bytes=0,
         data=b"",
         expires_unix_s=expires_unix_s,
@@ -53,7 +53,7 @@ def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
 def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf) -> HeldReply:
     return HeldReply(
         key=key(round_num, run_id),
-        sha256=b"",
+        digest=b"",
         num_bytes=0,
         expires_unix_s=expires_unix_s,
         max_inline_bytes=0,

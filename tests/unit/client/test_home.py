@@ -20,10 +20,10 @@ from fedlearn.errors import DeploymentError
 from fedlearn.transport.identity import Invitation
 
 
-def task(round_num: int = 0, *, sha256: bytes = b"\1" * 32) -> OpenTask:
+def task(round_num: int = 0, *, digest: bytes = b"\1" * 32) -> OpenTask:
     return OpenTask(
         key=TaskKey(run_id="run", kind="TrainRequest", round_num=round_num, attempt=0, exchange=0),
-        sha256=sha256,
+        digest=digest,
         num_bytes=7,
         data=b"",
         expires_unix_s=math.inf,
@@ -112,7 +112,7 @@ def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
     """Even under the same key."""
     home.open_task(task())
     home.set_checkpoint(b"half way")
-    home.open_task(task(sha256=b"\2" * 32))
+    home.open_task(task(digest=b"\2" * 32))
     assert home.checkpoint() == b""
 
 

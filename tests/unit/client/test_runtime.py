@@ -1,7 +1,6 @@
 """The runtime in this process, with a scripted door over real gRPC."""
 
 import asyncio
-import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +48,7 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash, tensors_of
 from fedlearn.secagg.server import open_session
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify
 
 WAIT_S = 20.0
@@ -107,11 +107,11 @@ class ScriptedDoor:
     def offer(self, request: Request, *, round_num: int = 0, inline: bool = True) -> bytes:
         """Push a task; returns the SHA-256 of its request."""
         data = encode(request)
-        sha256 = hashlib.sha256(data).digest()
-        self.blobs[sha256] = data
+        digest = digest_of(data)
+        self.blobs[digest] = data
         task = wire_pb2.Task(
             key=key(request, round_num),
-            sha256=sha256,
+            digest=digest,
             num_bytes=len(data),
             data=data if inline else b"",
             remaining_s=60.0,
@@ -119,7 +119,7 @@ class ScriptedDoor:
             max_inline_bytes=wire.MAX_INLINE_BYTES,
         )
         self.push(task=task)
-        return sha256
+        return digest
 
     def settle(self, request: Request, *, round_num: int = 0) -> None:
         """Accept a reply."""
@@ -156,7 +156,7 @@ class ScriptedDoor:
         self, request: wire_pb2.DownloadRequest, context: grpc.ServicerContext
     ) -> Iterator[wire_pb2.Chunk]:
         self.offsets.append(request.offset)
-        data = self.blobs[request.sha256]
+        data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1000):
             if self.cut_downloads_after is not None and start >= self.cut_downloads_after:
                 self.cut_downloads_after = None
@@ -341,10 +341,10 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
         assert isinstance(reply, TrainReply)
         envelope = result.envelope
         assert envelope.key == key(request, 0)
-        assert envelope.sha256 == hashlib.sha256(result.data).digest()
+        assert envelope.digest == digest_of(result.data)
         identity = home.enrolment()
         assert identity is not None
-        signed = signed_bytes(envelope.key, client_id=3, sha256=envelope.sha256)
+        signed = signed_bytes(envelope.key, client_id=3, digest=envelope.digest)
         assert verify(identity.identity.public_key, envelope.signature, signed)
         assert not verify(Identity.create().public_key, envelope.signature, signed)
         door.settle(request)
@@ -358,13 +358,13 @@ def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: Scr
     request = train_request(size=100_000)
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        sha256 = door.offer(request, inline=False)
+        digest = door.offer(request, inline=False)
         envelope, data = door.uploads.get(timeout=WAIT_S)
-        assert envelope.sha256 == hashlib.sha256(data).digest()
+        assert envelope.digest == digest_of(data)
         assert isinstance(decode(data), TrainReply)
         running.wait_for(EventKind.ACCEPTED)
     assert door.offsets == [0]
-    assert sha256 in door.blobs
+    assert digest in door.blobs
 
 
 def test_a_cut_download_goes_on_where_it_stopped(home: Home, door: ScriptedDoor) -> None:
@@ -760,7 +760,7 @@ def test_what_is_announced_as_another_kind_is_judged_as_what_it_is(
             data = encode(train_request())
             task = wire_pb2.Task(
                 key=wire_pb2.TaskKey(run_id="run", kind=key_.kind, attempt=attempt),
-                sha256=hashlib.sha256(data).digest(),
+                digest=digest_of(data),
                 num_bytes=len(data),
                 data=data,
                 max_inline_bytes=wire.MAX_INLINE_BYTES,
@@ -814,7 +814,7 @@ def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) 
     data = encode(train_request())
     task = wire_pb2.Task(
         key=key(train_request(), 0),
-        sha256=hashlib.sha256(data).digest(),
+        digest=digest_of(data),
         num_bytes=len(data),
         data=data,
         max_reply_bytes=10,
@@ -836,7 +836,7 @@ def test_a_request_with_other_bytes_than_announced_is_a_failure(
     data = encode(train_request())
     task = wire_pb2.Task(
         key=key(train_request(), 0),
-        sha256=b"\0" * 32,
+        digest=b"\0" * 32,
         num_bytes=len(data),
         data=data,
         max_inline_bytes=1000,
@@ -850,7 +850,7 @@ def test_a_request_with_other_bytes_than_announced_is_a_failure(
 def test_a_request_that_would_fill_the_disk_is_a_failure(home: Home, door: ScriptedDoor) -> None:
     """Nothing of it is downloaded."""
     task = wire_pb2.Task(
-        key=key(train_request(), 0), sha256=bytes(32), num_bytes=1 << 60, max_inline_bytes=1000
+        key=key(train_request(), 0), digest=bytes(32), num_bytes=1 << 60, max_inline_bytes=1000
     )
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -876,9 +876,7 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoo
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         door.push(cancel=wire_pb2.Cancel(key=key(request, 0), reason="not yet"))
-        task = wire_pb2.Task(
-            key=key(request, 0), sha256=hashlib.sha256(data).digest(), num_bytes=len(data)
-        )
+        task = wire_pb2.Task(key=key(request, 0), digest=digest_of(data), num_bytes=len(data))
         home.open_task(OpenTask.of(task, now_unix_s=0.0))
         for _ in range(3):
             home.begin_work()

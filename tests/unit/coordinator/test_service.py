@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
@@ -40,6 +39,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
 from fedlearn.transport.identity import Identity, signed_bytes
 
@@ -73,9 +73,9 @@ def value_of(reply: Reply) -> float:
 def envelope(
     task: wire_pb2.Task, data: bytes, *, client_id: int, identity: Identity
 ) -> wire_pb2.Envelope:
-    digest = sha256(data).digest()
-    signature = identity.sign(signed_bytes(task.key, client_id=client_id, sha256=digest))
-    return wire_pb2.Envelope(key=task.key, sha256=digest, num_bytes=len(data), signature=signature)
+    digest = digest_of(data)
+    signature = identity.sign(signed_bytes(task.key, client_id=client_id, digest=digest))
+    return wire_pb2.Envelope(key=task.key, digest=digest, num_bytes=len(data), signature=signature)
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Member:
     def downloaded(self, task: wire_pb2.Task, path: Path) -> bytes:
         path.write_bytes(b"")
         self.use(
-            lambda connection: connection.download(task.sha256, num_bytes=task.num_bytes, path=path)
+            lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
         ).result(WAIT_S)
         return path.read_bytes()
 
@@ -429,7 +429,7 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
     path = tmp_path / "request"
     path.write_bytes(b"")
     member.use(
-        lambda connection: connection.download(task.sha256, num_bytes=task.num_bytes, path=path)
+        lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
     ).result(WAIT_S)
     assert path.read_bytes() == encode(request)
     assert phase_of(door, member) == "downloading"
@@ -471,9 +471,9 @@ def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
     exchange = Collecting(door.channel(), members, requests)
     tasks = {member.client_id: member.hear_task() for member in members}
     assert {i: task.personal for i, task in tasks.items()} == own
-    assert tasks[0].sha256 == tasks[1].sha256 != tasks[2].sha256
+    assert tasks[0].digest == tasks[1].digest != tasks[2].digest
     assert len(encoded) == 2
-    assert sorted(requests_on_disk(site)) == sorted({t.sha256.hex() for t in tasks.values()})
+    assert sorted(requests_on_disk(site)) == sorted({t.digest.hex() for t in tasks.values()})
     members[1].disconnect()
     members[1].connect(door)
     assert members[1].hear_task().personal == own[1]

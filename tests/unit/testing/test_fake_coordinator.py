@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from fedlearn.core.messages import ClientId, EvaluateReply, Failure, TrainReply
 from fedlearn.errors import ConnectionRefused, DeploymentError
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Identity, Invitation, signed_bytes
 
@@ -64,10 +64,10 @@ async def answer_one(session: DoorSession, identity: Identity, client_id: int) -
     task = message.task
     handler = ClientSession(ClientId(client_id), trainer())
     reply, _ = await asyncio.to_thread(handler.handle, task.data, b"")
-    digest = sha256(reply).digest()
-    signed = signed_bytes(task.key, client_id=client_id, sha256=digest)
+    digest = digest_of(reply)
+    signed = signed_bytes(task.key, client_id=client_id, digest=digest)
     envelope = wire_pb2.Envelope(
-        key=task.key, sha256=digest, num_bytes=len(reply), signature=identity.sign(signed)
+        key=task.key, digest=digest, num_bytes=len(reply), signature=identity.sign(signed)
     )
     result = wire_pb2.Result(envelope=envelope, data=reply)
     await session.send(wire_pb2.FromClient(result=result))

@@ -1,7 +1,6 @@
 """The client's end of the door, against a small door of its own: plaintext and mutual TLS."""
 
 import asyncio
-import hashlib
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from fedlearn.errors import (
     ProtocolError,
 )
 from fedlearn.transport import wire
+from fedlearn.transport.content import Digester, digest_of
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     Credentials,
@@ -60,8 +60,8 @@ WELCOME = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, client_id=7, r
 KEY = TaskKey(run_id="run", kind="TrainRequest", round_num=1)
 ACCEPTED = UploadStatus(receipt=Receipt(key=KEY, verdict=Receipt.ACCEPTED))
 CONTENT = bytes(range(256)) * 10_000  # 2.4 chunks
-SHA256 = hashlib.sha256(CONTENT).digest()
-ENVELOPE = Envelope(key=KEY, sha256=SHA256, num_bytes=len(CONTENT), signature=bytes(64))
+DIGEST = digest_of(CONTENT)
+ENVELOPE = Envelope(key=KEY, digest=DIGEST, num_bytes=len(CONTENT), signature=bytes(64))
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Handler = Callable[["Door", Context], Awaitable[None]]
@@ -296,7 +296,7 @@ def test_a_status_becomes_a_refusal_or_a_failure_with_the_coordinators_words(
                     pass
             assert len(str(caught.value)) < 600
             with pytest.raises(expected, match="hospital-a is revoked"):
-                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+                await connection.download(DIGEST, num_bytes=9, path=tmp_path / "request")
             with pytest.raises(expected, match="hospital-a is revoked"):
                 await connection.upload(ENVELOPE, tmp_path / "reply")
 
@@ -334,7 +334,7 @@ def test_a_coordinator_that_is_not_there_is_a_connection_error(tmp_path: Path) -
                 async with connection.session(HELLO):
                     pass
             with pytest.raises(ConnectionError, match=address):
-                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+                await connection.download(DIGEST, num_bytes=9, path=tmp_path / "request")
 
     run(test)
 
@@ -374,7 +374,7 @@ def test_a_coordinator_that_is_silent_is_a_connection_error(tmp_path: Path) -> N
                 async with connection.session(HELLO):
                     pass
             with pytest.raises(ConnectionError, match="silent"):
-                await connection.download(SHA256, num_bytes=9, path=tmp_path / "request")
+                await connection.download(DIGEST, num_bytes=9, path=tmp_path / "request")
             with pytest.raises(ConnectionError, match="silent"):
                 await connection.upload(ENVELOPE, tmp_path / "reply")
 
@@ -486,7 +486,7 @@ def _sends(content: bytes, *, until: int | None = None) -> Handler:
 
     async def send(door: Door, context: Context) -> None:
         request = DownloadRequest.FromString(await context.read())
-        door.received.append((request.sha256, request.offset))
+        door.received.append((request.digest, request.offset))
         for start in range(request.offset, until or len(content), 100_000):
             await tell(context, Chunk(data=content[start : start + 100_000]))
         if until is not None:
@@ -504,9 +504,9 @@ def test_a_download_is_whole_or_resumed_or_already_there(tmp_path: Path) -> None
             for there in (None, b"", CONTENT[:1], CONTENT[:1_234_567], CONTENT[:-1], CONTENT):
                 if there is not None:
                     path.write_bytes(there)
-                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+                await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
                 assert path.read_bytes() == CONTENT
-        assert door.received == [(SHA256, n) for n in (0, 0, 1, 1_234_567, len(CONTENT) - 1)]
+        assert door.received == [(DIGEST, n) for n in (0, 0, 1, 1_234_567, len(CONTENT) - 1)]
 
     run(test)
 
@@ -518,13 +518,13 @@ def test_a_download_that_was_cut_goes_on_where_it_ended(tmp_path: Path) -> None:
         door = Door(download=_sends(CONTENT, until=1_000_000))
         async with serving(door) as address, connecting(address) as connection:
             with pytest.raises(ConnectionError, match="cut"):
-                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+                await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
         there = path.stat().st_size
         assert 0 < there <= 1_000_000
         door = Door(download=_sends(CONTENT))
         async with serving(door) as address, connecting(address) as connection:
-            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
-        assert door.received == [(SHA256, there)]
+            await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
+        assert door.received == [(DIGEST, there)]
         assert path.read_bytes() == CONTENT
 
     run(test)
@@ -539,7 +539,7 @@ def test_a_file_that_is_too_long_is_of_something_else_and_begun_anew(tmp_path: P
             serving(Door(download=_sends(CONTENT))) as address,
             connecting(address) as connection,
         ):
-            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+            await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
 
     run(test)
     assert path.read_bytes() == CONTENT
@@ -551,7 +551,7 @@ def test_an_empty_download_makes_an_empty_file(tmp_path: Path) -> None:
             serving(Door(download=_sends(b""))) as address,
             connecting(address) as connection,
         ):
-            nothing = hashlib.sha256(b"").digest()
+            nothing = digest_of(b"")
             await connection.download(nothing, num_bytes=0, path=tmp_path / "request")
 
     run(test)
@@ -589,7 +589,7 @@ def test_other_bytes_than_asked_for_are_refused_and_removed(
     async def test() -> None:
         async with serving(Door(download=send)) as address, connecting(address) as connection:
             with pytest.raises(ProtocolError):
-                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+                await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
 
     run(test)
     assert not path.exists()
@@ -606,9 +606,9 @@ def test_a_damaged_beginning_is_found_at_the_end_and_the_next_attempt_is_whole(
             serving(Door(download=_sends(CONTENT))) as address,
             connecting(address) as connection,
         ):
-            with pytest.raises(ProtocolError, match="SHA-256"):
-                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
-            await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+            with pytest.raises(ProtocolError, match="with digest"):
+                await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
+            await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
 
     run(test)
     assert path.read_bytes() == CONTENT
@@ -622,7 +622,7 @@ def test_a_download_that_cannot_be_written_is_not_the_networks_fault(tmp_path: P
         ):
             path = tmp_path / "missing" / "request"
             with pytest.raises(DeploymentError, match="missing/request"):
-                await connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+                await connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
 
     run(test)
 
@@ -641,7 +641,7 @@ def test_a_cancelled_download_closes_the_call_and_keeps_the_bytes(tmp_path: Path
     async def test() -> None:
         door = Door(download=begins)
         async with serving(door) as address, connecting(address) as connection:
-            download = connection.download(SHA256, num_bytes=len(CONTENT), path=path)
+            download = connection.download(DIGEST, num_bytes=len(CONTENT), path=path)
             task = asyncio.create_task(download)
             await door.waiting.wait()
             while not _has_bytes(path):
@@ -657,7 +657,7 @@ def test_a_cancelled_download_closes_the_call_and_keeps_the_bytes(tmp_path: Path
 
 def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
     num_chunks, chunk = 32, bytes(wire.CHUNK_BYTES)
-    digest = hashlib.sha256()
+    digest = Digester()
     for _ in range(num_chunks):
         digest.update(chunk)
     num_bytes = num_chunks * len(chunk)
@@ -675,7 +675,7 @@ def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
 
     async def test() -> None:
         path = tmp_path / "content"
-        envelope = Envelope(sha256=digest.digest(), num_bytes=num_bytes)
+        envelope = Envelope(digest=digest.digest(), num_bytes=num_bytes)
         async with (
             serving(Door(download=sends, upload=takes)) as address,
             connecting(address) as connection,
@@ -882,7 +882,8 @@ async def _shows_certificate(door: Door, context: Context) -> None:
     await context.read()
     (certificate,) = context.auth_context()["x509_pem_cert"]
     await tell(
-        context, FromCoordinator(welcome=Welcome(protocol=1, run_id=fingerprint(certificate)))
+        context,
+        FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, run_id=fingerprint(certificate))),
     )
 
 

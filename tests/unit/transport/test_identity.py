@@ -146,7 +146,7 @@ class Signed(NamedTuple):
     attempt: int
     exchange: int
     client_id: int
-    sha256: bytes
+    digest: bytes
 
     def content(self) -> bytes:
         key = wire_pb2.TaskKey(
@@ -156,7 +156,7 @@ class Signed(NamedTuple):
             attempt=self.attempt,
             exchange=self.exchange,
         )
-        return signed_bytes(key, client_id=self.client_id, sha256=self.sha256)
+        return signed_bytes(key, client_id=self.client_id, digest=self.digest)
 
 
 # Few letters, and numbers whose bytes are letters: what would collide, if anything does.
@@ -209,7 +209,7 @@ def test_the_bytes_can_be_read_back_so_none_is_ambiguous(signed: Signed) -> None
         value, rest = rest[:length], rest[length:]
         return value
 
-    assert sized() == b"fedlearn.v1 reply"
+    assert sized() == b"fedlearn.v1 reply blake3"
     read = Signed(
         sized().decode(), sized().decode(), number(), number(), number(), number(), sized()
     )
@@ -224,7 +224,7 @@ def test_enrolment_signs_other_bytes_than_replies_and_tells_token_from_request(
     same = (token, csr) == (other_token, other_csr)
     assert (enrolment_bytes(token, csr) == enrolment_bytes(other_token, other_csr)) == same
     assert enrolment_bytes(token + csr, b"") != enrolment_bytes(token, csr) or not csr
-    reply = signed_bytes(KEY, client_id=1, sha256=bytes(32))
+    reply = signed_bytes(KEY, client_id=1, digest=bytes(32))
     assert reply[:33] != enrolment_bytes(token, csr)[:33]
 
 

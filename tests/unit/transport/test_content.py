@@ -1,0 +1,38 @@
+"""The digest that names bytes on the wire."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from fedlearn.transport.content import DIGEST_BYTES, Digester, digest_of, file_digest
+
+
+def pattern(size: int) -> bytes:
+    """Return the input that BLAKE3's published test vectors have: 0, 1 … 250, and again."""
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"),
+        (1, "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213"),
+        (1024, "42214739f095a406f3fc83deb889744ac00df831c10daa55189b5d121c855af7"),
+    ],
+)
+def test_the_digest_is_blake3(size: int, expected: str) -> None:
+    """The first 32 bytes of the test vectors that BLAKE3's authors publish."""
+    assert digest_of(pattern(size)) == bytes.fromhex(expected)
+    assert len(digest_of(pattern(size))) == DIGEST_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, 2_500_000])
+def test_bytes_have_one_digest_however_they_come(size: int, tmp_path: Path) -> None:
+    """Whole, in pieces, and from a file, of no stride, one and several."""
+    data, path, pieces = pattern(size), tmp_path / "file", Digester()
+    path.write_bytes(data)
+    pieces.update(data[:100])
+    pieces.update(memoryview(data)[100:300])
+    pieces.update_from(io.BytesIO(data[300:]))
+    assert pieces.digest() == file_digest(path) == digest_of(data)
