@@ -24,7 +24,7 @@ class DoorCounters:
         uploads: Uploads begun.
         uploads_resumed: Of them, those that went on with what was here.
         stalled: Downloads and uploads that were ended because nothing moved.
-        disk_full: Replies and uploads that could not be written.
+        disk_full: Replies and uploads that could not be written, and attempts to open an exchange.
         replies_logged: Replies that are durable.
         replies_accepted: Replies that count.
         replies_late: Replies that came too late.

@@ -154,6 +154,7 @@ class DoorChannel:
                 if not is_told:
                     _log.error("exchange_waits_for_space", folder=key.folder, reason=str(error))
                 is_told = True
+                self._loop.post(self._desk.found_no_space)
             try:
                 self._check()
             except FedlearnError:

@@ -172,6 +172,10 @@ class Desk:
         for session in self.hall.sessions():
             self.answer_held(session)
 
+    def found_no_space(self) -> None:
+        """Count an attempt to open an exchange, which the disk was too full for."""
+        self.counters.disk_full += 1
+
     def consumed(self, live: LiveExchange, num_consumed: int, *, failed: bool) -> None:
         """Accept the first ``num_consumed`` replies."""
         for client_id in live.state.consume(num_consumed, failed=failed):

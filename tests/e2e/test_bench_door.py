@@ -45,8 +45,10 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
     assert memory["model, MB"] == 4.0
     assert memory["idle memory, MB, the model included"] > 50
     assert memory["highest memory over idle, models"] > 1
-    assert upload["the door, MB/s"] > 0
-    assert upload["the door, % of the plain gRPC stream"] > 0
+    for tls in ("TLS", "no TLS"):
+        assert upload[f"the door, {tls}, MB/s"] > 0
+        assert upload[f"plain gRPC stream, {tls}, MB/s"] > 0
+        assert upload[f"the door, % of the stream, {tls}"] > 0
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 

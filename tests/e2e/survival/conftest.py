@@ -1,16 +1,11 @@
-"""The processes of this folder come from one launcher; its modules import each other."""
+"""The processes of this folder come from one launcher."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from tests.e2e.survival.harness import Launcher, Site  # noqa: E402 (found by the line above)
+from tests.e2e.survival.harness import Launcher, Site
 
 
 @pytest.fixture(scope="session")

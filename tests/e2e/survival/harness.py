@@ -10,11 +10,10 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +29,7 @@ from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.transport.grpc_client import enrol
+from tests.addresses import free_addresses
 from tests.e2e.survival import ballots
 
 HERE = Path(__file__).parent
@@ -525,12 +525,3 @@ def reporters(record: RoundRecord) -> list[int]:
     return sorted(
         each.client_id for each in record.participations if each.status is Status.REPORTED
     )
-
-
-def free_addresses(num: int) -> list[str]:
-    """Return addresses that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]

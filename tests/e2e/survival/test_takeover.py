@@ -8,7 +8,8 @@ import pytest
 
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.core.clock import SystemClock
-from tests.e2e.survival.harness import Miscounted, Process, Site, audit, free_addresses, until
+from tests.addresses import free_addresses
+from tests.e2e.survival.harness import Miscounted, Process, Site, audit, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("postgresql")]
 

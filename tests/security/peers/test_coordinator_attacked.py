@@ -4,27 +4,24 @@ The numbers that the documentation names are measured here.
 """
 
 import asyncio
-import os
 import resource
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from fedlearn.config import render
 from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
-from fedlearn.deployment.starter import starter
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
 from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation
+from tests.e2e.deployed import Site, site_in
 from tests.security.peers.harness import (
     HELLO,
     Peer,
@@ -46,41 +43,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 @dataclass
 class Deployment:
-    """A coordinator's process, and the folder that it runs in."""
+    """A coordinator's process, and where it was started."""
 
-    folder: Path
+    site: Site
     process: "subprocess.Popen[str]"
     http: str
 
     def invite(self, name: str) -> Invitation:
-        command = [sys.executable, "-m", "fedlearn", "invite", name]
-        subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=LONG_S)
-        return Invitation.load(self.folder / f"{name}.invitation")
+        self.site.invite(name)
+        return Invitation.load(self.site.folder / f"{name}.invitation")
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        clock = SystemClock()
-        ends_s = clock.now_s() + LONG_S
-        while not holds():
-            assert clock.now_s() < ends_s, self.log()[-3000:]
+    def until(self, holds: Callable[[], bool]) -> None:
+        def holds_or_ended() -> bool:
             assert self.process.poll() is None, self.log()[-3000:]
-            clock.sleep(0.05)
+            return holds()
 
-    def is_ready(self) -> bool:
-        try:
-            with urlopen(f"http://{self.http}/readyz", timeout=10):
-                return True
-        except OSError:  # URLError and HTTPError are
-            return False
+        self.site.until(holds_or_ended)
 
     def seconds_of_rounds(self, num: int) -> float:
         """Return the seconds until so many more rounds are finished."""
         clock, last = SystemClock(), self.metrics()["fedlearn_round"] + num
         began_s = clock.now_s()
-        self.wait_until(lambda: self.metrics()["fedlearn_round"] >= last)
+        self.until(lambda: self.metrics()["fedlearn_round"] >= last)
         return clock.now_s() - began_s
 
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        return self.site.log("coordinator")
 
     def peak_bytes(self) -> int:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -94,44 +82,11 @@ class Deployment:
         return {name: float(value) for name, value in pairs}
 
 
-def free_addresses(num: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-
-
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    door, enrolment, http = free_addresses(3)
-    config = starter()
-    changes = {
-        "num_rounds": 100_000,
-        "cohort": config.cohort.model_copy(update={"num_wanted": NUM_CLIENTS}),
-        "stragglers": config.stragglers.model_copy(update={"over_selection": 1.0}),
-        "coordinator": config.coordinator.model_copy(
-            update={"address": door, "enrolment_address": enrolment, "http_address": http}
-        ),
-    }
-    (tmp_path / "coordinator.toml").write_text(render(config.model_copy(update=changes)))
-    command = [sys.executable, "-m", "fedlearn", "coordinator", "coordinator.toml", "--json"]
-    with (
-        (tmp_path / "log").open("w") as log,
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            text=True,
-        ) as process,
-    ):
-        deployment = Deployment(tmp_path, process, http)
-        deployment.wait_until(deployment.is_ready)
-        yield deployment
-        process.kill()
+    overrides = ("num_rounds=100000", f"cohort.num_wanted={NUM_CLIENTS}")
+    with site_in(tmp_path, *overrides, "stragglers.over_selection=1.0") as site:
+        yield Deployment(site, site.coordinator(), site.config().coordinator.http_address)
 
 
 @pytest.fixture
@@ -214,7 +169,10 @@ def test_rounds_go_on_through_ten_thousand_half_open_connections(
     deployment.seconds_of_rounds(5)
     unhindered_s, before_bytes = deployment.seconds_of_rounds(20), deployment.peak_bytes()
     door, enrolment = newcomer.addresses[0], newcomer.enrolment_addresses[0]
-    hello, noise = client_hello(tls_context(None, deployment.folder)), Seed(0).numpy().bytes(5000)
+    hello, noise = (
+        client_hello(tls_context(None, deployment.site.folder)),
+        Seed(0).numpy().bytes(5000),
+    )
     with ExitStack() as stack:
         for first in (b"", hello[:100], hello, noise):
             half_open(stack, door, first, NUM_HALF_OPEN // 4)
@@ -233,7 +191,7 @@ def test_rounds_go_on_through_ten_thousand_half_open_connections(
     assert strangers >= 0.9 * NUM_HALF_OPEN
     assert metrics["fedlearn_enrolment_connections_total"] >= 40 + NUM_CLIENTS
     assert metrics['fedlearn_participations_total{status="failed"}'] == 0.0
-    deployment.wait_until(lambda: '"event": "strangers"' in deployment.log())
+    deployment.until(lambda: '"event": "strangers"' in deployment.log())
     assert "Traceback" not in deployment.log()
     assert len(deployment.log().splitlines()) < 100  # none for each of them
     for client in clients:

@@ -884,6 +884,24 @@ def test_a_full_disk_refuses_a_reply_that_comes_again_later(
     assert door.counters.disk_full == 2
 
 
+def test_a_round_that_waits_for_space_is_counted_and_begins_once_there_is_some(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        exchange = Collecting(door.channel(), [member], train_request())
+        wait_until(lambda: door.counters.disk_full > 1)
+    member.answer(member.hear_task(), train_reply(1.0))
+    assert exchange.take()[0] == member.client_id
+    assert exchange.end() == 1
+
+
 def phase_of(door: Door, member: Member) -> object:
     clients = door.status()["clients"]
     assert isinstance(clients, dict)
