@@ -24,6 +24,15 @@ from tests.addresses import free_addresses
 LONG_S = 120.0
 OK, UNAVAILABLE = 200, 503
 
+#: Overrides for secure aggregation of all who are asked, with a clip that does not bind.
+SECURE = (
+    "stragglers.over_selection=1.0",
+    "stragglers.deadline_s=60.0",
+    "secure_aggregation.mode=complete",
+    "secure_aggregation.clip_norm=100.0",
+    "secure_aggregation.modulus_bits=40",
+)
+
 
 @dataclass
 class Site:

@@ -11,7 +11,7 @@ from fedlearn.coordinator.store_registry import StoredRegistry
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.transport.identity import Identity
-from tests.e2e.deployed import LONG_S, Site, site_in
+from tests.e2e.deployed import LONG_S, SECURE, Site, site_in
 
 #: More rounds than there is time for.
 NUM_CLIENTS, NUM_ROUNDS = 4, 100_000
@@ -22,17 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """Four of four are asked, three must be left."""
-    overrides = (
-        f"num_rounds={NUM_ROUNDS}",
-        "evaluation.every_rounds=0",
-        f"cohort.num_wanted={NUM_CLIENTS}",
-        "stragglers.over_selection=1.0",
-        "stragglers.deadline_s=60.0",
-        "secure_aggregation.mode=complete",
-        "secure_aggregation.clip_norm=100.0",
-        "secure_aggregation.modulus_bits=40",
-    )
-    with site_in(tmp_path, *overrides) as site:
+    counts = (f"num_rounds={NUM_ROUNDS}", f"cohort.num_wanted={NUM_CLIENTS}")
+    with site_in(tmp_path, *SECURE, *counts, "evaluation.every_rounds=0") as site:
         yield site
 
 

@@ -12,7 +12,7 @@ from fedlearn.coordinator.records import RoundRecord, RunStatus
 from fedlearn.core.collecting import Status
 from fedlearn.experiment.run import Run
 from fedlearn.transport import wire
-from tests.e2e.deployed import LONG_S, Site, site_in
+from tests.e2e.deployed import LONG_S, SECURE, Site, site_in
 
 NUM_CLIENTS, NUM_ROUNDS = 5, 2
 #: A trainer whose process is killed when it has the model, once.
@@ -45,17 +45,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """Five of five are asked, four must be left; a clip that does not bind."""
-    overrides = (
-        f"num_rounds={NUM_ROUNDS}",
-        f"cohort.num_wanted={NUM_CLIENTS}",
-        "stragglers.over_selection=1.0",
-        "stragglers.deadline_s=60.0",
-        "secure_aggregation.mode=complete",
-        "secure_aggregation.clip_norm=100.0",
-        "secure_aggregation.modulus_bits=40",
-    )
-    with site_in(tmp_path, *overrides) as site:
+    """Five of five are asked, four must be left."""
+    counts = (f"num_rounds={NUM_ROUNDS}", f"cohort.num_wanted={NUM_CLIENTS}")
+    with site_in(tmp_path, *SECURE, *counts) as site:
         yield site
 
 

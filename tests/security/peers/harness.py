@@ -146,6 +146,39 @@ class Site:
 
         return self.run(said())
 
+    def raw(
+        self, method: str, peer: Peer, *messages: bytes, half_close: bool = False
+    ) -> tuple[list[bytes], grpc.StatusCode]:
+        """Wait for :meth:`raw_call`."""
+        return self.run(self.raw_call(method, peer, *messages, half_close=half_close))
+
+    async def raw_call(
+        self, method: str, peer: Peer, *messages: bytes, half_close: bool = False
+    ) -> tuple[list[bytes], grpc.StatusCode]:
+        """Send whatever bytes as messages of a call; return what came, and how the call ended.
+
+        Without ``half_close`` it is the door that ends it.
+        """
+        tls = grpc.ssl_channel_credentials(
+            peer.credentials.ca_pem,
+            peer.credentials.tls_key_pem or None,
+            peer.credentials.certificate_pem or None,
+        )
+        options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+        async with grpc.aio.secure_channel(self.door.address, tls, options) as channel:
+            start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/{method}"
+            )
+            call, came = start(), list[bytes]()
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for message in messages:
+                    await call.write(message)
+                if half_close:
+                    await call.done_writing()
+                while isinstance(data := await call.read(), bytes):
+                    came.append(data)
+            return came, await call.code()
+
     def refused(self, cause: str) -> int:
         return self.door.counters.refused[cause]
 
@@ -289,11 +322,11 @@ def frame(kind: int, *, flags: int = 0, stream: int = 0, payload: bytes = b"") -
 
 
 def call_headers(method: str, *, stream: int) -> bytes:
-    """Return the frame that begins a gRPC call; each header a literal without index."""
+    """Return the frame that begins a call of the door; each header a literal without index."""
     pairs = {
         ":method": "POST",
         ":scheme": "https",
-        ":path": f"/{method}",
+        ":path": f"/{wire.DOOR}/{method}",
         ":authority": SERVER_NAME,
         "te": "trailers",
         "content-type": "application/grpc",
@@ -331,34 +364,6 @@ def frames_until_quiet(stream: ssl.SSLSocket, *, quiet_s: float) -> Counter[int]
         while len(content) >= 9 + (size := int.from_bytes(content[:3], "big")):
             counts[content[3]] += 1
             content = content[9 + size :]
-
-
-async def raw_call(
-    address: str, peer: Peer, method: str, *messages: bytes, half_close: bool = False
-) -> tuple[list[bytes], grpc.StatusCode]:
-    """Send whatever bytes as messages of a call; return what came, and how the call ended.
-
-    Without ``half_close`` it is the door that ends it.
-    """
-    tls = grpc.ssl_channel_credentials(
-        peer.credentials.ca_pem,
-        peer.credentials.tls_key_pem or None,
-        peer.credentials.certificate_pem or None,
-    )
-    options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-    async with grpc.aio.secure_channel(address, tls, options) as channel:
-        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
-            f"/{method}"
-        )
-        call, came = start(), list[bytes]()
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            for message in messages:
-                await call.write(message)
-            if half_close:
-                await call.done_writing()
-            while isinstance(data := await call.read(), bytes):
-                came.append(data)
-        return came, await call.code()
 
 
 @contextmanager

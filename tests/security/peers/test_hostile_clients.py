@@ -33,7 +33,6 @@ from tests.security.peers.harness import (
     frame,
     frames_until_quiet,
     http2,
-    raw_call,
     reply,
     request_of,
     result,
@@ -42,7 +41,7 @@ from tests.security.peers.harness import (
     told,
 )
 
-SESSION, UPLOAD, DOWNLOAD = (f"{wire.DOOR}/{each}" for each in ("Session", "Upload", "Download"))
+SESSION, UPLOAD, DOWNLOAD = "Session", "Upload", "Download"
 
 
 def said(**what: object) -> bytes:
@@ -268,7 +267,7 @@ def test_a_key_is_no_path(site: Site) -> None:
         key.run_id = key.run_id or RUN_ID
         site.run(speak_of(key, site.door.address, peer))
         signed = wire_pb2.UploadPart(envelope=envelope(key, b"data", peer)).SerializeToString()
-        came, code = site.run(raw_call(site.door.address, peer, UPLOAD, signed))
+        came, code = site.raw(UPLOAD, peer, signed)
         receipts = [wire_pb2.UploadStatus.FromString(each).receipt.verdict for each in came]
         assert receipts == [wire_pb2.Receipt.REFUSED] or code == grpc.StatusCode.UNAVAILABLE
     assert everything(site.folder) == before
@@ -294,7 +293,7 @@ def test_a_hash_that_does_not_exist_is_not_found(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     for digest in (b"", bytes(31), bytes(32), bytes(33), bytes(wire.CHUNK_BYTES)):
         request = wire_pb2.DownloadRequest(digest=digest).SerializeToString()
-        came, code = site.run(raw_call(site.door.address, peer, DOWNLOAD, request))
+        came, code = site.raw(DOWNLOAD, peer, request)
         assert (came, code) == ([], grpc.StatusCode.NOT_FOUND)
     site.train(peer)
 
@@ -316,7 +315,7 @@ def test_giant_and_broken_messages_end_their_session(site: Site) -> None:
     hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
     for name, giant in GIANTS.items():
         for messages in ([giant], [hello, giant]):
-            _, code = site.run(raw_call(site.door.address, peer, SESSION, *messages))
+            _, code = site.raw(SESSION, peer, *messages)
             assert code == grpc.StatusCode.INVALID_ARGUMENT, name
     assert site.refused("malformed") == 2 * len(GIANTS)
     site.train(honest)
@@ -325,9 +324,7 @@ def test_giant_and_broken_messages_end_their_session(site: Site) -> None:
 def test_a_message_beyond_the_bound_is_not_even_read(site: Site) -> None:
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     for method in (SESSION, UPLOAD, DOWNLOAD):
-        _, code = site.run(
-            raw_call(site.door.address, peer, method, bytes(wire.MAX_MESSAGE_BYTES + 1))
-        )
+        _, code = site.raw(method, peer, bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert site.door.counters.bytes_in == 0
     site.train(honest)
@@ -370,9 +367,7 @@ def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
 
         def send(*chunks: bytes) -> tuple[wire_pb2.UploadStatus, grpc.StatusCode]:
             parts = [wire_pb2.UploadPart(data=each).SerializeToString() for each in chunks]
-            came, code = site.run(
-                raw_call(site.door.address, peer, UPLOAD, first, *parts, half_close=True)
-            )
+            came, code = site.raw(UPLOAD, peer, first, *parts, half_close=True)
             return wire_pb2.UploadStatus.FromString(came[-1]), code
 
         assert send(data[:10]) == (wire_pb2.UploadStatus(offset=0), grpc.StatusCode.ABORTED)

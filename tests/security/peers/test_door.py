@@ -3,181 +3,54 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import TypeVar
 
 import grpc
 import pytest
 import torch
 
 from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.door_loop import LoopThread
-from fedlearn.coordinator.door_settings import DoorSettings
 from fedlearn.coordinator.door_state import Judgement, Standing
-from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
+from fedlearn.coordinator.registry import EnrolledClient
 from fedlearn.coordinator.service import Door
 from fedlearn.coordinator.service_desk import Desk, LiveExchange
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.codec import encode
-from fedlearn.core.messages import ClientId, Reply, TrainReply, TrainRequest
+from fedlearn.core.messages import ClientId, Reply, TrainRequest
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
-from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import (
-    SERVER_NAME,
-    Identity,
-    Invitation,
-    enrolment_bytes,
-    signed_bytes,
+from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
+from fedlearn.transport.identity import SERVER_NAME, Identity, enrolment_bytes
+from tests.security.peers.harness import (
+    HELLO,
+    SETTINGS,
+    WAIT_S,
+    Peer,
+    Site,
+    envelope,
+    reply,
+    request_of,
 )
-
-RUN_ID = "0123456789abcdef0123456789abcdef"
-WAIT_S = 10.0
-
-SETTINGS = DoorSettings(
-    address="127.0.0.1:0",
-    enrolment_address="127.0.0.1:0",
-    handshake_timeout_s=0.5,
-    stall_timeout_s=2.0,
-)
-REQUEST = TrainRequest(
-    round_num=0, attempt=0, tensors={"weight": torch.zeros(4)}, settings={}, seed=0
-)
-REPLY = TrainReply(round_num=0, delta={"weight": torch.ones(4)}, num_examples=1, metrics={})
-HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
-
-T = TypeVar("T")
-
-
-@dataclass
-class Peer:
-    """Somebody with keys, and perhaps a certificate."""
-
-    name: str
-    identity: Identity
-    client_id: int
-    credentials: Credentials
-
-
-@dataclass
-class Site:
-    """A door behind TLS, and a round that an honest client takes part in."""
-
-    folder: Path
-    loop: LoopThread
-    registry: MemoryRegistry
-    authority: Authority
-    doors: list[Door] = field(default_factory=list)
-
-    @property
-    def door(self) -> Door:
-        return self.doors[-1]
-
-    def open(self, settings: DoorSettings = SETTINGS) -> Door:
-        door = Door(
-            settings,
-            registry=self.registry,
-            run_id=RUN_ID,
-            spool_dir=self.folder / "spool",
-            authority=self.authority,
-            eligible=lambda *_: True,
-            is_leader=lambda: True,
-            clock=SystemClock(),
-        )
-        door.start()
-        self.doors.append(door)
-        return door
-
-    def invitation(self, name: str) -> Invitation:
-        return Invitation(
-            name=name,
-            addresses=(self.door.address,),
-            enrolment_addresses=(self.door.enrolment_address,),
-            ca_pem=self.authority.ca_pem,
-            token=self.registry.invite(name, tags=(), valid_s=60.0),
-            expires_utc="2999-01-01T00:00:00Z",
-        )
-
-    def enrolled(self, name: str) -> Peer:
-        identity, invitation = Identity.create(), self.invitation(name)
-        certificate, client_id = self.run(enrol(self.door.enrolment_address, invitation, identity))
-        return self.peer(name, identity, certificate, client_id=client_id)
-
-    def peer(self, name: str, identity: Identity, certificate: bytes, *, client_id: int) -> Peer:
-        credentials = Credentials(
-            ca_pem=self.authority.ca_pem,
-            certificate_pem=certificate,
-            tls_key_pem=identity.tls_key_pem if certificate else b"",
-            server_name=SERVER_NAME,
-        )
-        return Peer(name, identity, client_id, credentials)
-
-    def run(self, coroutine: "Awaitable[T]") -> T:
-        async def awaited() -> T:
-            return await coroutine
-
-        return self.loop.call(awaited()).result(WAIT_S)
-
-    def use(self, peer: Peer, call: Callable[[DoorConnection], Awaitable[T]]) -> T:
-        async def used() -> T:
-            async with DoorConnection(self.door.address, peer.credentials) as connection:
-                return await call(connection)
-
-        return self.run(used())
-
-    def in_session(self, peer: Peer, call: Callable[[DoorSession], Awaitable[T]]) -> T:
-        async def said(connection: DoorConnection) -> T:
-            async with connection.session(HELLO) as session:
-                return await call(session)
-
-        return self.use(peer, said)
-
-    def raw(self, method: str, peer: Peer, *messages: bytes) -> tuple[list[bytes], grpc.StatusCode]:
-        """Send whatever bytes; return what came, and how the call ended."""
-
-        async def called() -> tuple[list[bytes], grpc.StatusCode]:
-            tls = grpc.ssl_channel_credentials(
-                peer.credentials.ca_pem,
-                peer.credentials.tls_key_pem or None,
-                peer.credentials.certificate_pem or None,
-            )
-            options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-            async with grpc.aio.secure_channel(self.door.address, tls, options) as channel:
-                start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
-                    f"/{wire.DOOR}/{method}"
-                )
-                call, came = start(), list[bytes]()
-                try:
-                    for message in messages:
-                        await call.write(message)
-                    while isinstance(data := await call.read(), bytes):
-                        came.append(data)
-                except grpc.aio.AioRpcError:
-                    pass
-                except asyncio.InvalidStateError:
-                    pass
-                return came, await call.code()
-
-        return self.run(called())
 
 
 class Round:
     """One exchange in a thread."""
 
-    def __init__(self, door: Door, *peers: Peer, request: TrainRequest = REQUEST) -> None:
+    def __init__(self, door: Door, *peers: Peer, request: TrainRequest | None = None) -> None:
         self.arrived: Queue[tuple[int, Reply]] = Queue()
         self.outcome: Future[int] = Future()
         cohort = [ClientId(peer.client_id) for peer in peers]
         channel = door.channel()
 
         def run() -> None:
-            arrivals, num = channel.exchange(dict.fromkeys(cohort, request), deadline_s=60.0), 0
+            arrivals, num = (
+                channel.exchange(dict.fromkeys(cohort, request or request_of(0)), deadline_s=60.0),
+                0,
+            )
             for num, arrival in enumerate(arrivals, start=1):
                 self.arrived.put((arrival.client_id, arrival.reply))
                 if num == len(cohort):
@@ -187,46 +60,29 @@ class Round:
         threading.Thread(target=run, daemon=True).start()
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    loop = LoopThread("peers")
-    authority = Authority.open(tmp_path / "ca", host_names=())
-    site = Site(tmp_path, loop, MemoryRegistry(SystemClock()), authority)
-    site.open()
-    yield site
-    for door in site.doors:
-        door.stop(grace_s=0.0)
-    loop.stop()
-
-
-def envelope(task: wire_pb2.Task, data: bytes, peer: Peer) -> wire_pb2.Envelope:
-    digest = digest_of(data)
-    signed = signed_bytes(task.key, client_id=peer.client_id, digest=digest)
-    return wire_pb2.Envelope(
-        key=task.key, digest=digest, num_bytes=len(data), signature=peer.identity.sign(signed)
-    )
-
-
-def result(signed: wire_pb2.Envelope, data: bytes) -> wire_pb2.FromClient:
+def as_result(signed: wire_pb2.Envelope, data: bytes) -> wire_pb2.FromClient:
     return wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data))
 
 
 async def heard_task(session: DoorSession) -> wire_pb2.Task:
-    told = await session.receive()
-    assert told is not None
-    return told.task
+    return (await heard(session, "task")).task
 
 
 async def heard_receipt(session: DoorSession) -> wire_pb2.Receipt:
-    told = await session.receive()
-    assert told is not None
-    assert told.WhichOneof("what") == "receipt"
-    return told.receipt
+    return (await heard(session, "receipt")).receipt
+
+
+async def heard(session: DoorSession, kind: str) -> wire_pb2.FromCoordinator:
+    """Return the next message, which is of that kind."""
+    message = await session.receive()
+    assert message is not None
+    assert message.WhichOneof("what") == kind
+    return message
 
 
 async def answer_honestly(session: DoorSession, peer: Peer) -> wire_pb2.Receipt:
-    task, data = await heard_task(session), encode(REPLY)
-    await session.send(result(envelope(task, data, peer), data))
+    task, data = await heard_task(session), reply()
+    await session.send(as_result(envelope(task.key, data, peer), data))
     return await heard_receipt(session)
 
 
@@ -234,13 +90,9 @@ async def hang_up(session: DoorSession) -> None:
     """Say nothing more."""
 
 
-def refused(site: Site, cause: str) -> int:
-    return site.door.counters.refused[cause]
-
-
 def test_an_invited_client_enrols_connects_and_takes_part(site: Site) -> None:
     peer = site.enrolled("clinic-a")
-    assert refused(site, "unknown") == 0
+    assert site.refused("unknown") == 0
     round_ = Round(site.door, peer)
     receipt = site.in_session(peer, lambda session: answer_honestly(session, peer))
     assert receipt.verdict == wire_pb2.Receipt.ACCEPTED
@@ -270,7 +122,7 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(site: Site) ->
     peer = site.peer("x", identity, stray, client_id=0)
     with pytest.raises(ConnectionRefused, match="not enrolled"):
         site.in_session(peer, hang_up)
-    assert refused(site, "unknown") == 1
+    assert site.refused("unknown") == 1
 
 
 def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None:
@@ -287,7 +139,7 @@ def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None
     assert clock.now_s() - started_s < 2.0
     for method in ("Session", "Upload", "Download"):
         assert site.raw(method, peer)[1] == grpc.StatusCode.UNAUTHENTICATED
-    assert refused(site, "revoked") == 3
+    assert site.refused("revoked") == 3
 
 
 def test_a_token_works_once_and_only_for_whoever_holds_the_keys(site: Site) -> None:
@@ -301,7 +153,7 @@ def test_a_token_works_once_and_only_for_whoever_holds_the_keys(site: Site) -> N
         site.run(enrol(address, replace(invitation, token=b"guessed"), thief))
     with pytest.raises(EnrolmentRefused, match="too long"):
         site.run(enrol(address, replace(invitation, token=b"x" * 1000), thief))
-    assert refused(site, "enrolment") == 3
+    assert site.refused("enrolment") == 3
     assert len(site.registry.clients()) == 1
 
 
@@ -359,31 +211,31 @@ def test_a_forged_reply_is_refused_and_the_honest_one_still_counts(
     round_ = Round(site.door, peer)
 
     async def forge(session: DoorSession) -> list[int]:
-        task, data = await heard_task(session), encode(REPLY)
-        honest = envelope(task, data, peer)
-        await session.send(result(*spoil(honest, data)))
+        task, data = await heard_task(session), reply()
+        honest = envelope(task.key, data, peer)
+        await session.send(as_result(*spoil(honest, data)))
         verdicts = [(await heard_receipt(session)).verdict]
-        await session.send(result(honest, data))
+        await session.send(as_result(honest, data))
         return [*verdicts, (await heard_receipt(session)).verdict]
 
     verdicts = site.in_session(peer, forge)
     assert verdicts == [wire_pb2.Receipt.REFUSED, wire_pb2.Receipt.ACCEPTED]
-    assert refused(site, cause) == 1
+    assert site.refused(cause) == 1
     assert round_.outcome.result(WAIT_S) == 1
 
 
 def test_a_reply_of_another_client_cannot_be_replayed(site: Site) -> None:
     honest, thief = site.enrolled("clinic-a"), site.enrolled("clinic-b")
     Round(site.door, honest, thief)
-    data = encode(REPLY)
+    data = reply()
 
     async def replay(session: DoorSession) -> wire_pb2.Receipt:
-        stolen = envelope(await heard_task(session), data, honest)
-        await session.send(result(stolen, data))
+        stolen = envelope((await heard_task(session)).key, data, honest)
+        await session.send(as_result(stolen, data))
         return await heard_receipt(session)
 
     assert site.in_session(thief, replay).verdict == wire_pb2.Receipt.REFUSED
-    assert refused(site, "signature") == 1
+    assert site.refused("signature") == 1
 
 
 @pytest.mark.parametrize(
@@ -394,16 +246,16 @@ def test_a_reply_to_another_task_does_not_count(
 ) -> None:
     peer = site.enrolled("clinic-a")
     Round(site.door, peer)
-    data = encode(REPLY)
+    data = reply()
 
     async def confuse(session: DoorSession) -> wire_pb2.Receipt:
         task = await heard_task(session)
         other = wire_pb2.Task.FromString(task.SerializeToString())
         setattr(other.key, field_name, value)
-        await session.send(result(envelope(other, data, peer), data))
+        await session.send(as_result(envelope(other.key, data, peer), data))
         if cause:
             assert (await heard_receipt(session)).verdict == wire_pb2.Receipt.REFUSED
-        await session.send(result(envelope(task, data, peer), data))
+        await session.send(as_result(envelope(task.key, data, peer), data))
         return await heard_receipt(session)
 
     assert site.in_session(peer, confuse).verdict == wire_pb2.Receipt.ACCEPTED
@@ -414,27 +266,27 @@ def test_a_reply_to_another_task_does_not_count(
 def test_a_reply_of_a_client_that_was_not_asked_is_refused(site: Site) -> None:
     asked, other = site.enrolled("clinic-a"), site.enrolled("clinic-b")
     round_ = Round(site.door, asked)
-    data = encode(REPLY)
+    data = reply()
 
     async def intrude(task: wire_pb2.Task) -> wire_pb2.Receipt:
         async with (
             DoorConnection(site.door.address, other.credentials) as connection,
             connection.session(HELLO) as session,
         ):
-            await session.send(result(envelope(task, data, other), data))
+            await session.send(as_result(envelope(task.key, data, other), data))
             return await heard_receipt(session)
 
     async def take_part(session: DoorSession) -> tuple[int, int]:
         task = await heard_task(session)
         intruder = await intrude(task)
-        await session.send(result(envelope(task, data, asked), data))
+        await session.send(as_result(envelope(task.key, data, asked), data))
         return intruder.verdict, (await heard_receipt(session)).verdict
 
     assert site.in_session(asked, take_part) == (
         wire_pb2.Receipt.REFUSED,
         wire_pb2.Receipt.ACCEPTED,
     )
-    assert refused(site, "not_asked") == 1
+    assert site.refused("not_asked") == 1
     assert round_.outcome.result(WAIT_S) == 1
 
 
@@ -463,7 +315,7 @@ def test_a_session_that_does_not_begin_with_hello_is_ended(
     site: Site, first: list[bytes], code: grpc.StatusCode, cause: str
 ) -> None:
     assert site.raw("Session", site.enrolled("clinic-a"), *first) == ([], code)
-    assert refused(site, cause) == 1
+    assert site.refused(cause) == 1
 
 
 def test_garbage_and_giants_end_only_the_session_that_they_came_in(site: Site) -> None:
@@ -487,7 +339,7 @@ def test_a_client_that_does_not_read_is_dropped_and_blocks_nobody(site: Site) ->
         deaf.credentials.ca_pem, deaf.credentials.tls_key_pem, deaf.credentials.certificate_pem
     )
     options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-    request = replace(REQUEST, tensors={"weight": torch.zeros(50_000)})  # travels in the task
+    request = replace(request_of(0), tensors={"weight": torch.zeros(50_000)})  # travels in the task
 
     async def listen_to_nothing() -> tuple[grpc.aio.Channel, object]:
         channel = grpc.aio.secure_channel(site.door.address, tls, options)
@@ -504,10 +356,10 @@ def test_a_client_that_does_not_read_is_dropped_and_blocks_nobody(site: Site) ->
             connection.session(HELLO) as session,
         ):
             connected.set()
-            data = encode(REPLY)
+            data = reply()
             while (told := await session.receive()) is not None:
                 if told.WhichOneof("what") == "task":
-                    await session.send(result(envelope(told.task, data, honest), data))
+                    await session.send(as_result(envelope(told.task.key, data, honest), data))
 
     connected = asyncio.Event()
     answering = site.loop.call(answer_always(connected))
@@ -562,8 +414,8 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     Round(site.door, peer)
     task = site.in_session(peer, heard_task)
-    data = encode(REPLY)
-    honest = envelope(task, data, peer)
+    data = reply()
+    honest = envelope(task.key, data, peer)
 
     def verdict(signed: wire_pb2.Envelope, *chunks: bytes) -> int:
         parts = [wire_pb2.UploadPart(envelope=signed)]
@@ -579,8 +431,8 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
     assert verdict(with_fields(honest, num_bytes=1 << 50)) == wire_pb2.Receipt.REFUSED
     assert not list((site.folder / "spool").rglob("*.part"))
     assert verdict(honest, data[:100], data[100:]) == wire_pb2.Receipt.ACCEPTED
-    assert refused(site, "size") == 3
-    assert refused(site, "digest") == refused(site, "signature") == 1
+    assert site.refused("size") == 3
+    assert site.refused("digest") == site.refused("signature") == 1
 
 
 def test_an_upload_is_late_when_the_round_closes_as_it_begins(
@@ -603,8 +455,8 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
     monkeypatch.setattr(Desk, "admit", closing)
     Round(site.door, peer)
     task = site.in_session(peer, heard_task)
-    data = encode(REPLY)
-    signed = wire_pb2.UploadPart(envelope=envelope(task, data, peer))
+    data = reply()
+    signed = wire_pb2.UploadPart(envelope=envelope(task.key, data, peer))
     part = wire_pb2.UploadPart(data=data)
     came, _ = site.raw("Upload", peer, signed.SerializeToString(), part.SerializeToString())
     receipt = wire_pb2.UploadStatus.FromString(came[-1]).receipt
@@ -618,24 +470,10 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
     download = wire_pb2.DownloadRequest(digest=task.digest).SerializeToString()
 
     def got(peer: Peer, request: bytes) -> object:
-        async def ask(address: str) -> object:
-            tls = grpc.ssl_channel_credentials(
-                peer.credentials.ca_pem,
-                peer.credentials.tls_key_pem,
-                peer.credentials.certificate_pem,
-            )
-            options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-            async with grpc.aio.secure_channel(address, tls, options) as channel:
-                method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
-                    f"/{wire.DOOR}/Download"
-                )
-                call = method(request)
-                try:
-                    return b"".join([wire_pb2.Chunk.FromString(data).data async for data in call])
-                except grpc.aio.AioRpcError as error:
-                    return error.code()
-
-        return site.run(ask(site.door.address))
+        came, code = site.raw("Download", peer, request)
+        if code != grpc.StatusCode.OK:
+            return code
+        return b"".join(wire_pb2.Chunk.FromString(data).data for data in came)
 
     assert got(asked, download) == task.data
     assert got(other, download) == grpc.StatusCode.NOT_FOUND
@@ -646,20 +484,8 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
 
 def test_a_client_moves_two_things_at_once_at_the_most(site: Site) -> None:
     peer = site.enrolled("clinic-a")
-    first = [site.loop.call(_raw_upload(site, peer)) for _ in range(5)]
-    codes = [each.result(WAIT_S) for each in first]
+    first = [site.loop.call(site.raw_call("Upload", peer)) for _ in range(5)]
+    codes = [each.result(WAIT_S)[1] for each in first]
     assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 3
     assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 2  # stalled: they said nothing
-    assert refused(site, "transfers") == 3
-
-
-async def _raw_upload(site: Site, peer: Peer) -> grpc.StatusCode:
-    tls = grpc.ssl_channel_credentials(
-        peer.credentials.ca_pem, peer.credentials.tls_key_pem, peer.credentials.certificate_pem
-    )
-    options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-    async with grpc.aio.secure_channel(site.door.address, tls, options) as channel:
-        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
-            f"/{wire.DOOR}/Upload"
-        )
-        return await start().code()
+    assert site.refused("transfers") == 3
