@@ -135,13 +135,17 @@ class Operator:
         return self.database.run(name).round_summaries(last)
 
     def control(self, wanted: Control) -> bool:
-        """Tell the coordinator what is wanted; return whether one is alive to hear it.
+        """Tell the coordinator what is wanted; return whether one has heard it.
+
+        One that ends in answer lets go of the run, perhaps before anybody looks again.
 
         Raises:
             DeploymentError: The run is not deployed.
         """
+        before = deployment(self.database, self.places.run_name)
         set_control(self.database, self.places.run_name, wanted)
-        return is_alive(self.database, self.places, clock=self.clock)
+        after = _next_beat(self.database, self.places, before, clock=self.clock)
+        return after is not None
 
     def why(self) -> "Explanation":
         """Return what the run waits for.
@@ -163,21 +167,27 @@ class Operator:
 
 
 def is_alive(database: Database, places: Places, *, clock: Clock) -> bool:
-    """Return whether a coordinator holds the run and its beat goes on.
+    """Return whether a coordinator holds the run and its beat goes on."""
+    now = deployment(database, places.run_name)
+    after = _next_beat(database, places, now, clock=clock)
+    return after is not None and after.holder != ""
 
-    Nobody's wall clock is compared: the beat is looked at until it moves, for as long as
-    another coordinator would wait before it takes over.
+
+def _next_beat(
+    database: Database, places: Places, before: Deployment, *, clock: Clock
+) -> Deployment | None:
+    """Return the run once its holder has renewed it or let go of it; None: it does neither.
+
+    Nobody's wall clock is compared: the run is looked at for as long as another coordinator
+    would wait before it takes over.
     """
-    first = deployment(database, places.run_name)
-    if not first.holder:
-        return False
     ends_s = clock.now_s() + places.config.coordinator.lease_ttl_s
-    while clock.now_s() < ends_s:
+    while before.holder and clock.now_s() < ends_s:
         clock.sleep(_LOOK_AGAIN_S)
         now = deployment(database, places.run_name)
-        if (now.epoch, now.beat) != (first.epoch, first.beat):
-            return bool(now.holder)
-    return False
+        if (now.epoch, now.beat, now.holder) != (before.epoch, before.beat, before.holder):
+            return now
+    return None
 
 
 def _require_tag(tag: str) -> None:

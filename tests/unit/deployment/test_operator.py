@@ -10,8 +10,9 @@ import pytest
 
 from fedlearn.build import deployment
 from fedlearn.config import Config, from_mapping
+from fedlearn.coordinator.journal import Control
 from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import Lease
+from fedlearn.coordinator.store_lease import Lease, set_control
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.board import Board, Phase
@@ -237,6 +238,22 @@ def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
         site.operator.control("abort")
         with pytest.raises(Aborted, match="by the operator"):
             interruption.sleep(10.0)
+
+
+def test_a_coordinator_that_ends_at_once_has_heard(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has let go of the run before anybody looks whether it is alive."""
+    lease = site.lease("quick")
+    assert lease.try_acquire()
+
+    def set_and_heard(database: Database, name: str, wanted: Control) -> None:
+        set_control(database, name, wanted)
+        assert lease.renew({}) == wanted
+        lease.release()
+
+    monkeypatch.setattr("fedlearn.deployment.operator.set_control", set_and_heard)
+    assert site.operator.control("abort") is True
 
 
 def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
