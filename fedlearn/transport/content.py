@@ -1,8 +1,8 @@
 """What requests and replies are called on the wire: the digest of their bytes, by BLAKE3.
 
 A client signs the digest of its reply, and a coordinator computes that of every upload anew. By
-SHA-256 this would take as long as all the rest of receiving: where a core with AVX-512 and SHA
-instructions hashes 1.3 GB/s by SHA-256, it hashes 4.6 GB/s by BLAKE3, and to find a collision
+SHA-256 this would take nearly as long as to receive and decrypt it: where a core with AVX-512 and
+SHA instructions hashes 1.3 GB/s by SHA-256, it hashes 4.6 GB/s by BLAKE3, and to find a collision
 takes 2**128 steps for either.
 
 References:
