@@ -49,8 +49,8 @@ _MIN_INLINE_BYTES = 16 << 10
 #: Messages of a disk that is full, or broken, to clients that keep their reply.
 TRY_AGAIN = "the coordinator cannot store this reply now (its disk is full or broken); try again"
 
-#: What is said of bytes that do not have the hash that was signed.
-WRONG_HASH = Ruling(Verdict.REFUSED, "the bytes do not have the digest that was signed", "digest")
+#: What is said of bytes that do not have the digest that was signed.
+WRONG_DIGEST = Ruling(Verdict.REFUSED, "the bytes do not have the digest that was signed", "digest")
 
 _VERDICTS = {
     Verdict.ACCEPTED: wire_pb2.Receipt.ACCEPTED,
@@ -468,7 +468,7 @@ def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
     if len(data) != envelope.num_bytes:
         return _refusal(f"{len(data)} bytes came, {envelope.num_bytes} were announced", "size")
     if digest_of(data) != envelope.digest:
-        return WRONG_HASH
+        return WRONG_DIGEST
     return None
 
 

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from fedlearn.coordinator.door_counters import DoorCounters
 from fedlearn.coordinator.door_state import Judgement, Key, Phase, Ruling, Standing, Verdict
 from fedlearn.coordinator.registry import EnrolledClient
-from fedlearn.coordinator.service_desk import TRY_AGAIN, WRONG_HASH, Desk, Offer, key_of, receipt
+from fedlearn.coordinator.service_desk import TRY_AGAIN, WRONG_DIGEST, Desk, Offer, key_of, receipt
 from fedlearn.coordinator.service_hall import Context, Ending, read
 from fedlearn.coordinator.spool import PartialUpload, partial_path
 from fedlearn.core.messages import ClientId
@@ -225,7 +225,7 @@ class Transfers:
         if missing == 0 and upload.was_resumed:
             reason = "the bytes that were here did not fit the rest; begin again"
             raise _Ended(grpc.StatusCode.ABORTED, reason)
-        ruling = WRONG_HASH if missing == 0 else _NOT_AS_ANNOUNCED
+        ruling = WRONG_DIGEST if missing == 0 else _NOT_AS_ANNOUNCED
         self.desk.refused(client, ruling)
         return ruling
 

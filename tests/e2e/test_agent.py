@@ -1,6 +1,7 @@
 """An application with an agent, its training process and a real door."""
 
 import asyncio
+import math
 import os
 import queue
 import signal
@@ -123,9 +124,10 @@ class Application:
     def free(self) -> None:
         (self.folder / "free").touch()
 
-    def has_stopped_at_a_batch(self) -> bool:
-        """Return whether a trainer was told to stop and did: one that is killed says nothing."""
-        return (self.folder / "stopped-at-a-batch").exists()
+    def stopped_unix_s(self) -> float:
+        """Return when the trainer heard at a batch that it is to stop; inf: it was killed."""
+        stopped = self.folder / "stopped-at-a-batch"
+        return stopped.stat().st_mtime if stopped.exists() else math.inf
 
     def begun(self) -> list[int]:
         """Return the steps at which trainings began."""
@@ -225,9 +227,9 @@ def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
     with taking_part(application, coordinator) as agent:
         with training(coordinator, deadline_s=5.0) as replies:
             application.wait_for(EventKind.PROGRESS)
-            pid = pid_of(agent)
+            pid, begin_unix_s = pid_of(agent), CLOCK.unix_s()
             agent.revoke_consent()
-            assert application.has_stopped_at_a_batch()
+            assert application.stopped_unix_s() - begin_unix_s < 5.0
             assert not is_alive(pid)
         assert replies.result() == {}
         left = sorted(path.name for path in application.home.iterdir())
@@ -247,9 +249,9 @@ def test_revoking_consent_stops_an_evaluation(
     with taking_part(application, coordinator) as agent, ThreadPoolExecutor(1) as executor:
         replies = executor.submit(coordinator.evaluate, MODEL, deadline_s=5.0)
         eventually((application.folder / "evaluating").exists)
-        pid = pid_of(agent)
+        pid, begin_unix_s = pid_of(agent), CLOCK.unix_s()
         agent.revoke_consent()
-        assert application.has_stopped_at_a_batch()
+        assert application.stopped_unix_s() - begin_unix_s < 5.0
         assert not is_alive(pid)
         assert replies.result() == {}
 
@@ -367,9 +369,9 @@ def test_training_that_does_not_listen_is_ended(
         eventually(lambda: application.begun() == [0])
         pid, begin_s = pid_of(agent), CLOCK.now_s()
         agent.stop()
-        assert CLOCK.now_s() - begin_s < 30.0  # 10 s for the training, 15 s for the process
+        assert CLOCK.now_s() - begin_s < 15.0
         assert not is_alive(pid)
-        assert not application.has_stopped_at_a_batch()
+        assert application.stopped_unix_s() == math.inf
 
 
 @pytest.mark.slow
