@@ -40,6 +40,7 @@ from fedlearn.secagg.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehea
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.session import Session, Stage, terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose, to_words
+from tests.security.liars.harness import spoiled
 
 # Any: the message of the stage that is lied about.
 Lie = Callable[[Any], Message | bytes]
@@ -987,16 +988,10 @@ def test_a_reply_counts_once(stage: Stage) -> None:
     assert paused.server.num_received == 1
 
 
-def spoil(share: SecretBytes) -> SecretBytes:
-    data = bytearray(share.reveal())
-    data[0] ^= 1
-    return SecretBytes(bytes(data))
-
-
 def test_one_holder_with_false_shares_is_found_and_left_out() -> None:
     result = cheating(
         Stage.UNMASK,
-        lambda r: replace(r, shares={i: spoil(share) for i, share in r.shares.items()}),
+        lambda r: replace(r, shares={i: spoiled(share) for i, share in r.shares.items()}),
     )
     assert result.outcome.suspects == {OTHER}
     assert mean_of(result) < 1e-4
@@ -1005,7 +1000,7 @@ def test_one_holder_with_false_shares_is_found_and_left_out() -> None:
 
 def test_a_false_share_of_one_owner_is_found_as_well() -> None:
     result = cheating(
-        Stage.UNMASK, lambda r: replace(r, shares={**r.shares, VICTIM: spoil(r.shares[VICTIM])})
+        Stage.UNMASK, lambda r: replace(r, shares={**r.shares, VICTIM: spoiled(r.shares[VICTIM])})
     )
     assert result.outcome.suspects <= {OTHER}
     assert mean_of(result) < 1e-4
@@ -1019,7 +1014,8 @@ def test_too_many_false_shares_abort() -> None:
             return data
         release = messages.decode(data)
         assert isinstance(release, Release)
-        false = {i: spoil(share) for i, share in release.shares.items()}
+        limb = IDS.index(client_id)
+        false = {i: spoiled(share, limb=limb) for i, share in release.shares.items()}
         return messages.encode(replace(release, shares=false))
 
     with pytest.raises(AggregationAborted, match="or more than one holder, lied"):

@@ -32,6 +32,7 @@ from fedlearn.core.messages import (
     SecureRequest,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import QuantisationError
@@ -39,6 +40,7 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.session import Stage, terms_text
+from fedlearn.secagg.shamir import NUM_LIMBS, SHARE_BYTES
 from fedlearn.secagg.terms import Terms
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.transport.base import Arrival, Channel
@@ -120,6 +122,17 @@ def examples_of(client_id: int) -> int:
 
 def delta_of(client_id: int) -> float:
     return (client_id + 1) / 7
+
+
+def spoiled(share: SecretBytes, *, limb: int = 0) -> SecretBytes:
+    """Return a false share.
+
+    Those of several liars differ from the true ones in different limbs: in the same one their
+    errors, each +1 or -1, can cancel out, and then the secret is the true one after all.
+    """
+    data = bytearray(share.reveal())
+    data[SHARE_BYTES // NUM_LIMBS * limb] ^= 1
+    return SecretBytes(bytes(data))
 
 
 def stage_of(request: Request) -> Stage:

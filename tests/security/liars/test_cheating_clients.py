@@ -34,6 +34,7 @@ from tests.security.liars.harness import (
     plan_for,
     require_nothing,
     row_of,
+    spoiled,
 )
 
 #: Six clients, of whom four must be left: t = q = 4.
@@ -385,14 +386,9 @@ def test_packets_that_do_not_open_are_found_by_whom_they_were_sent_to() -> None:
         assert f"the packet of client {CHEAT} does not open" in row_of(collected, each).reason
 
 
-def spoiled(share: SecretBytes) -> SecretBytes:
-    data = share.reveal()
-    return SecretBytes(bytes((data[0] ^ 1,)) + data[1:])
-
-
-def spoiling(owners: Sequence[ClientId]) -> Change:
+def spoiling(owners: Sequence[ClientId], *, limb: int = 0) -> Change:
     def spoil(rows: dict[ClientId, SecretBytes]) -> None:
-        rows.update({owner: spoiled(rows[owner]) for owner in owners})
+        rows.update({owner: spoiled(rows[owner], limb=limb) for owner in owners})
 
     return release(spoil)
 
@@ -418,7 +414,7 @@ def test_more_false_shares_than_can_be_told_from_true_ones_release_nothing() -> 
     def sabotage(client_id: ClientId, at: Stage, reply: SecureReply) -> Reply | None:
         if at is not Stage.UNMASK or client_id > 2 or reply.round_num != CHEATED:
             return None
-        message = spoiling(EVERYONE)(messages.decode(reply.message))
+        message = spoiling(EVERYONE, limb=client_id)(messages.decode(reply.message))
         assert isinstance(message, Release)
         return SecureReply(round_num=reply.round_num, message=messages.encode(message))
 
