@@ -20,7 +20,6 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import write_durably
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import Summary, compare
-from fedlearn.experiment.plot import plot
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import open_run
 from fedlearn.experiment.simulate import Site, resolve_config, resume, run_config
@@ -172,6 +171,8 @@ def do_plot(names: Sequence[str], *, output: Path | None, places: Places) -> Non
         if len(runs) == 1:
             _print(str(runs[0].plot(output)))
         else:
+            from fedlearn.experiment.plot import plot  # noqa: PLC0415 (see Run.plot)
+
             histories = [(run.record, run.history) for run in runs]
             _print(str(plot(histories, output or Path("curves.png"))))
 

@@ -69,6 +69,19 @@ def duration_text(seconds: float) -> str:
     return f"{whole // _DAY_S}d {whole % _DAY_S // _HOUR_S:02d}h"
 
 
+class TimeUnit(NamedTuple):
+    """What an axis of time is labelled in."""
+
+    name: str
+    seconds: float
+
+    @classmethod
+    def of(cls, longest_s: float) -> "TimeUnit":
+        """Return the unit in which ``longest_s`` is a number a person reads."""
+        units = (cls("days", 86400.0), cls("hours", 3600.0), cls("minutes", 60.0))
+        return next((unit for unit in units if longest_s >= 2 * unit.seconds), cls("seconds", 1.0))
+
+
 # ---- One run ------------------------------------------------------------------------------
 
 

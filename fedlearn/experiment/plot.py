@@ -7,7 +7,6 @@ a plot can be drawn in any thread of any program.
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,6 +22,7 @@ from fedlearn.experiment.comparison import (
     Counts,
     History,
     Point,
+    TimeUnit,
     best_point,
     is_loss,
     printable,
@@ -36,19 +36,6 @@ STATUS_COLOURS = {Status.REPORTED: "#0072B2", Status.LATE: "#E69F00", Status.FAI
 _INK, _GRID, _SMALL, _NORMAL, _LARGE = "#222222", "#dddddd", 9, 10.5, 15
 _MARKED_POINTS = 40
 _NUM_BARS = 120
-
-
-class TimeUnit(NamedTuple):
-    """What an axis of time is labelled in."""
-
-    name: str
-    seconds: float
-
-    @classmethod
-    def of(cls, longest_s: float) -> "TimeUnit":
-        """Return the unit in which ``longest_s`` is a number a person reads."""
-        units = (cls("days", 86400.0), cls("hours", 3600.0), cls("minutes", 60.0))
-        return next((unit for unit in units if longest_s >= 2 * unit.seconds), cls("seconds", 1.0))
 
 
 def plot(runs: Sequence[History], path: Path) -> Path:

@@ -31,13 +31,13 @@ from fedlearn.experiment.comparison import (
     Counts,
     Point,
     Summary,
+    TimeUnit,
     duration_text,
     number_text,
     printable,
     series,
     summarize,
 )
-from fedlearn.experiment.plot import TimeUnit
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.coordinator.store import Database, StoredRun
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.plot import plot
 from fedlearn.experiment.report import report
 
 
@@ -48,6 +47,8 @@ class Run:
 
     def plot(self, path: Path | str | None = None) -> Path:
         """Draw the curves as PNG and return the file, ``curves.png`` in the run's folder."""
+        from fedlearn.experiment.plot import plot  # noqa: PLC0415 (matplotlib takes half a second)
+
         target = self.path / "curves.png" if path is None else Path(path)
         return plot([(self.record, self.history)], target)
 

@@ -80,6 +80,12 @@ def test_the_engine_needs_torch_and_little_else() -> None:
     assert not loaded_after(sessions) & set(HEAVY)
 
 
+def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
+    """Half a second of each."""
+    assert "matplotlib" not in loaded_after("import fedlearn.cli.commands")
+
+
 def test_a_heavy_import_would_be_noticed() -> None:
-    """The control: the store does load SQLAlchemy."""
-    assert "sqlalchemy" in loaded_after("import fedlearn.coordinator.store")
+    """The control: the store does load SQLAlchemy, and curves matplotlib."""
+    loaded = loaded_after("import fedlearn.coordinator.store, fedlearn.experiment.plot")
+    assert {"sqlalchemy", "matplotlib"} <= loaded

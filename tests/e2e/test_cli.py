@@ -1,6 +1,7 @@
 """The command line as a user has it: real processes, real runs, kill -9."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,8 +9,11 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+
+from fedlearn.cli.app import main
 
 END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
 LONG = [
@@ -18,6 +22,10 @@ LONG = [
     *("--set", "engine.executor=sequential"),  # what "auto" measures may differ between runs
     *("--set", "store.checkpoint_every_s=0"),
 ]
+
+#: Its processes have imported what commands need: most of the time of most commands.
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["fedlearn.cli.commands"])
 
 pytestmark = pytest.mark.xdist_group("cli")  # the runs of a module-wide fixture are shared
 
@@ -37,6 +45,7 @@ class Shell:
         return kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")}
 
     def popen(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Start a command in a process of its own, as a user does."""
         return subprocess.Popen(
             [sys.executable, "-m", "fedlearn", *arguments],
             cwd=self.folder,
@@ -48,10 +57,17 @@ class Shell:
         )
 
     def type(self, *arguments: str, code: int = 0) -> "Typed":
-        with self.popen(*arguments) as process:
-            out, err = process.communicate(timeout=120)
-        assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
-        return Typed(out, err)
+        """Run a command in a process of its own that need not import everything first."""
+        with TemporaryDirectory() as printed:
+            out, err = Path(printed, "out"), Path(printed, "err")
+            process = WARM.Process(target=_run, args=(self, arguments, out, err))
+            process.start()
+            process.join(timeout=120)
+            process.kill()
+            process.join()
+            typed = Typed(out.read_text(), err.read_text())
+        assert process.exitcode == code, f"exit code {process.exitcode}\n{typed}"
+        return typed
 
     def kill_after_round(self, number: int, *arguments: str) -> None:
         """Type a command and kill -9 it once it has told of a round."""
@@ -63,6 +79,15 @@ class Shell:
                     break
             process.communicate()
         assert process.returncode == -signal.SIGKILL
+
+
+def _run(shell: Shell, arguments: tuple[str, ...], out: Path, err: Path) -> None:
+    for descriptor, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(shell.folder)
+    os.environ.clear()
+    os.environ.update(shell.environ)
+    sys.exit(main(arguments))
 
 
 @dataclass(frozen=True)
@@ -87,9 +112,11 @@ def shell(tmp_path: Path) -> Shell:
 def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
     """The main job, run once and named, and a second run beside it."""
     shell = Shell(tmp_path_factory.mktemp("main-job"))
-    typed = shell.type("simulate", "--json", "--name", "first")
+    with shell.popen("simulate", "--json", "--name", "first") as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
     shell.type("simulate", "--name", "second", "--rounds", "3", "--set", "client.epochs=1")
-    return shell, typed
+    return shell, Typed(out, err)
 
 
 # ---- Running ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fedlearn.experiment.comparison import (
     Difference,
     History,
     Measure,
+    TimeUnit,
     compare,
     duration_text,
     printable,
@@ -259,3 +260,12 @@ def test_a_series_leaves_out_what_was_not_measured() -> None:
     assert series(B[1], "accuracy")[2] == (4, 20.0, 0.7)
     assert [point.value for point in series(B[1], "train_loss")] == [0.7] * 5
     assert series(B[1], "f1") == []
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "unit"),
+    [(0.0, "seconds"), (119.0, "seconds"), (120.0, "minutes"), (7200.0, "hours"), (1e6, "days")],
+)
+def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
+    """No axis says 86,400 seconds."""
+    assert TimeUnit.of(longest_s).name == unit

@@ -14,7 +14,7 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 from fedlearn.experiment.comparison import History
-from fedlearn.experiment.plot import TimeUnit, draw, plot
+from fedlearn.experiment.plot import draw, plot
 
 
 def history(
@@ -161,12 +161,3 @@ def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"missing.curves\.png"):
         plot([history([0.5])], tmp_path / "missing" / "curves.png")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("longest_s", "unit"),
-    [(0.0, "seconds"), (119.0, "seconds"), (120.0, "minutes"), (7200.0, "hours"), (1e6, "days")],
-)
-def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
-    """No axis says 86,400 seconds."""
-    assert TimeUnit.of(longest_s).name == unit
