@@ -346,6 +346,7 @@ def a_second(shared: Database) -> Lease:
     return Lease(shared, RUN.name, holder="second", ttl_s=TTL_S, clock=SystemClock())
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_takes_over_from_a_dead_one(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:
@@ -360,6 +361,7 @@ def test_a_second_coordinator_takes_over_from_a_dead_one(
     shared.run(RUN.name, guard=second.guard).commit(checkpoint_after(0))
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_stood_still_is_fenced_off(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:

@@ -454,6 +454,7 @@ def test_a_run_fills_a_real_disk_and_goes_on_when_there_is_space(tiny_disk: Path
         assert assert_consistent(run) == finished + 1
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_run_that_goes_on(
     database_url: str, database: Database, run: StoredRun
 ) -> None:
@@ -478,6 +479,7 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
 # -- names --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_create_runs_at_once(database_url: str, tmp_path: Path) -> None:
     """They also create the database at once; every run gets a name of its own."""
     command = [sys.executable, "-c", CREATE_MANY, database_url, str(tmp_path / "runs"), "20"]
