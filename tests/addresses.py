@@ -1,13 +1,37 @@
 """Where tests let coordinators listen."""
 
+import os
 import socket
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from itertools import cycle
+
+#: Below the ports that the system gives to whoever asks for any, and to connections: a port that
+#: is free between two lives of a coordinator stays free.
+_PORTS = range(20_000, 32_000)
 
 
 def free_addresses(num: int) -> list[str]:
-    """Return addresses on the loopback that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    """Return addresses on the loopback that are free now, none of which was given before."""
+    addresses: list[str] = []
+    for port in _OWN_PORTS:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue  # somebody listens there
+        addresses.append(f"127.0.0.1:{port}")
+        if len(addresses) == num:
+            break
+    return addresses
+
+
+def _own_ports() -> Iterator[int]:
+    """Yield the ports of this process: no other worker of these tests is given them."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = _PORTS[worker::num_workers]
+    start = os.getpid() * 97 % len(ports)  # other tests may run at the same time
+    return cycle([*ports[start:], *ports[:start]])
+
+
+_OWN_PORTS = _own_ports()

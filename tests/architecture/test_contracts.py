@@ -52,7 +52,7 @@ BANNED = [
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )
 
 

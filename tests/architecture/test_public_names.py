@@ -35,7 +35,7 @@ def loaded_after(statement: str) -> set[str]:
         env={**os.environ, "PYTHONPATH": str(SOURCE.parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     return set(found.stdout.split())

@@ -21,7 +21,7 @@ from fedlearn.deployment.places import Places
 from fedlearn.deployment.starter import starter
 from tests.addresses import free_addresses
 
-LONG_S = 120.0
+LONG_S = 300.0
 OK, UNAVAILABLE = 200, 503
 
 #: Overrides for secure aggregation of all who are asked, with a clip that does not bind.
@@ -169,7 +169,10 @@ def site_in(folder: Path, *overrides: str) -> Iterator[Site]:
     # Devices are of simulations; one of this very configuration has none that are slow or fail.
     site.file.write_text(render(starter().model_copy(update={"devices": IdealDevices()})))
     door, enrolment, http = free_addresses(3)
-    own = (f"address={door}", f"enrolment_address={enrolment}", f"http_address={http}")
+    own = (
+        *(f"address={door}", f"enrolment_address={enrolment}", f"http_address={http}"),
+        f"patience_s={LONG_S}",  # nobody is left out who is only starting
+    )
     site.change(*(f"coordinator.{each}" for each in own), *overrides)
     try:
         yield site
@@ -182,11 +185,11 @@ def site_in(folder: Path, *overrides: str) -> Iterator[Site]:
 def asked(http: str, path: str) -> int | None:
     """Return the status of an answer; ``None``: nobody is there."""
     try:
-        with urlopen(f"http://{http}{path}", timeout=5) as response:
+        with urlopen(f"http://{http}{path}", timeout=30) as response:
             status: int = response.status
             return status
     except HTTPError as error:
         with error:
             return error.code
-    except (URLError, ConnectionError):
+    except (URLError, ConnectionError, TimeoutError):
         return None

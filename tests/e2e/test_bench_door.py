@@ -18,7 +18,7 @@ def figures(folder: Path, *options: str) -> dict[str, dict[str, float]]:
         [sys.executable, str(SCRIPT), "--json", "--dir", str(folder), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr

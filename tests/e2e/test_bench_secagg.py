@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "simulations" / "bench" / "secagg.py"
-SMALL = ("--clients", "10", "--size", "2000", "--dropped", "1", "--turns", "2")
+SMALL = ("--clients", "10", "--size", "2000", "--dropped", "1", "--turns", "5")
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def output(*options: str) -> str:
         [sys.executable, str(SCRIPT), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr

@@ -17,7 +17,7 @@ import fedlearn as fl
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.testing import FakeCoordinator
 
-LONG_S = 60.0
+LONG_S = 180.0
 SETTINGS = fl.LocalSgd(epochs=3, batch_size=10, learning_rate=0.1).settings()
 TRAINER = """
 import torch

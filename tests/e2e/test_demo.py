@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+
+from fedlearn.deployment.demo import Stage, _followed
 
 
 @pytest.mark.slow
@@ -19,7 +22,7 @@ def test_the_demo_reaches_the_accuracy_of_the_simulation(tmp_path: Path) -> None
         env=kept,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,3 +37,16 @@ def test_the_demo_reaches_the_accuracy_of_the_simulation(tmp_path: Path) -> None
         ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert running.stdout == ""
+
+
+def test_a_coordinator_that_has_ended_is_heard_to_its_last_line(tmp_path: Path) -> None:
+    """Its process is gone while its output is still being read: that is no mishap."""
+    line = '{"event": "round", "round": 1, "rounds": 1, "accuracy": 0.5, '
+    line += '"reported": 5, "late": 0, "failed": 0}'
+    program = f"import os\nif os.fork():\n    os._exit(0)\nos.system('sleep 1')\nprint('{line}')"
+    stage = Stage(tmp_path, StringIO(), {})
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as coordinator:
+        stage._running["coordinator"] = coordinator  # noqa: SLF001 (it is no fedlearn process)
+        assert _followed(coordinator, stage) == 0.5

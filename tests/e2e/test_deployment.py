@@ -10,7 +10,8 @@ from fedlearn.coordinator.records import RunStatus
 from tests.addresses import free_addresses
 from tests.e2e.deployed import LONG_S, OK, UNAVAILABLE, Site, asked, site_in
 
-NUM_CLIENTS, NUM_ROUNDS = 2, 8
+#: More rounds than end while a test looks away for some seconds.
+NUM_CLIENTS, NUM_ROUNDS = 2, 50
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
@@ -76,7 +77,7 @@ def test_a_second_coordinator_takes_over(site: Site) -> None:
     """It lives and is not ready while the first one leads; the clients find it by themselves."""
     door, enrolment, http = free_addresses(3)
     both = [site.config().coordinator.address, door]
-    site.change(f"coordinator.public_addresses={both}", "coordinator.lease_ttl_s=2.0")
+    site.change(f"coordinator.public_addresses={both}", "coordinator.lease_ttl_s=6.0")
     first = site.coordinator()
     own = {"address": door, "enrolment_address": enrolment, "http_address": http}
     options = [f"--set=coordinator.{key}={value}" for key, value in own.items()]

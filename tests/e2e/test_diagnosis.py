@@ -112,7 +112,7 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
     enrolled(invitation, tmp_path)
     coordinator.revoke("laptop")
     clock = SystemClock()
-    until_s = clock.now_s() + 10.0
+    until_s = clock.now_s() + 60.0
     while (finding := found(invitation, tmp_path)["session"]).is_fine:  # it looks every second
         assert clock.now_s() < until_s, "the door still lets it in"
     assert "revoked" in finding.message

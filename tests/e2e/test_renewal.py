@@ -16,7 +16,7 @@ from fedlearn.testing.fake_coordinator import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
 from fedlearn.transport.identity import Identity, Invitation
 
-WAIT_S = 40.0
+WAIT_S = 120.0
 MODEL = {"weight": torch.zeros(4)}
 
 #: Counts its trainings in its state.

@@ -95,7 +95,7 @@ def test_a_coordinator_that_is_killed_begins_a_session_of_its_own(site: Site) ->
 def test_a_client_that_is_gone_is_left_out_of_the_sum(site: Site) -> None:
     """One of five is killed: rounds wait for it as long as they have to, and go on with four."""
     short = [
-        "secure_aggregation.stage_deadline_s=5",
+        "secure_aggregation.stage_deadline_s=10",
         "stragglers.deadline_s=10",
         "coordinator.patience_s=20",  # as long as the next client may take to start
         "evaluation.every_rounds=0",

@@ -50,6 +50,8 @@ ROUND = RoundRecord(
     metrics={"accuracy": 0.5},
 )
 TTL_S = 1.0
+#: Of a holder that must not lose its lease because the machine stands still for a while.
+HELD_TTL_S = 4.0
 
 # Holds the lease and renews it; on each line of its input it commits a round.
 HOLD = """
@@ -63,10 +65,10 @@ from fedlearn.coordinator.store_lease import Lease
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import Fenced
 
-url, runs_dir, name = sys.argv[1:]
+url, runs_dir, name, ttl_s = sys.argv[1:]
 database = Database.open(url, runs_dir=Path(runs_dir))
 clock = SystemClock()
-lease = Lease(database, name, holder="first", ttl_s=1.0, clock=clock)
+lease = Lease(database, name, holder="first", ttl_s=float(ttl_s), clock=clock)
 assert lease.acquire(is_stopped=lambda: False)
 run = database.run(name, guard=lease.guard)
 
@@ -252,7 +254,7 @@ def test_a_run_waits_for_a_server_that_is_away(database: Database, proxy: Proxy)
         run.rounds()
     back = Timer(0.7, proxy.restore)
     back.start()
-    patient_run(run, give_up_s=20.0).commit(checkpoint_after(1))
+    patient_run(run, give_up_s=60.0).commit(checkpoint_after(1))
     back.join()
     assert len(run.rounds()) == 1
 
@@ -319,7 +321,10 @@ def shared(database_url: str, tmp_path: Path) -> Iterator[Database]:
 def holder(shared: Database, database_url: str) -> Iterator["subprocess.Popen[str]"]:
     """Another process that holds the lease and renews it."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, database_url, str(shared.runs_dir), RUN.name],
+        [
+            *(sys.executable, "-c", HOLD),
+            *(database_url, str(shared.runs_dir), RUN.name, str(HELD_TTL_S)),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -343,7 +348,7 @@ def told(process: "subprocess.Popen[str]") -> str:
 
 
 def a_second(shared: Database) -> Lease:
-    return Lease(shared, RUN.name, holder="second", ttl_s=TTL_S, clock=SystemClock())
+    return Lease(shared, RUN.name, holder="second", ttl_s=HELD_TTL_S, clock=SystemClock())
 
 
 @pytest.mark.slow
@@ -352,12 +357,12 @@ def test_a_second_coordinator_takes_over_from_a_dead_one(
 ) -> None:
     """Within seconds of its death, and not before."""
     second, clock = a_second(shared), SystemClock()
-    until_s = clock.now_s() + 2 * TTL_S
+    until_s = clock.now_s() + 2 * HELD_TTL_S
     assert not second.acquire(is_stopped=lambda: clock.now_s() > until_s)
     holder.kill()
     killed_s = clock.now_s()
     assert second.acquire(is_stopped=lambda: False)
-    assert clock.now_s() - killed_s < 3 * TTL_S
+    assert clock.now_s() - killed_s < 3 * HELD_TTL_S
     shared.run(RUN.name, guard=second.guard).commit(checkpoint_after(0))
 
 
@@ -400,6 +405,6 @@ def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
             first.guard(session)
             Thread(target=take, daemon=True).start()
             assert not taken.wait(timeout=0.3)
-        assert taken.wait(timeout=10.0)
+        assert taken.wait(timeout=60.0)
         with pytest.raises(Fenced), database.writing() as session:
             first.guard(session)

@@ -15,7 +15,7 @@ def lines(*command: str, folder: Path) -> list[dict[str, object]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr

@@ -191,7 +191,7 @@ def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str)
     assert difference(trained, by_reference(model, work)) <= 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     model=st.sampled_from(list(MODELS)),
     local=st.builds(

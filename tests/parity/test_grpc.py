@@ -46,12 +46,13 @@ from fedlearn.transport.identity import Invitation
 
 SIZES = [8, 14, 3, 11]
 NUM_ROUNDS = 3
+LONG_S = 60.0
 LOCAL = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 KEEPING = replace(LOCAL, momentum=0.9, keep_momentum=True)
 POLICY = StragglerPolicy(
     num_wanted=3,
     over_selection=1.3,
-    deadline_s=60.0,
+    deadline_s=LONG_S,
     min_reports=1,
     below_minimum=BelowMinimum.FAIL,
     max_retries=0,
@@ -179,12 +180,12 @@ def client(
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        assert is_connected.wait(30.0)
+        assert is_connected.wait(LONG_S)
         yield
     finally:
         runtime, loop = running["it"]
         loop.call_soon_threadsafe(runtime.stop)
-        thread.join(30.0)
+        thread.join(LONG_S)
 
 
 @contextmanager
@@ -276,12 +277,13 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
             )
             requests = dict.fromkeys(channel.available(), request)
             deltas = {}
-            for arrival in channel.exchange(requests, deadline_s=60.0):
+            for arrival in channel.exchange(requests, deadline_s=LONG_S):
                 assert isinstance(arrival.reply, TrainReply)
                 deltas[int(arrival.client_id)] = arrival.reply.delta["0.weight"].clone()
             first.append(deltas)
         evaluation = EvaluateRequest(round_num=0, tensors=params.named())
-        arrivals = channel.exchange(dict.fromkeys(channel.available(), evaluation), deadline_s=60.0)
+        cohort = dict.fromkeys(channel.available(), evaluation)
+        arrivals = channel.exchange(cohort, deadline_s=LONG_S)
         replies = [arrival.reply for arrival in arrivals]
         assert all(isinstance(reply, EvaluateReply) for reply in replies)
         assert len(replies) == len(SIZES)

@@ -187,7 +187,7 @@ class Tokens(nn.Module):
         return logits
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     sizes=st.lists(st.integers(1, 13), min_size=1, max_size=6),
     epochs=st.integers(1, 2),
@@ -207,7 +207,14 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
     proximal: float,
     shuffle: bool,
 ) -> None:
-    """Sizes, epochs and each term of the update rule, in any combination."""
+    """Sizes, epochs and each term of the update rule, in any combination.
+
+    In float64: the rounding of some combinations in float32 comes near to 1e-6.
+    """
+
+    def make() -> nn.Module:
+        return mlp().double()
+
     local = LocalSgd(
         epochs=epochs,
         batch_size=batch_size,
@@ -217,8 +224,8 @@ def test_every_update_rule_on_ragged_clients_equals_the_reference(
         proximal=proximal,
         shuffle=shuffle,
     )
-    work = work_of(params_of(mlp), local=local, sizes=tuple(sizes))
-    assert error_of(mlp, work) < 1e-6
+    work = work_of(params_of(make), local=local, sizes=tuple(sizes))
+    assert error_of(make, work) < 1e-12
 
 
 def test_an_executor_is_reused_for_other_blocks_and_rules() -> None:

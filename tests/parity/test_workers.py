@@ -167,7 +167,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[st
         [sys.executable, __file__, str(folder)],
         env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return {path.name: load_file(path) for path in folder.iterdir()}
 

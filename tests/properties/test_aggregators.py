@@ -51,7 +51,7 @@ def assert_same(left: WeightedSum, right: WeightedSum, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, blocks=partitions)
 def test_any_partition_into_blocks_gives_the_same_mean(
     dtype: torch.dtype, seed: int, blocks: list[int]
@@ -74,7 +74,7 @@ def test_any_partition_into_blocks_gives_the_same_mean(
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, sizes=st.tuples(*[st.integers(1, 9)] * 3))
 def test_merging_is_commutative_and_associative(
     dtype: torch.dtype, seed: int, sizes: tuple[int, int, int]
@@ -90,7 +90,7 @@ def test_merging_is_commutative_and_associative(
     assert_same(folded(deltas, weights), left, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, count=st.integers(1, 9))
 def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
     """Merging with it, on either side, changes no bit."""
@@ -101,7 +101,7 @@ def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
     assert torch.equal(MEAN.finalize(MEAN.merge(copy(empty), copy(state))), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, count=st.integers(1, 9))
 def test_the_order_of_clients_does_not_matter(seed: int, count: int) -> None:
     """Replies arrive as they like."""

@@ -77,28 +77,28 @@ def refused_or_decoded(data: bytes) -> Request | Reply | None:
         return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(message=messages)
 def test_every_message_survives_the_wire(message: Request | Reply) -> None:
     """Decoding is the inverse of encoding, for all kinds, bit for bit."""
     assert parts(decode(encode(message))) == parts(message)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     """Without the magic they cannot be a message."""
     assert refused_or_decoded(data) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(header=st.binary(max_size=60), body=st.binary(max_size=60))
 def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> None:
     """Behind a valid prefix, where the parsers are reached."""
     refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     kind=st.sampled_from(
         ["train_request", "evaluate_request", "train_reply", "evaluate_reply", "failure"]
@@ -121,7 +121,7 @@ def test_fields_of_wrong_types_are_refused(kind: str, fields: dict[str, object])
         assert all(type(value) is float for value in message.metrics.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 2**64), max_size=4),
     offsets=st.tuples(st.integers(0, 2**64), st.integers(0, 2**64)) | st.just((0, 0)),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from fedlearn.config import Config, Key, PythonModel, config_hash, key_lines, load, render
@@ -167,6 +167,7 @@ def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
     assert key_lines(writer.text.replace("\n", "\r\n")) == writer.lines
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.lists(LINES, max_size=8).map("\n".join))
 @example("[[t]]\n[[t.u]]\n[t.u.w]\n[[t.u]]\n[[t]]\n[t.v]")
 def test_keys_are_those_of_the_parser_through_arrays_of_tables(text: str) -> None:
@@ -243,8 +244,8 @@ WORDS = st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(NAMES, WORDS | TEXT).map("=".join) | TEXT, max_size=4))
 @settings(max_examples=200)
+@given(st.lists(st.tuples(NAMES, WORDS | TEXT).map("=".join) | TEXT, max_size=4))
 def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) -> None:
     """Nothing else is raised; what is accepted survives being stored."""
     try:
@@ -256,7 +257,18 @@ def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) 
         assert Config.from_json(config.canonical_json()) == config
 
 
-@given(st.lists(st.tuples(NAMES, WORDS).map(" = ".join), max_size=4, unique=True))
+def in_a_file(word: str) -> str:
+    """Return a word as a value of TOML: quoted, unless it is one."""
+    return f'"{word}"' if parsed(f"a = {word}") is None else word
+
+
+@given(
+    st.lists(
+        st.tuples(NAMES, WORDS.map(in_a_file)).map(" = ".join),
+        max_size=4,
+        unique_by=lambda pair: pair.partition(" ")[0],
+    )
+)
 def test_any_toml_file_gives_a_valid_tree_or_an_error_with_its_line(pairs: list[str]) -> None:
     """Every problem of a file has a line."""
     assume(parsed("\n".join(pairs)) is not None)

@@ -18,7 +18,7 @@ _rules: st.SearchStrategy[Partitioner] = st.one_of(
 
 
 @given(rule=_rules, labels=_labels, seed=_seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_row_belongs_to_exactly_one_client(
     rule: Partitioner, labels: NDArray[np.int64], seed: Seed
 ) -> None:
@@ -31,7 +31,7 @@ def test_every_row_belongs_to_exactly_one_client(
 
 
 @given(rule=_rules, labels=_labels, seed=_seeds, noise=st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_seed_alone_decides(
     rule: Partitioner, labels: NDArray[np.int64], seed: Seed, noise: int
 ) -> None:
@@ -44,7 +44,7 @@ def test_the_seed_alone_decides(
 
 
 @given(num_clients=st.integers(1, 40), labels=_labels, seed=_seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_iid_parts_are_as_equal_as_can_be(
     num_clients: int, labels: NDArray[np.int64], seed: Seed
 ) -> None:
@@ -53,7 +53,7 @@ def test_iid_parts_are_as_equal_as_can_be(
 
 
 @given(ids=st.lists(st.text(max_size=3), min_size=1, max_size=40).map(np.array), seed=_seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_natural_clients_hold_their_own_rows(ids: NDArray[np.str_], seed: Seed) -> None:
     """A client's rows all carry its name, and no other row does."""
     partition = ByIds(ids).split(np.zeros(ids.size), seed=seed)

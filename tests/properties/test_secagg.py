@@ -259,7 +259,7 @@ def test_every_pattern_with_one_more_aborts_and_releases_nothing(adversary: Adve
     check(terms, {})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_random_drop_outs_on_larger_graphs_give_the_exact_sum(data: st.DataObject) -> None:
     """Complete and sparse; in a sparse one a drop-out may leave a client without t holders."""
@@ -280,7 +280,7 @@ def test_random_drop_outs_on_larger_graphs_give_the_exact_sum(data: st.DataObjec
         assert drops
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=400), st.integers(0, 9))
 def test_any_bytes_are_a_message_or_an_error(body: bytes, kind: int) -> None:
     """And whatever is read has exactly one encoding."""
@@ -292,7 +292,7 @@ def test_any_bytes_are_a_message_or_an_error(body: bytes, kind: int) -> None:
     assert messages.encode(message) == data
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_message_is_read_whole_or_refused(data: st.DataObject) -> None:
     """Cut, extended or with a byte changed, beginning with real terms and lists."""
@@ -319,7 +319,7 @@ def test_a_damaged_message_is_read_whole_or_refused(data: st.DataObject) -> None
         assert messages.encode(message) == damaged
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_state_or_an_error(body: bytes) -> None:
     try:

@@ -45,7 +45,7 @@ systemd = pytest.mark.skipif(
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a validator; bounded, so that none waits for a network."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def broken(text: str, good: str, bad: str) -> str:
@@ -366,7 +366,7 @@ def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedPro
         env={"PATH": os.environ["PATH"], **environ},
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=60,
         check=False,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.survival.harness import LARGE, LONG_S, Site, audit, until, until_said
+from tests.e2e.survival.harness import LARGE, LONG_S, Site, audit, stalls, until, until_said
 from tests.e2e.survival.network import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
@@ -15,8 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
 _BALLAST = 2_000_000
 _MODEL_BYTES = 4 * _BALLAST
 _BYTES_PER_S = 6e6
-_DEADLINE_S = 3.0
-_LEAVES_S = 10.0
+#: Several times what a round takes that waits for nobody.
+_DEADLINE_S = 6.0
+#: Less than the keepalive after which the door would hear that a client is dead.
+_LEAVES_S = 20.0
 
 
 @pytest.mark.parametrize("disturbance", ["cut", "kill"])
@@ -34,7 +36,7 @@ def test_a_transfer_goes_on_where_it_was(site: Site, way: str, disturbance: str)
         counted = proxy.down if way == "download" else proxy.up
         counted.trips_at = _MODEL_BYTES // 2
         (client,) = site.populate()
-        assert proxy.tripped.wait(30.0)
+        assert proxy.tripped.wait(LONG_S)
         if disturbance == "kill":
             client.kill()
             site.join(0)
@@ -108,17 +110,18 @@ def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
     coordinator = site.serving(sabotages=sabotages)
     (site.stage / "hold-2").touch()
     clients = site.populate()
-    until(lambda: site.trained(2) == [0])
-    (site.stage / "hold").touch()
-    (site.stage / "hold-2").unlink()
-    clients[2].send(signal.SIGSTOP)
-    (site.stage / "hold").unlink()
-    until(lambda: len(site.rounds()) >= 2)
+    with stalls() as stalled:
+        until(lambda: site.trained(2) == [0])
+        (site.stage / "hold").touch()
+        (site.stage / "hold-2").unlink()
+        clients[2].send(signal.SIGSTOP)
+        (site.stage / "hold").unlink()
+        until(lambda: len(site.rounds()) >= 2)
     seconds = site.rounds()[1].seconds
     if sabotages:
         assert seconds > _DEADLINE_S + 1.0
         return
-    assert _DEADLINE_S <= seconds < _DEADLINE_S + 1.0
+    assert _DEADLINE_S <= seconds < _DEADLINE_S + 1.0 + stalled.seconds
     clients[2].send(signal.SIGCONT)
     assert coordinator.wait() == 0, coordinator.tail()
     audit(site)
@@ -132,7 +135,8 @@ def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: Site) -> 
     for number in (0, 1):
         site.enrol(number)
     target = site.config.coordinator.address
-    with Proxy(target, bytes_per_s=4 * _BYTES_PER_S, freezes=True).running() as proxy:
+    frozen = Proxy(target, bytes_per_s=4 * _BYTES_PER_S, freezes=True)
+    with frozen.running() as proxy, stalls() as stalled:
         site.reconfigure(public_addresses=(proxy.address,))
         site.enrol(2)
         proxy.up.trips_at = 4_000_000 + 2_000_000  # in the second round
@@ -142,7 +146,7 @@ def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: Site) -> 
         assert proxy.tripped.is_set()
     audit(site)
     assert site.told(2, "accepted") == {0}
-    assert _DEADLINE_S <= site.rounds()[1].seconds < _DEADLINE_S + 1.0
+    assert _DEADLINE_S <= site.rounds()[1].seconds < _DEADLINE_S + 1.0 + stalled.seconds
 
 
 _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -151,7 +155,7 @@ _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 @pytest.mark.skipif(_FAKETIME is None, reason="libfaketime is not here: apt-get install faketime")
 def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: Site) -> None:
     """One behind, one ahead, from the moment the certificates are made; no deadline is theirs."""
-    site.configure(num_rounds=2, deadline_s=20.0)
+    site.configure(num_rounds=2, deadline_s=60.0)
     coordinator = site.serving()
     for number in range(3):
         site.enrol(number)
@@ -170,7 +174,7 @@ def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: Site) -> None:
     for client, offset in zip(clients, offsets, strict=True):
         until_said(client, "connected")
         shown = datetime.fromisoformat(client.log()[0]["timestamp"])
-        assert abs(shown - began - offset) < timedelta(minutes=1)
+        assert abs(shown - began - offset) < timedelta(minutes=10)
     assert coordinator.wait() == 0, coordinator.tail()
     audit(site)
     assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3

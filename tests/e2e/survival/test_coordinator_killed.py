@@ -80,7 +80,7 @@ def test_the_books_of_a_run_that_nobody_disturbs_are_right(site: Site) -> None:
 @pytest.mark.parametrize("sabotage", ["forget replies", "count twice"])
 def test_the_books_show_what_a_worse_coordinator_would_do(site: Site, sabotage: str) -> None:
     """The control of the audit: one that loses what it acknowledged, one that counts it again."""
-    site.configure(num_rounds=1, min_reports=2, deadline_s=4.0, recovery_grace_s=2.0)
+    site.configure(num_rounds=1, min_reports=2, deadline_s=15.0, recovery_grace_s=12.0)
     first = site.serving()
     with site.holding(2):
         clients = site.populate()

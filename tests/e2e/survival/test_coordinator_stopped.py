@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from tests.e2e.survival.harness import Crash, PostgreSQL, Site, audit, until
+from tests.e2e.survival.harness import Crash, PostgreSQL, Site, audit, stalls, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
 
 #: What the configuration gives an upload to end; and the process, to leave a busy machine.
-_GRACE_S, _LEAVES_S = 2.0, 8.0
+_GRACE_S, _LEAVES_S = 2.0, 20.0
 
 #: Of the database.
 _AWAY_S = 30.0
@@ -29,12 +29,14 @@ def test_a_stop_parks_the_round_within_its_bound(site: Site) -> None:
     with site.holding(2):
         clients = site.populate(hurries=False)
         until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
-        first.send(signal.SIGTERM)
-        assert until(lambda: first.said("parked") > 0) < _GRACE_S + 1.0
+        with stalls() as stalled:
+            first.send(signal.SIGTERM)
+            took_s = until(lambda: first.said("parked") > 0)
+        assert took_s < _GRACE_S + 1.0 + stalled.seconds
         assert first.wait(within_s=_LEAVES_S) == 0
         assert site.rounds() == []
         second = site.serving()
-        until(lambda: all(client.said("connected") == 2 for client in clients))
+        until(lambda: all(client.said("connected") >= 2 for client in clients))
     assert second.wait() == 0, second.tail()
     audit(site)
     assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3

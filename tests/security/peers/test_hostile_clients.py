@@ -3,12 +3,14 @@
 import asyncio
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from fedlearn.coordinator import service_enrolment
 from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.coordinator.store_registry import StoredRegistry
 from fedlearn.core.clock import SystemClock
@@ -22,6 +24,7 @@ from tests.security.peers.harness import (
     END_STREAM,
     GOAWAY,
     HELLO,
+    IMPATIENT,
     RST_STREAM,
     RUN_ID,
     SETTINGS,
@@ -31,7 +34,7 @@ from tests.security.peers.harness import (
     call_headers,
     envelope,
     frame,
-    frames_until_quiet,
+    frames_until_refused,
     http2,
     reply,
     request_of,
@@ -104,9 +107,14 @@ def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
     assert site.refused("enrolment") == 7
 
 
-def test_whoever_guesses_tokens_is_slowed_down(site: Site) -> None:
-    """Two seconds' worth are looked at, the rest is turned down unread."""
+def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds' worth are looked at, the rest is turned down unread.
+
+    At so low a rate that a slow machine guesses faster, too.
+    """
     honest = site.enrolled("honest")
+    monkeypatch.setattr(service_enrolment, "_MAX_PER_S", 5.0)
+    site.open()
     stolen = replace(site.invitation("clinic-a"), token=b"guess")
 
     async def guess() -> type[Exception]:
@@ -120,12 +128,14 @@ def test_whoever_guesses_tokens_is_slowed_down(site: Site) -> None:
         for _ in range(15):
             await asyncio.gather(*(guess() for _ in range(20)))
 
+    began_s = site.clock.now_s()
     guessing = site.loop.call(guess_on())
     site.wait_until(lambda: site.refused("rate") > 10)
     site.train(honest)
     guessing.result(WAIT_S)
+    elapsed_s = site.clock.now_s() - began_s
     assert site.refused("enrolment") + site.refused("rate") == 300
-    assert site.refused("rate") > 100
+    assert 10 <= site.refused("enrolment") <= 10 + 5.0 * elapsed_s
     assert len(site.registry.clients()) == 1
 
 
@@ -390,10 +400,11 @@ def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> Non
     """A peer that ignores the bound it was told: what is too much is reset unseen."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
     with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
-        for number in range(1000):
-            stream.sendall(call_headers(SESSION, stream=2 * number + 1))
+        with suppress(OSError):  # it was cut off
+            for number in range(1000):
+                stream.sendall(call_headers(SESSION, stream=2 * number + 1))
         site.train(honest)
-        counts = frames_until_quiet(stream, quiet_s=0.3)
+        counts = frames_until_refused(stream)
         assert counts[RST_STREAM] + counts[GOAWAY] > 0
     assert site.refused("handshake") <= 16
     assert site.door.counters.sessions == 1
@@ -402,7 +413,6 @@ def test_a_thousand_streams_on_one_connection(site: Site, tmp_path: Path) -> Non
 def test_a_thousand_sessions_over_many_connections(site: Site, tmp_path: Path) -> None:
     """Sixteen calls of a client are heard, however many connections it has."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
-    site.open(replace(SETTINGS, handshake_timeout_s=5.0))
     context = tls_context(peer, tmp_path)
     streams = [http2(site.door.address, context) for _ in range(125)]
     opened = [each.__enter__() for each in streams]
@@ -451,6 +461,7 @@ def test_frames_that_no_peer_may_send(site: Site, tmp_path: Path) -> None:
 def test_a_session_that_comes_byte_by_byte_holds_up_nobody(site: Site, tmp_path: Path) -> None:
     """Its hello never ends: the time for it does. Half a message later is its own affair."""
     peer, honest = site.enrolled("clinic-a"), site.enrolled("honest")
+    site.open(IMPATIENT)
     hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
     message = b"\0" + struct.pack(">I", len(hello)) + hello
     with http2(site.door.address, tls_context(peer, tmp_path)) as stream:
@@ -486,8 +497,9 @@ def test_a_flood_is_read_at_its_pace(site: Site) -> None:
     began_s, messages = site.clock.now_s(), site.door.counters.messages
     site.train(honest)
     site.train(honest)
+    messages = site.door.counters.messages - messages  # before the time is taken
     elapsed_s = site.clock.now_s() - began_s
-    assert site.door.counters.messages - messages <= SETTINGS.max_messages_per_s * elapsed_s + 4
+    assert messages <= SETTINGS.max_messages_per_s * elapsed_s + 4
     assert not flooding.done()
     flooding.cancel()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from select import select
 
 import pytest
 import structlog
@@ -18,8 +19,10 @@ from fedlearn.transport.grpc_client import DoorSession
 from fedlearn.transport.identity import Identity
 from tests.security.peers.harness import (
     HANDSHAKE_S,
+    IMPATIENT,
     PREFACE,
-    SETTINGS,
+    WAIT_S,
+    Peer,
     Site,
     address_of,
     client_hello,
@@ -79,6 +82,7 @@ def test_a_session_ends_when_its_certificate_expires(site: Site) -> None:
 def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Path) -> None:
     """Silent, in the middle of its first message, after it, and after TLS; on both ports."""
     honest = site.enrolled("honest")
+    site.open(IMPATIENT)
     context = tls_context(honest, tmp_path)
     hello = client_hello(context)
     with ExitStack() as stack:
@@ -94,13 +98,14 @@ def test_whoever_does_not_finish_a_handshake_is_cut_off(site: Site, tmp_path: Pa
         assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in waiting)
     counters = site.door.counters
     site.wait_until(lambda: counters.connections == 4 + 1 + 1)
-    assert counters.enrolment_connections == 4 + 1
+    assert counters.enrolment_connections == 4
     assert counters.authenticated == counters.sessions == 1
 
 
 def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Path) -> None:
     """The time is for all of it, not from one byte to the next."""
     hello, clock = client_hello(tls_context(None, tmp_path)), SystemClock()
+    site.open(IMPATIENT)
     with ExitStack() as stack:
         (stream,) = connected(stack, site.door.address)
         began_s, num_sent = clock.now_s(), 0
@@ -118,6 +123,7 @@ def test_a_handshake_that_comes_byte_by_byte_is_cut_off(site: Site, tmp_path: Pa
 def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path) -> None:
     """It asks for no certificate: whoever says nothing after TLS would keep its place."""
     stays = tls_context(None, tmp_path)
+    site.open(IMPATIENT)
     with http2(site.door.enrolment_address, stays) as stream:
         assert is_ended(stream, timeout_s=10 * HANDSHAKE_S)
     site.enrolled("honest")
@@ -126,14 +132,27 @@ def test_a_stranger_cannot_stay_on_the_enrolment_port(site: Site, tmp_path: Path
 def test_only_so_many_connections_are_taken(site: Site) -> None:
     """The others are closed at once, and cost nothing; the next ones find room again."""
     honest = site.enrolled("honest")
-    site.open(replace(SETTINGS, max_connected=1, max_handshakes=19))
+    site.open(replace(IMPATIENT, max_connected=1, max_handshakes=19))
     with ExitStack() as stack:
         streams = connected(stack, site.door.address, 200)
-        closed = [stream for stream in streams if is_ended(stream, timeout_s=HANDSHAKE_S / 100)]
-        assert len(closed) >= 150
+        opened = set(streams)
+        while len(opened) > 50:  # until most are closed
+            ended, _, _ = select(opened, [], [], WAIT_S)
+            assert ended
+            opened.difference_update(ended)
         assert site.door.counters.connections <= 20
         assert all(is_ended(stream) for stream in streams)
+        site.wait_until(lambda: finds_room(site, honest))
         site.train(honest)
+
+
+def finds_room(site: Site, peer: Peer) -> bool:
+    """Return whether a peer gets in: a place is free a moment after its connection is closed."""
+    try:
+        site.in_session(peer, hang_up)
+    except ConnectionError:
+        return False
+    return True
 
 
 NOISE = Seed(0).numpy().bytes(1 << 16)
@@ -150,6 +169,7 @@ GARBAGE = {
 
 def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
     honest, num_streams = site.enrolled("honest"), 10 * len(GARBAGE)
+    site.open(IMPATIENT)
     with ExitStack() as stack:
         streams = []
         for address in (site.door.address, site.door.enrolment_address):
@@ -160,7 +180,7 @@ def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
         site.train(honest)
         assert all(is_ended(stream, timeout_s=10 * HANDSHAKE_S) for stream in streams)
     assert site.door.counters.connections == num_streams + 1
-    assert site.door.counters.enrolment_connections == num_streams + 1
+    assert site.door.counters.enrolment_connections == num_streams
     assert site.door.counters.sessions == 1
 
 
@@ -178,6 +198,10 @@ def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
 # The HTTP port.
 
 
+#: Far less than what a connection may keep without a whole request.
+OLDEST_S = 5.0
+
+
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
     with Telemetry("127.0.0.1:0", Snapshot) as telemetry:
@@ -185,7 +209,7 @@ def telemetry() -> Iterator[Telemetry]:
 
 
 def is_alive(telemetry: Telemetry) -> bool:
-    with socket.create_connection(address_of(telemetry.address), timeout=5.0) as stream:
+    with socket.create_connection(address_of(telemetry.address), timeout=WAIT_S) as stream:
         stream.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return stream.recv(100).startswith(b"HTTP/1.1 200 ")
 
@@ -204,7 +228,7 @@ def is_alive(telemetry: Telemetry) -> bool:
 def test_garbage_on_the_http_port_gets_an_answer_and_no_more(
     telemetry: Telemetry, sent: bytes, answer: bytes
 ) -> None:
-    with socket.create_connection(address_of(telemetry.address), timeout=5.0) as stream:
+    with socket.create_connection(address_of(telemetry.address), timeout=WAIT_S) as stream:
         stream.sendall(sent)
         assert stream.recv(100).split()[1] == answer
     assert is_alive(telemetry)
@@ -219,8 +243,8 @@ def test_many_who_say_nothing_on_the_http_port_make_room_for_who_does(
         for stream in streams[::2]:
             stream.sendall(b"GET /livez HTTP/1.1\r\nslow: l")
         assert is_alive(telemetry)
-        assert is_ended(streams[0], timeout_s=1.0)
-        assert is_ended(streams[1], timeout_s=1.0)
+        assert is_ended(streams[0], timeout_s=OLDEST_S)
+        assert is_ended(streams[1], timeout_s=OLDEST_S)
         num_open = sum(not is_ended(stream, timeout_s=0.001) for stream in streams)
         assert 0 < num_open <= 128
         assert is_alive(telemetry)

@@ -92,7 +92,7 @@ def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
     with pytest.raises(DeploymentError), home.locked(timeout_s=0.1):
         pass
     threading.Timer(0.2, ends.set).start()
-    with home.locked(timeout_s=10.0):
+    with home.locked(timeout_s=60.0):
         pass
     thread.join()
 

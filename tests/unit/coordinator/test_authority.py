@@ -52,7 +52,7 @@ def test_coordinators_that_start_at_once_share_one_authority(tmp_path: Path) -> 
     barrier = threading.Barrier(8)
 
     def start(_: int) -> Authority:
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=60)
         return opened(tmp_path)
 
     with ThreadPoolExecutor(8) as pool:

@@ -200,9 +200,7 @@ def damage(path: Path) -> None:
 
 
 @given(records=st.lists(ROUNDS, max_size=3))
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rounds_come_back_as_they_went_in(database: Database, records: list[RoundRecord]) -> None:
     """NaN, infinities, order of arrival, and text included."""
     numbered = [replace(record, round_num=k) for k, record in enumerate(records)]

@@ -22,7 +22,7 @@ class Told:
 
 def got(telemetry: Telemetry, path: str) -> tuple[int, str]:
     try:
-        with urlopen(f"http://{telemetry.address}{path}", timeout=10) as response:
+        with urlopen(f"http://{telemetry.address}{path}", timeout=60) as response:
             return response.status, response.read().decode()
     except HTTPError as error:
         with error:

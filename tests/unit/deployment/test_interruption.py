@@ -10,7 +10,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.interruption import Interruption, StopSignals
 from fedlearn.errors import Aborted, Parked
 
-LONG_S = 30.0
+LONG_S = 120.0
 
 
 def test_the_first_reason_counts() -> None:

@@ -240,7 +240,7 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
     assert not any("\x1b" in text or "\u202e" in text for text in outline.texts)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_name_and_reason_keep_the_page_well_formed(name: str, reason: str) -> None:
     """The elements are those of a tame page, whatever the texts."""

@@ -43,13 +43,13 @@ PRELUDE = """
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that uses a cluster, for a minute at the most."""
+    """Run a script that uses a cluster, for five minutes at the most."""
     return subprocess.run(
         [sys.executable, "-c", dedent(PRELUDE) + dedent(script)],
         env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -64,7 +64,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def assert_gone(pids: object) -> None:
-    """Wait for each process to end, without sleeping; ten seconds are the limit."""
+    """Wait for each process to end, without sleeping; a minute is the limit."""
     assert isinstance(pids, list)
     for pid in pids:
         try:
@@ -72,7 +72,7 @@ def assert_gone(pids: object) -> None:
         except ProcessLookupError:
             continue
         try:
-            readable, _, _ = select.select([descriptor], [], [], 10.0)
+            readable, _, _ = select.select([descriptor], [], [], 60.0)
             assert readable, f"process {pid} is still running"
         finally:
             os.close(descriptor)

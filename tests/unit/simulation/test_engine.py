@@ -321,7 +321,7 @@ def test_a_round_of_a_thousand_out_of_a_million_fits_in_two_gigabytes() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     reported, peak_kb = map(int, found.stdout.split())

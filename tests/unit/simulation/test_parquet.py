@@ -426,7 +426,10 @@ def test_a_forked_process_reads_after_its_parent_has(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: forking with threads
         child = os.fork()
     if not child:
-        signal.alarm(20)  # a hanging child ends itself
-        loaded = population.load(np.array([1, 2]))
-        os._exit(0 if loaded.labels.tolist() == [1, 1, 2, 2, 2] else 1)
+        signal.alarm(120)  # a hanging child ends itself
+        try:
+            loaded = population.load(np.array([1, 2]))
+            os._exit(0 if loaded.labels.tolist() == [1, 1, 2, 2, 2] else 1)
+        finally:
+            os._exit(2)  # it must not go on with the tests of its parent
     assert os.waitpid(child, 0)[1] == 0

@@ -43,7 +43,7 @@ locals_ = st.builds(
 sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(local=locals_, sizes=sizes_)
 def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int]) -> None:
     """Rows, order and step numbers are those of a client that trains alone."""
@@ -60,7 +60,7 @@ def test_every_client_trains_on_its_own_batches(local: LocalSgd, sizes: list[int
         assert not counts[len(alone) :].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(local=locals_, sizes=sizes_)
 def test_weights_are_means_and_padding_weighs_nothing(local: LocalSgd, sizes: list[int]) -> None:
     """Per batch they add up to one; active clients are a prefix."""

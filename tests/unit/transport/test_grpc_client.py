@@ -54,7 +54,7 @@ from fedlearn.transport.wire_pb2 import (
     Welcome,
 )
 
-TIMEOUT_S = 20.0  # of a whole test: only a hang takes so long
+TIMEOUT_S = 120.0  # of a whole test: only a hang takes so long
 HELLO = Hello(protocol=wire.PROTOCOL, software="test")
 WELCOME = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, client_id=7, run_id="run"))
 KEY = TaskKey(run_id="run", kind="TrainRequest", round_num=1)
@@ -157,7 +157,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def connecting(address: str, *, stall_timeout_s: float = 10.0) -> DoorConnection:
+def connecting(address: str, *, stall_timeout_s: float = 60.0) -> DoorConnection:
     return DoorConnection(address, None, name="hospital-a", stall_timeout_s=stall_timeout_s)
 
 

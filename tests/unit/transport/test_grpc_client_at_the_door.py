@@ -17,7 +17,7 @@ from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
 from fedlearn.transport.identity import Identity, Invitation
 from fedlearn.transport.wire_pb2 import Hello
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # only a hang takes so long
 HELLO = Hello(protocol=wire.PROTOCOL, software="test")
 
 
@@ -54,7 +54,7 @@ def invited(door: Door, authority: Authority, registry: MemoryRegistry) -> Invit
         addresses=(door.address,),
         enrolment_addresses=(door.enrolment_address,),
         ca_pem=authority.ca_pem,
-        token=registry.invite("hospital-a", tags=(), valid_s=60.0),
+        token=registry.invite("hospital-a", tags=(), valid_s=3600.0),
         expires_utc="",
     )
 

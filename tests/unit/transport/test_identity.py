@@ -167,7 +167,7 @@ DIGESTS = st.binary(max_size=4) | st.binary(min_size=32, max_size=32)
 SIGNED = st.builds(Signed, TEXTS, TEXTS, LARGE, SMALL, SMALL, LARGE, DIGESTS)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(SIGNED, SIGNED)
 def test_two_replies_sign_the_same_bytes_only_if_they_are_one(
     first: Signed, second: Signed
@@ -175,7 +175,7 @@ def test_two_replies_sign_the_same_bytes_only_if_they_are_one(
     assert (first.content() == second.content()) == (first == second)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SIGNED, st.data())
 def test_a_change_of_any_one_field_changes_the_bytes(signed: Signed, data: st.DataObject) -> None:
     other = data.draw(SIGNED)
@@ -184,7 +184,6 @@ def test_a_change_of_any_one_field_changes_the_bytes(signed: Signed, data: st.Da
     assert (signed.content() == changed.content()) == (signed == changed)
 
 
-@settings(deadline=None)
 @given(TEXTS, TEXTS, st.integers(0, 10))
 def test_text_does_not_move_between_fields(run_id: str, kind: str, cut: int) -> None:
     both = run_id + kind
@@ -193,7 +192,6 @@ def test_text_does_not_move_between_fields(run_id: str, kind: str, cut: int) -> 
     assert (moved.content() == original.content()) == (moved == original)
 
 
-@settings(deadline=None)
 @given(SIGNED)
 def test_the_bytes_can_be_read_back_so_none_is_ambiguous(signed: Signed) -> None:
     rest = signed.content()
@@ -216,7 +214,6 @@ def test_the_bytes_can_be_read_back_so_none_is_ambiguous(signed: Signed) -> None
     assert (read, rest) == (signed, b"")
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=30), st.binary(max_size=30), st.binary(max_size=30), st.binary())
 def test_enrolment_signs_other_bytes_than_replies_and_tells_token_from_request(
     token: bytes, csr: bytes, other_token: bytes, other_csr: bytes
