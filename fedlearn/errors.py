@@ -9,6 +9,7 @@
     |  |- CohortTooSmall    fewer clients are available than the round asks
     |  |- TooFewReports     the round closed below its minimum
     |  `- AggregationAborted  a session of secure aggregation ended; nothing was released
+    |- ModelMismatch      the coordinator's model is not that of this client's trainer
     |- PolicyViolation    a client is asked for what its own policy does not allow
     |- ProtocolError      bytes from a peer that are not a valid message
     |- StoreError         the record of a run cannot be read or written
@@ -29,6 +30,11 @@
 A client that fails is not an exception at the coordinator: it is a
 :class:`fedlearn.core.messages.Failure` among the replies.
 """
+
+from collections.abc import Mapping, Sequence
+
+#: Characters of a tensor's name in a message: a peer chose it.
+_MAX_NAME = 80
 
 
 class FedlearnError(Exception):
@@ -60,13 +66,20 @@ class CohortTooSmall(RoundError):
 
 
 class TooFewReports(RoundError):
-    """Fewer usable reports than the minimum when the round closed."""
+    """Fewer usable reports than the minimum when the round closed.
+
+    Attributes:
+        round_num: Index of the round, from 0; the message counts from 1, as people do.
+        received: Usable reports.
+        minimum: Fewest that make a round.
+    """
 
     def __init__(self, *, round_num: int, received: int, minimum: int, failures: str) -> None:
         super().__init__(
-            f"round {round_num}: {received} usable reports when the round closed, "
-            f"the minimum is {minimum} ({failures}); lower `stragglers.min_reports`, raise "
-            "`stragglers.deadline_s`, or ask more clients (`stragglers.over_selection`)"
+            f"round {round_num + 1}: {received} usable reports when the round closed, "
+            f"the minimum is {minimum} ({failures}); mend the clients that failed, lower "
+            "`stragglers.min_reports`, raise `stragglers.deadline_s`, or ask more clients "
+            "(`stragglers.over_selection`)"
         )
         self.round_num = round_num
         self.received = received
@@ -85,6 +98,35 @@ class AggregationAborted(RoundError):
         super().__init__(f"secure aggregation ended at the stage `{stage}`: {reason}")
         self.stage = stage
         self.reason = reason
+
+
+class ModelMismatch(FedlearnError):
+    """The coordinator's model has other tensors than this client's trainer.
+
+    Its message has names and shapes, which are no data: it goes to the coordinator in full.
+
+    Attributes:
+        theirs: Shapes by name of what the coordinator's model has, and the trainer's has not.
+        mine: The reverse.
+    """
+
+    def __init__(
+        self, *, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
+    ) -> None:
+        super().__init__(
+            f"the coordinator's model has {_shapes(theirs)}, this trainer's has {_shapes(mine)}; "
+            "use the same model on both sides"
+        )
+        self.theirs = theirs
+        self.mine = mine
+
+
+def _shapes(tensors: Mapping[str, Sequence[int]]) -> str:
+    if not tensors:
+        return "no such tensor"
+    name, shape = next(iter(tensors.items()))
+    further = f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else ""
+    return f"{name[:_MAX_NAME]} {list(shape)}{further}"
 
 
 class PolicyViolation(FedlearnError):

@@ -30,6 +30,10 @@ from fedlearn.cli.options import (
     RunsDir,
 )
 
+# Where rich is installed, typer escapes "[required]" for its markup, which is off here: without
+# this, help shows the backslash.
+typer.core.HAS_RICH = False
+
 _EPILOG = """\b
 On data that come with it, each in less than a minute:
   fedlearn simulate
@@ -37,7 +41,7 @@ On data that come with it, each in less than a minute:
 
 \b
 Exit codes: 0 done, 2 bad configuration or input, 3 a run failed,
-4 the privacy budget is exhausted, 130 interrupted.
+130 interrupted.
 --debug, anywhere, or FEDLEARN_DEBUG=1 shows tracebacks.
 
 \b
@@ -296,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prog_name="fedlearn",
                 standalone_mode=False,
             )
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of two)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)
         return reporter.report(error)
     return code if isinstance(code, int) else 0
 

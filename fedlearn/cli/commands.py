@@ -10,10 +10,10 @@ from typing import Self
 
 from safetensors.torch import save
 
-from fedlearn.build import algorithm, secure_plan
+from fedlearn.build import algorithm, deployment, secure_plan
 from fedlearn.cli.failures import RunEnded, resume_command
 from fedlearn.cli.overview import run_line, run_object, run_page, runs_table
-from fedlearn.config import Config, load, render, resolve_addresses
+from fedlearn.config import Config, NoData, load, render, resolve_addresses
 from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.coordinator.store import Database
 from fedlearn.core.clock import SystemClock
@@ -119,14 +119,20 @@ def do_check(experiment: Path | None, *, overrides: Sequence[str], places: Place
     """Print the whole tree as TOML; what "auto" comes to on this machine as comments.
 
     The parameters of secure aggregation come first: a deployment has them, too, where the rest
-    may not be fit to be simulated.
+    may not be fit to be simulated. A coordinator without data cannot be simulated at all, so it
+    is built as it would be served.
     """
     config = load(experiment, overrides=overrides)
     plan = secure_plan(config, config.straggler_policy(), algorithm(config).aggregator)
     for line in () if plan is None else plan.explain().splitlines():
         _print(f"# {line}")
-    resolved = resolve_config(config, places.site(config, progress_to(sys.stdout, as_json=False)))
-    for note in resolved.notes:
+    site = places.site(config, progress_to(sys.stdout, as_json=False))
+    if isinstance(config.data, NoData):
+        deployment(config, data_dir=site.addresses.data_dir).make_model()
+        notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
+    else:
+        notes = resolve_config(config, site).notes
+    for note in notes:
         _print(f"# {note}")
     _print(render(config).removesuffix("\n"))
 

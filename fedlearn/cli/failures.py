@@ -54,7 +54,7 @@ def exit_code(error: BaseException) -> int:
     Returns:
         2: the configuration or another input is bad, such as the name of a run that there is
         not; 3: a run failed, or something unexpected happened; 4: the privacy budget is
-        exhausted; 130: the user interrupted it.
+        exhausted (reserved: nothing raises it yet); 130: the user interrupted it.
 
     Example:
         >>> exit_code(ConfigError("client.epoch: unknown key")), exit_code(ValueError())
@@ -74,13 +74,19 @@ def message(error: BaseException) -> str:
         case RunEnded():
             return f"{message(_cause(error))}\ngo on from the last commit: {error.resume}"
         case UsageError():
-            return f"{error.format_message()} See `fedlearn --help`."
+            return f"{error.format_message()} See `{_command_path(error)} --help`."
         case FedlearnError():
             return str(error)
         case _ if exit_code(error) == INTERRUPTED:
             return "interrupted"
         case _:
             return f"unexpected {type(error).__name__}: {error}; `--debug` shows where"
+
+
+def _command_path(error: UsageError) -> str:
+    """Return the command whose arguments are wrong, as typed; of an unknown one, its parent."""
+    context = getattr(error, "ctx", None)  # of click's; None where it was raised without
+    return "fedlearn" if context is None else str(context.command_path)
 
 
 def resume_command(run: str, *, runs_dir: str | None) -> str:

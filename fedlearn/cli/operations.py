@@ -12,7 +12,9 @@ from typing import Literal
 
 from fedlearn.cli.commands import FollowedProgress
 from fedlearn.config import load
+from fedlearn.coordinator.records import RunStatus
 from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.coordinator.store_lease import deployment
 from fedlearn.coordinator.store_rounds import RoundSummary
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
@@ -106,7 +108,7 @@ def do_roster(output: Path | None, *, config: Path) -> None:
         for client_id, entry in sorted(roster.clients.items())
     ]
     _table(("id", "name", "identity key", "rotations"), rows)
-    _print(f"{path}: have each client's user compare its line with `fedlearn pins` on the client,")
+    _print(f"{path}: have each client's user compare its line with `fedlearn pins NAME` there,")
     _print("then hand it to all; `fedlearn join FILE --roster` believes these keys and no others")
 
 
@@ -192,10 +194,14 @@ def do_rounds(*, last: int, config: Path, as_json: bool) -> None:
 
 
 def do_control(wanted: Literal["run", "pause", "abort"], *, config: Path) -> None:
-    """Tell the coordinator and say whether one heard it."""
+    """Tell the coordinator and say whether one heard it; a run that is done hears nothing."""
     with _operator(config) as operator:
+        name = deployment(operator.database, operator.places.run_name).name
+        if operator.database.run(name).record.status is RunStatus.DONE:
+            verb = "resume" if wanted == "run" else wanted
+            _print(f"{name} is done; nothing to {verb}")
+            return
         is_heard = operator.control(wanted)
-        name = operator.places.run_name
     said = {
         "run": f"{name} goes on",
         "pause": f"{name} pauses when its round is finished",

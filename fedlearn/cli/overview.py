@@ -10,7 +10,6 @@ from fedlearn.experiment.comparison import (
     History,
     Summary,
     best_point,
-    duration_text,
     number_text,
     printable,
     series,
@@ -84,14 +83,12 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "error", printable(record.error)
     yield "created", record.created_utc
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
-    yield (
-        "time",
-        f"{duration_text(summary.virtual_s)} virtual, {duration_text(summary.seconds)} real",
-    )
+    yield "time", summary.times()
     yield from _measured(summary)
     yield from _participation(summary)
     for name in _TABLES:
-        yield name, _settings(record.config.get(name))
+        if name != "devices" or not record.is_deployed:  # they describe simulated ones
+            yield name, _settings(record.config.get(name))
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)
     yield "path", printable(str(run.path))

@@ -7,8 +7,7 @@ the seed, ends in the same model.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -27,12 +26,15 @@ from fedlearn.coordinator.records import (
 from fedlearn.coordinator.round import RoundPlan, ServerState, run_round
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collected, Status
-from fedlearn.core.messages import Scalar
+from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
-from fedlearn.errors import TooFewReports
+from fedlearn.errors import ConfigError, TooFewReports
 
 StateT = TypeVar("StateT")
 Progress = Callable[[RoundRecord], None]
+
+#: How many reasons, and clients of each, the error of a round names.
+_TOLD_REASONS, _TOLD_CLIENTS = 3, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,7 @@ def train(
         progress: Told of each finished round.
 
     Raises:
+        ConfigError: The checkpoint is of another model than ``params``.
         TooFewReports: A round stayed below its minimum and the policy says to fail.
         CohortTooSmall: Fewer clients are available than a round asks.
         StoreError: The run could not be made durable; its last commit still stands.
@@ -214,10 +217,27 @@ def _attempts(
 
 
 def _told(collected: Collected[StateT]) -> str:
-    """Return how many were late, and why the others failed."""
-    reasons = Counter(collected.participations.reasons.values()).most_common(3)
-    failed = "".join(f"; {count} failed: {reason}" for reason, count in reasons)
-    return f"{collected.count(Status.LATE)} late{failed}"
+    """Return how many were late, and who else failed and why: some of them, and how many more."""
+    failed: dict[str, list[ClientId]] = {}
+    for each in collected.participations:
+        if each.status is Status.FAILED:
+            failed.setdefault(each.reason or "no reason given", []).append(each.client_id)
+    reasons = sorted(failed, key=lambda reason: -len(failed[reason]))
+    told = [
+        f"; {len(failed[reason])} failed: {reason} ({_clients(failed[reason])})"
+        for reason in reasons[:_TOLD_REASONS]
+    ]
+    rest = sum(len(failed[reason]) for reason in reasons[_TOLD_REASONS:])
+    more = f"; and {rest} more failed" if rest else ""
+    return f"{collected.count(Status.LATE)} late{''.join(told)}{more}"
+
+
+def _clients(client_ids: Sequence[ClientId]) -> str:
+    """Return the first of some clients, and how many more there are."""
+    listed = ", ".join(str(each) for each in sorted(client_ids)[:_TOLD_CLIENTS])
+    more = len(client_ids) - _TOLD_CLIENTS
+    noun = "client" if len(client_ids) == 1 else "clients"
+    return f"{noun} {listed} and {more} more" if more > 0 else f"{noun} {listed}"
 
 
 def _with_best(
@@ -261,8 +281,13 @@ def _exact(params: Params) -> dict[str, Tensor]:
 
 
 def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> RunState:
-    """Return the state in ``checkpoint``, for a model shaped and placed like ``like``."""
+    """Return the state in ``checkpoint``, for a model shaped and placed like ``like``.
+
+    Raises:
+        ConfigError: It is the state of another model.
+    """
     device = like.vector.device
+    _require_same_model(_part(checkpoint, "params/", device), like)
     plan.round.collector.restore(_part(checkpoint, "clients/", device))
     server = ServerState(
         round_num=checkpoint.round_num,
@@ -278,6 +303,25 @@ def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> Ru
         best_value=_number(values["best_value"]),
         best_round=int(_number(values["best_round"])),
     )
+
+
+def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
+    """Compare names and shapes: a tensor must neither be left out nor broadcast."""
+    before = {name: list(value.shape) for name, value in begun.items()}
+    now = {name: list(value.shape) for name, value in _exact(like).items()}
+    changed = [name for name in now | before if before.get(name) != now.get(name)]
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"the model has {_shape(now, name)}, but the run was begun with "
+            f"{_shape(before, name)} (they differ in {len(changed)} of {len(before | now)} "
+            "tensors); put back the file or the settings that build the model, or begin a run "
+            "of another name"
+        )
+
+
+def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
+    return f"{name} {shapes[name]}" if name in shapes else f"no {name}"
 
 
 def _part(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:

@@ -13,9 +13,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
-from fedlearn.core.files import is_full
+from fedlearn.core.files import is_full, remedy
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 
 _LOCK_WAIT_S = 30.0
@@ -121,11 +122,14 @@ def explained(engine: Engine) -> Iterator[None]:
     except DBAPIError as error:
         what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
         raise _kind(error)(f"{engine.url!r}: {what}; {_remedy(error)}") from error
+    except PoolTimeout as error:  # the pool's own, not the driver's
+        raise StoreUnavailable(
+            f"{engine.url!r}: all connections of this process are in use; let what holds the "
+            "database end"
+        ) from error
     except OSError as error:
         kind = NoSpace if is_full(error) else StoreError
-        raise kind(
-            f"{error.filename}: {error.strerror}; free some space, or make it writable"
-        ) from error
+        raise kind(f"{error.filename}: {error.strerror}; {remedy(error)}") from error
 
 
 def migrate(engine: Engine) -> None:

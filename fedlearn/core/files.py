@@ -102,14 +102,24 @@ def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write"
         yield
     except OSError as error:
         kind = NoSpace if raises is StoreError and is_full(error) else raises
-        raise kind(
-            f"cannot {doing} {path}: {error.strerror}; free some space there, or make it accessible"
-        ) from error
+        raise kind(f"cannot {doing} {path}: {error.strerror}; {remedy(error)}") from error
 
 
 def is_full(error: OSError) -> bool:
     """Return whether the disk, or what this process may use of it, is full."""
     return error.errno in _FULL
+
+
+def remedy(error: OSError) -> str:
+    """Return what a user can do about it.
+
+    Example:
+        >>> remedy(PermissionError(errno.EACCES, "Permission denied"))
+        'make it accessible to this user, or name another place'
+    """
+    if is_full(error):
+        return "free some space there"
+    return "make it accessible to this user, or name another place"
 
 
 def _replace(path: Path, content: bytes, *, mode: int) -> None:

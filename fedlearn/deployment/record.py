@@ -1,5 +1,6 @@
 """The record of a deployed run: made once, found again by every later coordinator."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -59,10 +60,16 @@ def _require_same(config: Config, record: RunRecord) -> None:
         if key.partition(".")[0] not in _MAY_CHANGE and begun.get(key) != now.get(key)
     )
     if changed:
+        told = "; ".join(f"{k}: {_text(begun, k)} then, {_text(now, k)} now" for k in changed[:5])
+        more = f"; and {len(changed) - 5} more" if changed[5:] else ""
         raise ConfigError(
-            f"run {record.name!r} was begun with another {', '.join(changed[:5])}; put back what "
-            "was there, or give the new run a name of its own (key `name`)"
+            f"run {record.name!r} was begun with another configuration: {told}{more}; put back "
+            "what was there, or give the new run a name of its own (key `name`)"
         )
+
+
+def _text(leaves: Mapping[str, object], key: str) -> str:
+    return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not set"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON

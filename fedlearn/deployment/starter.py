@@ -3,14 +3,17 @@
 from pathlib import Path
 
 from fedlearn.config import ClientConfig, Config, from_mapping, template
+from fedlearn.core.files import remedy
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
 A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
 All keys are here with their values; delete what you do not change. \
 It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
-brings images of its own. With data.source = "none" the coordinator holds no data, and the clients \
-evaluate."""
+brings images of its own, 64 pixels each in [0, 1]. Its trainer must build the network of [model]: \
+as it is, nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \
+With data.source = "none" the coordinator holds no data, the clients evaluate, and model.factory \
+names the file that the clients train with."""
 
 _CLIENT_HEADING = """\
 A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes part under it. What \
@@ -66,4 +69,4 @@ def _write(path: Path, text: str) -> None:
             f"{path} is there already; name another file, or move it away"
         ) from error
     except OSError as error:
-        raise DeploymentError(f"cannot write {path}: {error.strerror}") from error
+        raise DeploymentError(f"cannot write {path}: {error.strerror}; {remedy(error)}") from error

@@ -305,7 +305,7 @@ def _over_sessions(
         plan=identities.plan,
         run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
         signer=identities.coordinator[0],
-        directory=identities,
+        directory=lambda: identities,
         sends_directory=False,
         stage_deadline_s=config.secure_aggregation.stage_deadline_s,
         num_threads=num_cores(),

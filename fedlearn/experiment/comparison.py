@@ -214,6 +214,11 @@ class Summary:
         """Whether `fedlearn resume NAME` goes on with it; a coordinator does so by itself."""
         return self.status is not RunStatus.DONE and not self.is_deployed
 
+    def times(self) -> str:
+        """Return what it took, in words; a deployed run has no virtual time."""
+        real = duration_text(self.seconds)
+        return real if self.is_deployed else f"{duration_text(self.virtual_s)} virtual, {real} real"
+
     @property
     def accuracy(self) -> float | None:
         """The last accuracy; ``None`` if it was not measured."""

@@ -132,12 +132,14 @@ class PlainProgress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._is_deployed = False  # then no time is virtual
         self._num_rounds = 0
         self._path = Path()
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the run's name, and the notes."""
         self._num_rounds, self._path = record.num_rounds, path
+        self._is_deployed = record.is_deployed
         self._write(f"run {printable(record.name)}: {record.num_rounds} rounds")
         for note in notes:
             self._write(f"note: {printable(note)}")
@@ -145,13 +147,14 @@ class PlainProgress:
     def round(self, record: RoundRecord) -> None:
         """Write a line with every fact of the round."""
         reported, late, failed = Counts.of(record)
+        virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
             f" accuracy={number_text(headline(record.metrics, 'accuracy'))}"
             f" loss={number_text(headline(record.metrics, 'loss'))}"
             f" train_loss={number_text(_train_loss(record))}"
             f" reported={reported} late={late} failed={failed}"
-            f" virtual_s={record.virtual_s:.1f} seconds={record.seconds:.3f}"
+            f"{virtual} seconds={record.seconds:.3f}"
             f" retries={record.attempt} outcome={record.outcome.value}"
         )
 
@@ -193,6 +196,7 @@ class TerminalProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._best = -math.inf
+        self._is_deployed = False  # then no time is virtual
         self._num_rounds = 0
         self._round_width = 0
         self._path = Path()
@@ -205,6 +209,7 @@ class TerminalProgress:
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Print the run's name, the notes and the header."""
         self._num_rounds, self._path = record.num_rounds, path
+        self._is_deployed = record.is_deployed
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         name = (printable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
@@ -212,7 +217,7 @@ class TerminalProgress:
             self._console.print(Text(printable(note), style="dim"))
         header = (
             f"{'round':>{self._round_width}}  accuracy      loss     train"
-            "  reported  late  failed   virtual      real"
+            f"  reported  late  failed{'' if self._is_deployed else '   virtual'}      real"
         )
         self._write(self._dim.on(header))
 
@@ -223,6 +228,7 @@ class TerminalProgress:
         is_best = self._is_best(accuracy)
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
+        virtual = "" if self._is_deployed else f"  {duration_text(record.virtual_s):>8}"
         line = (
             f"{place:>{self._round_width}}"
             f"  {(self._good if is_best else self._plain).on(f'{number_text(accuracy):>8}')}"
@@ -231,7 +237,7 @@ class TerminalProgress:
             f"  {(self._bad if skipped else self._plain).on(f'{reported:>8}')}"
             f"  {(self._late if late else self._dim).on(f'{late:>4}')}"
             f"  {(self._bad if failed else self._dim).on(f'{failed:>6}')}"
-            f"  {duration_text(record.virtual_s):>8}"
+            f"{virtual}"
             f"  {self._dim.on(f'{duration_text(record.seconds):>8}')}"
         )
         if skipped or record.attempt:
@@ -277,14 +283,16 @@ def _remark(record: RoundRecord) -> str:
 
 def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     """Yield what the end of a run is told with: label and text."""
+    is_parked = summary.is_deployed and summary.status is RunStatus.RUNNING
     yield (
         "run",
         (
-            f"{printable(summary.name)} {summary.status.value} after "
-            f"{summary.num_finished}/{summary.num_rounds} rounds, "
-            f"{duration_text(summary.virtual_s)} virtual, {duration_text(summary.seconds)} real"
+            f"{printable(summary.name)} {'parked' if is_parked else summary.status.value} after "
+            f"{summary.num_finished}/{summary.num_rounds} rounds, {summary.times()}"
         ),
     )
+    if is_parked:
+        yield "parked", "the same command goes on from here"
     if summary.error:
         yield "error", printable(summary.error)
     yield from _measured(summary)

@@ -108,6 +108,7 @@ def _tiles(summary: Summary) -> str:
     asked = sum(counts)
     share = f"{100 * counts.reported / asked:.0f} % reported in time" if asked else ""
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
+    virtual = ("virtual time", duration_text(summary.virtual_s), "on the simulated devices")
     tiles = (
         (
             f"best {best.metric}" if best else "best accuracy",
@@ -117,7 +118,7 @@ def _tiles(summary: Summary) -> str:
         ("final accuracy", number_text(summary.accuracy), measured),
         ("final loss", number_text(summary.loss), measured),
         ("rounds", f"{summary.num_finished} / {summary.num_rounds}", _interruptions(summary)),
-        ("virtual time", duration_text(summary.virtual_s), "on the simulated devices"),
+        *(() if summary.is_deployed else (virtual,)),
         ("real time", duration_text(summary.seconds), "of all rounds"),
         ("clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"),
         ("reports", f"{counts.reported:,}", share),

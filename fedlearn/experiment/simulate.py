@@ -343,19 +343,24 @@ def outcome_told(
     Args:
         stored: The run.
         progress: Told how it ended.
-        resumable: Errors after which the run goes on where it is: no failure is recorded.
+        resumable: Errors after which the run goes on where it is: no failure is recorded, and
+            nothing told. To read all that a long run has recorded would take longer than whoever
+            stops the process waits.
     """
+    has_ended = True
     try:
         yield
     except resumable:
+        has_ended = False
         raise
     except FedlearnError as error:
         with suppress(StoreError):
             stored.finish(RunStatus.FAILED, error=str(error))
         raise
     finally:
-        with suppress(StoreError):
-            progress.end(summarize(stored.record, stored.rounds()))
+        if has_ended:
+            with suppress(StoreError):
+                progress.end(summarize(stored.record, stored.rounds()))
 
 
 def _versions() -> dict[str, str]:

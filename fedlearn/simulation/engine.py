@@ -158,7 +158,7 @@ class Engine(Generic[StateT]):
             return self.executor.train(work)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise EngineError(
-                f"round {request.round_num}: the model cannot be trained on clients "
+                f"round {request.round_num + 1}: the model cannot be trained on clients "
                 f"{client_ids[:5].tolist()}: {type(error).__name__}: {error}; a batch of one "
                 "example, or labels that the loss does not take, are the usual causes"
             ) from error

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -231,10 +233,66 @@ def test_wrong_usage_is_one_message(
     assert printed.err.count("\n") == 1
 
 
+def test_wrong_usage_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an unknown command, that of all commands."""
+    assert main(["pins"]) == 2
+    assert "See `fedlearn pins --help`" in capsys.readouterr().err
+    assert main(["simulat"]) == 2
+    assert "See `fedlearn --help`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["coordinator", "invite", "join", "simulate"])
+def test_help_has_no_backslashes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is escaped for markup that is off."""
+    assert main([command, "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "[" in help_text
+    assert "\\" not in help_text
+
+
+def test_help_says_what_an_argument_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Some versions of click and typer lose it between them."""
+    assert main(["show", "--help"]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "[required]" in each]
+    assert line.split() != ["RUN", "[required]"]
+
+
+def test_help_names_no_exit_code_that_nothing_exits_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one of the privacy budget is reserved."""
+    assert main(["--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "3 a run failed" in help_text
+    assert "budget" not in help_text
+
+
 def test_wrong_usage_is_told_to_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
     """Its arguments could not be parsed, but --json is among them."""
     assert main(["simulate", "--json", "--rounds", "few"]) == 2
     assert json.loads(capsys.readouterr().out)["event"] == "error"
+
+
+def test_who_interrupts_the_start_sees_no_traceback() -> None:
+    """Ctrl-C while the command line is being imported."""
+    script = (
+        "import runpy, sys\n"
+        "class Impatient:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Impatient())\n"
+        "runpy.run_module('fedlearn', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "fedlearn: interrupted\n")
 
 
 def test_a_missing_file_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

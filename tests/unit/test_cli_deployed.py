@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 import structlog
+import torch
 
+from fedlearn.build import deployment
 from fedlearn.cli.app import main
 from fedlearn.client.home import Home
 from fedlearn.client.pins import Pins
-from fedlearn.config import ClientConfig, load_client
+from fedlearn.config import ClientConfig, load, load_client
+from fedlearn.coordinator.records import Checkpoint, RunStatus
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
+from fedlearn.deployment.places import Places
+from fedlearn.deployment.record import ensure_deployed
 from fedlearn.secagg.succession import fingerprint
 from fedlearn.transport.identity import Invitation
+from tests.addresses import free_addresses
+
+CLIENTS = Path(__file__).parents[2] / "clients"
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +92,22 @@ def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixtur
     assert "no client called 'clinic-a'" in typed(capsys, "revoke", "clinic-a", code=2)
 
 
+@pytest.mark.parametrize("name", ["heart_disease", "image_classification", "next_character"])
+def test_a_coordinator_without_data_is_checked_and_not_simulated(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """What is printed loads to the same tree; the control is a model that cannot be built."""
+    file = CLIENTS / name / "coordinator.toml"
+    printed = typed(capsys, "check", str(file))
+    assert "the clients evaluate" in printed.splitlines()[0]
+    Path("again.toml").write_text(printed)
+    assert load(Path("again.toml"), overrides=()) == load(file, overrides=())
+    assert "name the data to simulate" in typed(capsys, "simulate", str(file), code=2)
+    missing = f"model.factory={CLIENTS / name / 'trainer.py'}:make_nothing"
+    told = typed(capsys, "check", str(file), "--set", missing, code=2)
+    assert "no function make_nothing" in told
+
+
 def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """No client would ever match it."""
     typed(capsys, "init")
@@ -116,6 +141,68 @@ def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> 
     told = typed(capsys, "coordinator", "coordinator.toml", *options, code=2)
     assert "--insecure serves this machine only" in told
     assert not Path("runs").exists()
+
+
+def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
+    """Return the options with which a coordinator finds its run done, on ports that are free."""
+    typed(capsys, "init")
+    door, enrolment, http = free_addresses(3)
+    places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
+    with places.database() as database:
+        pieces = deployment(places.config, data_dir=Path())
+        ensure_deployed(database, pieces, name="federation", clock=SystemClock())
+        database.run("federation").finish(RunStatus.DONE, error="")
+    addresses = {"address": door, "enrolment_address": enrolment, "http_address": http}
+    return tuple(
+        word
+        for key, address in addresses.items()
+        for word in ("--set", f"coordinator.{key}={address}")
+    )
+
+
+def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard output, with what another run needs."""
+    options = done_run(capsys)
+    told = typed(capsys, "coordinator", "--insecure", *options)
+    assert "note: this run is done; another run needs another `name`" in told
+    assert "run: federation done after 0/10 rounds" in told
+
+
+def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a tensor of both; the run is not failed by it, so the file can be put back."""
+    options = done_run(capsys)
+    places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
+    wide = {"params/1.weight": torch.zeros(100, 64), "params/1.bias": torch.zeros(100)}
+    with places.database() as database:
+        run = database.run("federation")
+        run.set_running()
+        values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
+        run.commit(Checkpoint(round_num=0, tensors=wide, values=values))
+    told = typed(capsys, "coordinator", "--insecure", *options, code=2)
+    assert "the model has 1.weight [128, 64], but the run was begun with 1.weight [100, 64]" in told
+    with places.database() as database:
+        assert database.run("federation").record.status is RunStatus.RUNNING
+
+
+@pytest.mark.parametrize("command", ["pause", "abort", "resume"])
+def test_a_run_that_is_done_is_not_steered(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The next coordinator would find the wish there, too."""
+    done_run(capsys)
+    assert typed(capsys, command) == f"federation is done; nothing to {command}\n"
+    assert json.loads(typed(capsys, "why", "--json"))["control"] == "run"
+
+
+def test_a_deployed_run_is_shown_without_simulated_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The rest of the configuration is there."""
+    done_run(capsys)
+    told = typed(capsys, "show", "federation")
+    assert "num_wanted=4" in told
+    assert "devices" not in told
+    assert "virtual" not in told
 
 
 def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:

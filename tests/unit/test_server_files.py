@@ -19,9 +19,13 @@ from typing import Any
 import pytest
 import yaml
 
+from fedlearn.build import deployment, user_call
+from fedlearn.client.loading import make_trainer
+from fedlearn.client.trainer import UNATTENDED
 from fedlearn.config import Config, CoordinatorSection, load, resolve_addresses
 from fedlearn.coordinator.telemetry import Snapshot, Telemetry
-from fedlearn.errors import ConfigError
+from fedlearn.core.params import Params
+from fedlearn.errors import ConfigError, DataError, FedlearnError
 
 ROOT = Path(__file__).parents[2]
 SERVER = ROOT / "server"
@@ -109,6 +113,42 @@ def test_a_broken_configuration_does_not_load(
     path.write_text(broken(toml.read_text(), good, bad))
     with pytest.raises(ConfigError, match=complaint):
         load(path, overrides=())
+
+
+def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
+    """Return why the coordinator's model is not the trainer's; empty where they are the same."""
+    name = f"{trainer}:make_trainer"
+    ours = Params.of(deployment(config, data_dir=data_dir).make_model())
+    try:
+        make_trainer(name).evaluate(ours.named(), control=UNATTENDED)
+    except (KeyError, ValueError, RuntimeError, FedlearnError) as error:
+        return repr(error)
+    theirs = Params.of(user_call("model.factory", f"{trainer}:make_model", {})())
+    shapes = [
+        {tensor: tuple(value.shape) for tensor, value in params.named().items()}
+        for params in (ours, theirs)
+    ]
+    return "" if shapes[0] == shapes[1] else f"{shapes[0]} is not {shapes[1]}"
+
+
+def test_a_configuration_and_the_trainer_that_it_names_build_the_same_model(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names and shapes, and the trainer measures it. The control: a trainer of another model."""
+    monkeypatch.setenv("PART", "0/5")
+    monkeypatch.setenv("FEDLEARN_PART", "0/5")
+    config = load(toml, overrides=())
+    (named,) = re.findall(r"(?:server|clients)/[\w/]+\.py", toml.read_text())
+    assert mismatch(config, ROOT / named, tmp_path) == ""
+    other = ROOT / "clients" / "image_classification" / "trainer.py"
+    assert mismatch(config, other, tmp_path) != ""
+
+
+def test_a_trainer_without_its_share_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an example."""
+    monkeypatch.delenv("PART", raising=False)
+    with pytest.raises(DataError, match="PART=0/5"):
+        make_trainer(f"{SERVER / 'trainer.py'}:make_trainer")
 
 
 def test_kubernetes_runs_the_configuration_of_postgresql(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.coordinator.round import RoundPlan
-from fedlearn.coordinator.run import EarlyStopping, RunPlan, RunState, train
+from fedlearn.coordinator.run import EarlyStopping, RunPlan, RunState, _told, train
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import Collected, Participation, Participations, Status
 from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import TooFewReports
+from fedlearn.errors import ConfigError, TooFewReports
 from fedlearn.simulation.behaviour import (
     Behaviour,
     Dropout,
@@ -246,12 +246,46 @@ def test_a_run_fails_when_the_policy_says_so(
 
     store = MemoryStore()
     policy = replace(POLICY, below_minimum=below_minimum)
-    with pytest.raises(TooFewReports, match=r"round 1: 1 usable reports .* minimum is 2") as caught:
+    with pytest.raises(TooFewReports, match=r"round 2: 1 usable reports .* minimum is 2") as caught:
         run(run_plan(scripted_round(fails, policy=policy)), store=store)
     assert (caught.value.round_num, caught.value.received, caught.value.minimum) == (1, 1, 2)
     assert len(attempts) == num_attempts
     assert store.commits[-1][0].round_num == 1
     assert store.status is RunStatus.RUNNING, "who called decides what became of the run"
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "told"),
+    [
+        (1, "(0 late; 1 failed: battery low (client 0))"),
+        (3, "(0 late; 3 failed: battery low (clients 0, 1, 2))"),
+        (8, "(0 late; 8 failed: battery low (clients 0, 1, 2, 3, 4 and 3 more))"),
+    ],
+)
+def test_the_error_of_a_round_names_who_failed_and_why(num_failing: int, told: str) -> None:
+    """The first few of them, and how many more there are."""
+    policy = replace(POLICY, num_wanted=8, min_reports=8, over_selection=1.0)
+    plan = scripted_round(lambda c, _, __: c < num_failing, policy=policy, num_clients=8)
+    with pytest.raises(TooFewReports) as caught:
+        run(run_plan(plan))
+    assert told in str(caught.value)
+
+
+def test_of_many_reasons_the_most_frequent_are_told() -> None:
+    """Three, and how many clients failed for another one."""
+    reasons = ["a", "b", "b", "c", "d", "d", "e"]
+    rows = [
+        Participation(ClientId(k), Status.FAILED, 1.0, 0, math.nan, reason)
+        for k, reason in enumerate(reasons)
+    ]
+    late = Participation(ClientId(9), Status.LATE, 1.0, 0, math.nan, "")
+    collected = Collected(
+        aggregate=None, participations=Participations.of([*rows, late]), duration_s=1.0
+    )
+    assert _told(collected) == (
+        "1 late; 2 failed: b (clients 1, 2); 2 failed: d (clients 4, 5); 1 failed: a (client 0); "
+        "and 2 more failed"
+    )
 
 
 def test_a_skipped_round_counts_and_leaves_the_model() -> None:
@@ -505,6 +539,28 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
         progress=ignore,
     )
     assert not torch.equal(resumed.server.params.vector, expected.server.params.vector)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (nn.Linear(3, 1, bias=False), r"has weight \[1, 3\], but .* begun with weight \[1, 2\]"),
+        (nn.Linear(1, 1, bias=False), r"has weight \[1, 1\], but .* begun with weight \[1, 2\]"),
+        (nn.Linear(2, 1), r"has bias \[1\], but .* begun with no bias .*1 of 2"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) -> None:
+    """Neither with one whose tensors could not take the values, nor with one that could."""
+    _, whole = run(run_plan(scripted_round()))
+    checkpoint, records = whole.commits[1]
+    with pytest.raises(ConfigError, match=told):
+        train(
+            run_plan(scripted_round()),
+            Params.of(other),
+            checkpoint=checkpoint,
+            store=MemoryStore(list(records)),
+            progress=ignore,
+        )
 
 
 def test_a_finished_run_has_nothing_to_resume() -> None:

@@ -88,11 +88,11 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     tmp_path: Path, write: Callable[[Path, bytes], object], error: type[FedlearnError]
 ) -> None:
     """A folder that is gone, and a disk that refuses the second half."""
-    with pytest.raises(error, match=r"cannot write .*: No such file or directory; free some space"):
+    with pytest.raises(error, match=r"cannot write .*: No such file or directory; make it access"):
         write(tmp_path / "missing" / "file", b"content")
     with (
         files_of_at_most(4096),
-        pytest.raises(error, match=r"cannot write .*: File too large"),
+        pytest.raises(error, match=r"cannot write .*: File too large; free some space"),
     ):
         write(tmp_path / "file", bytes(10_000))
     assert names(tmp_path) == []

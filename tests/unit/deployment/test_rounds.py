@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from fedlearn.build import Deployment, Simulation, deployment, simulation
@@ -11,16 +12,16 @@ from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.config import Config, from_mapping
 from fedlearn.coordinator.journal import MemoryJournal, OpenRound
 from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStatus
-from fedlearn.coordinator.registry import MemoryRegistry
+from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
 from fedlearn.coordinator.run import train
 from fedlearn.coordinator.secure_collection import SecureCollector
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.board import Board
 from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
 from fedlearn.deployment.record import ForgettingStore, first_attempts
 from fedlearn.deployment.rounds import run_over, run_plan
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, StoreUnavailable
 from fedlearn.experiment.assemble import assemble
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.simulation.cluster import Alone
@@ -131,7 +132,7 @@ def test_secure_aggregation_without_certificates_is_refused() -> None:
     with pytest.raises(ConfigError, match="serve with certificates"):
         run(pieces, channel, MemoryStore())
     signer, _ = fresh_signer()
-    identities = DeployedIdentities(run_id=bytes(16), signer=signer, directory={})
+    identities = DeployedIdentities(run_id=bytes(16), signer=signer, directory=dict)
     plan = run_plan(
         channel, pieces, sampler=pieces.sampler, clock=SystemClock(), identities=identities
     )
@@ -149,14 +150,42 @@ def test_the_keys_of_enrolled_clients_are_read_as_they_change() -> None:
         token = registry.invite(name, tags=(), valid_s=60.0)
         registry.redeem(name, token, identity_key=key, certify=certify)
 
-    keys = EnrolledKeys(registry)
-    assert len(keys) == 0
+    keys = enrolled_keys(registry, VirtualClock())
+    before = keys()
+    assert before == {}
     enrol("a", b"a" * 32)
     enrol("b", b"b" * 32)
-    assert dict(keys) == {0: b"a" * 32, 1: b"b" * 32}
+    assert keys() == {0: b"a" * 32, 1: b"b" * 32}
     enrol("a", b"c" * 32)
     registry.revoke("b")
-    assert dict(keys) == {0: b"c" * 32}
+    assert keys() == {0: b"c" * 32}
+    assert before == {}  # a session that has begun goes on with what it got
+
+
+def enrolled_keys(registry: MemoryRegistry, clock: VirtualClock) -> EnrolledKeys:
+    return EnrolledKeys(registry=registry, clock=clock, give_up_s=60.0, log=structlog.get_logger())
+
+
+class AwayRegistry(MemoryRegistry):
+    """A registry whose database is away until a moment of its clock."""
+
+    def __init__(self, clock: VirtualClock, *, until_s: float) -> None:
+        super().__init__(clock)
+        self.clock, self.until_s = clock, until_s
+
+    def clients(self) -> list[EnrolledClient]:
+        if self.clock.now_s() < self.until_s:
+            raise StoreUnavailable("the database is away")
+        return super().clients()
+
+
+def test_the_keys_of_enrolled_clients_wait_for_a_database_that_is_away() -> None:
+    """As long as commits do: a secure round must not end with the process for a blink of it."""
+    clock = VirtualClock()
+    assert enrolled_keys(AwayRegistry(clock, until_s=30.0), clock)() == {}
+    assert clock.now_s() >= 30.0
+    with pytest.raises(StoreUnavailable):
+        enrolled_keys(AwayRegistry(clock, until_s=1e9), clock)()
 
 
 def test_every_round_is_committed(config: Config) -> None:

@@ -136,6 +136,26 @@ def test_the_last_json_line_is_the_end_with_exactly_its_keys() -> None:
     ]
 
 
+def test_a_deployed_run_has_no_virtual_time() -> None:
+    """Neither in a log nor on a terminal; the control is the same run as a simulation."""
+    deployed = replace(RUN, is_deployed=True)
+    for tell in (plain, terminal):
+        assert "virtual" not in "\n".join(tell(ROUNDS, deployed))
+        assert "virtual" in "\n".join(tell(ROUNDS))
+
+
+def test_a_deployed_run_that_stopped_is_parked_and_says_how_it_goes_on() -> None:
+    """A simulated one is not: its end names the command that resumes it."""
+    running = replace(RUN, status=RunStatus.RUNNING)
+    lines = plain(ROUNDS, replace(running, is_deployed=True))
+    (run,) = [line for line in lines if line.startswith("run: ")]
+    assert run.startswith("run: brisk-otter-17 parked after 3/20 rounds")
+    assert "parked: the same command goes on from here" in lines
+    assert not any("parked" in line for line in plain(ROUNDS, running))
+    done = replace(RUN, is_deployed=True)
+    assert not any("parked" in line for line in plain(ROUNDS, done))
+
+
 def test_what_is_not_finite_is_null_in_json() -> None:
     """NaN and Infinity are not JSON; the parser of this test refuses them."""
     diverged = replace(finished(0, {"accuracy": math.nan, "loss": math.inf}), train_loss=math.nan)

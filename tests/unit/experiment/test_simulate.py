@@ -1,0 +1,74 @@
+"""How a run's end is recorded and told."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
+from fedlearn.errors import FedlearnError, Parked, RoundError
+from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.simulate import outcome_told
+
+RUN = RunRecord(
+    name="calm-otter-17",
+    status=RunStatus.RUNNING,
+    error="",
+    created_utc="2026-01-02T03:04:05Z",
+    num_rounds=20,
+    config={},
+    config_hash="",
+    versions={},
+)
+
+
+@dataclass
+class Told:
+    """Remembers what it is told of ends."""
+
+    ends: list[Summary] = field(default_factory=list)
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    def round(self, record: RoundRecord) -> None:
+        raise NotImplementedError
+
+    def end(self, summary: Summary) -> None:
+        self.ends.append(summary)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[StoredRun]:
+    """A run that has just been made."""
+    url = sqlite_url(tmp_path / "runs.db")
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        yield database.create(RUN)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RoundError("too few reports"), RunStatus.FAILED), (Parked("SIGTERM"), RunStatus.RUNNING)],
+    ids=["failed", "parked"],
+)
+def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
+    stored: StoredRun, error: FedlearnError, status: RunStatus
+) -> None:
+    """To read all rounds of a long run would keep who stops the process waiting."""
+    told = Told()
+    with pytest.raises(type(error)), outcome_told(stored, told, resumable=(Parked,)):
+        raise error
+    assert stored.record.status is status
+    ends = [each.status for each in told.ends]
+    assert ends == ([] if status is RunStatus.RUNNING else [RunStatus.FAILED])
+
+
+def test_an_interruption_is_told_of_and_fails_nothing(stored: StoredRun) -> None:
+    """It can be resumed; who has typed Ctrl-C reads how."""
+    told = Told()
+    with pytest.raises(KeyboardInterrupt), outcome_told(stored, told):
+        raise KeyboardInterrupt
+    assert [each.status for each in told.ends] == [RunStatus.RUNNING]
+    assert stored.record.error == ""
