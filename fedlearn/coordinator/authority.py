@@ -127,7 +127,7 @@ class Authority:
         """Return the server's private key and its certificate chain, both PEM.
 
         The certificate is renewed 30 days before its end: ask before each handshake, and a
-        coordinator that runs for years needs no restart.
+        coordinator that runs for years needs no restart. The last one ends with the authority.
 
         Raises:
             DeploymentError: It must be renewed, and the authority has expired.
@@ -187,7 +187,7 @@ class Authority:
             return None
         if not _is_issued_by(certificate, self._ca) or _names(certificate) != self._alternatives:
             return None
-        return _Server(content, certificate.not_valid_after_utc - _RENEW_BEFORE)
+        return self._in_use(content, certificate)
 
     def _renewed(self) -> _Server:
         content = _certificate(
@@ -204,7 +204,20 @@ class Authority:
             write_private(self._path, content)
         except DeploymentError as error:  # it serves from memory as well, and can be made again
             _log.warning("server_certificate_not_saved", reason=str(error))
-        return _Server(content, load_certificate(content).not_valid_after_utc - _RENEW_BEFORE)
+        return self._in_use(content, load_certificate(content))
+
+    def _in_use(self, content: bytes, certificate: x509.Certificate) -> _Server:
+        """Return a certificate with its renewal; one that ends with the authority has none."""
+        end = certificate.not_valid_after_utc
+        if end < self._ca.not_valid_after_utc:
+            return _Server(content, end - _RENEW_BEFORE)
+        _log.warning(
+            "authority_ends",
+            at=end.isoformat(),
+            remedy="before that, stop every coordinator, move the authority's folder away, start "
+            "one, and invite every client anew",
+        )
+        return _Server(content, end)
 
 
 def _key(path: Path) -> ec.EllipticCurvePrivateKey:

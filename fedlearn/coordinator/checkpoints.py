@@ -17,9 +17,11 @@ from safetensors.torch import load
 
 from fedlearn.coordinator.records import Checkpoint
 from fedlearn.core.files import disk_errors, sync_folder
+from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
 
 _FORMAT = 1
+_SUFFIX_BYTES = 8
 _METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order of several
 
 
@@ -50,7 +52,9 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
         NoSpace: The disk is full; nothing half-written is left.
         StoreError: It cannot be written; likewise.
     """
-    temporary = folder / f".round-{checkpoint.round_num:06d}.tmp"
+    # A name of its own: one that was taken over, and does not know, may write the same round.
+    suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
+    temporary = folder / f".round-{checkpoint.round_num:06d}.{suffix}.tmp"
     with disk_errors(temporary, raises=StoreError):
         try:
             _serialize(checkpoint, temporary)

@@ -158,7 +158,8 @@ class Deployment:
 
     Attributes:
         name: Of the run.
-        run_id: Names the run to clients: 32 hexadecimal digits, of no other run.
+        run_id: Names the run to clients: 32 hexadecimal digits, of no other run. One that goes
+            back to an earlier checkpoint has another from then on.
         control: What an operator wants of it.
         holder: The coordinator that runs it; empty after an orderly end.
         epoch: How often a coordinator has taken it over.

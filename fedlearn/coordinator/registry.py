@@ -352,6 +352,11 @@ class MemoryRegistry:
                 certificate_expires_utc=expires_utc,
             )
             self._put(client)
+            self._invitations = {
+                digest: each
+                for digest, each in self._invitations.items()
+                if each.name != name or not each.redeemed_by
+            }
         return client
 
     def clients(self) -> list[EnrolledClient]:

@@ -85,7 +85,8 @@ class SecureCollector:
         plan: What every session asks.
         run_id: Of the run, 16 bytes; no two runs share one.
         signer: The coordinator's identity.
-        directory: Identity keys of all clients, each as a lineage in bytes; a key alone is one.
+        directory: Returns the identity keys of all clients as they are now, each as a lineage in
+            bytes; a key alone is one. Called once a session, which goes on with what it got.
         sends_directory: Whether clients are told the keys of their cohort; where they have them
             already, they are not.
         stage_deadline_s: Seconds for each stage without training.
@@ -98,7 +99,7 @@ class SecureCollector:
     plan: SecurePlan
     run_id: bytes
     signer: keys.Signer
-    directory: Mapping[ClientId, bytes]
+    directory: Callable[[], Mapping[ClientId, bytes]]
     sends_directory: bool
     stage_deadline_s: float
     num_threads: int
@@ -149,7 +150,8 @@ class SecureCollector:
             request_hash=noticed_hash(notice),
         )
         asking = _Asking(self.channel, training, roll, self.stage_deadline_s)
-        told = {each: self.directory[each] for each in cohort if each in self.directory}
+        directory = self.directory()
+        told = {each: directory[each] for each in cohort if each in directory}
         known = {each: newest_key(lineage) for each, lineage in told.items()}
         signed, advertising = open_session(terms, signer=self.signer, directory=known)
         asking.same(

@@ -43,7 +43,7 @@ from fedlearn.coordinator.service_transfers import Transfers
 from fedlearn.coordinator.spool import GroupWriter, ended_exchanges
 from fedlearn.core.clock import utc
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.errors import DeploymentError, ProtocolError, StoreError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
 from fedlearn.transport.grpc_client import NAME_METADATA
@@ -75,7 +75,8 @@ _MAX_ENROLMENT_CONNECTIONS = 1000
 #: Seconds that a client has to read the last message of its session.
 _LAST_WORD_S = 1.0
 
-#: Seconds between two lines of the log about strangers, who come as fast as they like.
+#: Seconds between two lines of the log about strangers and about calls that were refused: both
+#: come as fast as they like.
 _REPORT_S = 10.0
 
 _EXPIRED = "this client's certificate has expired; enrol again with a new invitation"
@@ -134,8 +135,9 @@ class Door:
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
         self._strangers = 0
+        self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
         self._reported_s = clock.now_s()
-        self._roster = Roster(registry, self._roster_changed)
+        self._roster = Roster(registry, self._roster_changed, clock)
         self._hall = Hall(
             max_connected=settings.max_connected,
             come_back_s=settings.come_back_s,
@@ -160,7 +162,8 @@ class Door:
             else:
                 accepted = [each.client_id for each in ended.replies[: ended.closed.num_consumed]]
                 docket.remember(Key.of_folder(self._run_id, ended.name), accepted)
-        shutil.rmtree(self._spool_dir / "passing", ignore_errors=True)
+        if self._is_leader():  # a successor has its own there
+            shutil.rmtree(self._spool_dir / "passing", ignore_errors=True)
         self._loop = LoopThread("door")
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="door-files")
@@ -214,6 +217,25 @@ class Door:
         """Run ``coroutine`` on the door's event loop."""
         return self._loop.call(coroutine)
 
+    def when_blind(self, tell: Callable[[StoreError], None]) -> None:
+        """Have ``tell`` told if the door, open, does not look at the registry any more.
+
+        Revoked clients would be heard on. A registry that is only away is looked at again.
+        """
+
+        def ended(poll: asyncio.Task[None]) -> None:
+            error = None if poll.cancelled() else poll.exception()
+            if error is not None:
+                _log.error("poll_died", error=repr(error))
+                tell(
+                    StoreError(
+                        f"the door does not see any more who is revoked ({type(error).__name__}, "
+                        "see the log); start the coordinator again"
+                    )
+                )
+
+        self._loop.post(lambda: self._poll.add_done_callback(ended))
+
     def status(self) -> dict[str, object]:
         """Return who is connected and where the open exchange stands, as JSON values."""
         return self._loop.ask(self._status)
@@ -250,11 +272,16 @@ class Door:
             "Upload": grpc.stream_stream_rpc_method_handler(self._upload),
         }
         settings = self._settings
+        is_enrolling = settings.enrolment_address is not None
+        num_connections, num_enrolling = _affordable(
+            settings.max_connected + settings.max_handshakes,
+            _MAX_ENROLMENT_CONNECTIONS if is_enrolling else 0,
+        )
         self._server = self._new_server(
             wire.DOOR,
             handlers,
             max_bytes=wire.MAX_MESSAGE_BYTES,
-            max_connections=_affordable(settings.max_connected + settings.max_handshakes),
+            max_connections=num_connections,
             idle_s=2 * wire.KEEPALIVE_S,  # a client that is there has a session
         )
         self.address = self._bind(self._server, self._settings.address, mutual=True)
@@ -274,7 +301,7 @@ class Door:
                 wire.ENROLMENT,
                 enrol,
                 max_bytes=MAX_ENROLMENT_BYTES,
-                max_connections=_affordable(_MAX_ENROLMENT_CONNECTIONS),
+                max_connections=num_enrolling,
                 idle_s=settings.handshake_timeout_s,
             )
             address = self._settings.enrolment_address
@@ -358,6 +385,7 @@ class Door:
 
     async def _close(self, grace_s: float) -> None:
         self._poll.cancel()
+        self._report_refusals()
         self._desk.abandon()
         for session in self._hall.sessions():
             self._hall.send_away(session, "the coordinator is stopping", after_s=1.0)
@@ -374,7 +402,7 @@ class Door:
             await self._roster.renew()
             self._desk.tell_untold()
             self._cut_expired()
-            self._report_strangers()
+            self._report()
 
     def _cut_expired(self) -> None:
         """End the sessions whose certificate has expired since they were opened."""
@@ -385,12 +413,22 @@ class Door:
     def _has_expired(self, client: EnrolledClient) -> bool:
         return client.certificate_expires_utc <= utc(self._clock.unix_s())
 
-    def _report_strangers(self) -> None:
-        """Log now and then how many connections came to nothing: nobody else tells of them."""
+    def _report(self) -> None:
+        """Log now and then who came and was not let in: nobody else tells of them."""
         now_s = self._clock.now_s()
         if now_s - self._reported_s < _REPORT_S:
             return
         self._reported_s = now_s
+        self._report_strangers()
+        self._report_refusals()
+
+    def _report_refusals(self) -> None:
+        for cause, (num_calls, last_peer) in self._refusals.items():
+            _log.warning("refused", cause=cause, num_calls=num_calls, last_peer=last_peer)
+        self._refusals.clear()
+
+    def _report_strangers(self) -> None:
+        """Log how many connections came to nothing."""
         strangers = self.counters.connections - self.counters.authenticated
         if strangers > self._strangers:
             num_new = strangers - self._strangers
@@ -408,6 +446,7 @@ class Door:
             else:
                 session.client = client
                 self._hall.reconsider(session, session.eligibility)
+        self._transfers.cut_strangers(self._roster.by_id)
 
     def _cut(self, session: Session, reason: str) -> None:
         client_id = session.client.client_id
@@ -565,6 +604,9 @@ class Door:
     async def _authenticated(self, context: Context) -> EnrolledClient:
         """Return the client that calls, by its certificate."""
         client = await self._recognised(context)
+        if client is None and self._roster.is_away:
+            words = "the coordinator cannot look up new clients now; try again"
+            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, words, "registry")
         if client is None:
             await self._refuse(
                 context, grpc.StatusCode.UNAUTHENTICATED, "this client is not enrolled", "unknown"
@@ -608,7 +650,8 @@ class Door:
 
     def _count_refusal(self, cause: str, context: Context) -> None:
         self.counters.refused[cause] += 1
-        _log.warning("refused", cause=cause, peer=context.peer())
+        num_calls, _ = self._refusals.get(cause, (0, ""))
+        self._refusals[cause] = num_calls + 1, context.peer()
 
 
 def _parsed(data: bytes) -> wire_pb2.FromClient:
@@ -634,15 +677,17 @@ def _configuration(
     return grpc.ssl_server_certificate_configuration([key_and_chain], root_certificates=roots)
 
 
-def _affordable(num_connections: int) -> int:
-    """Return how many connections may be open: half of the files that the process may open.
+def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:
+    """Return how many of these connections may be open, for clients and to enrol.
 
-    Without a bound, whoever connects often enough keeps the run from its own database.
+    Both together are at most half of the files that the process may open, those to enrol an
+    eighth: without a bound, whoever connects often enough keeps the run from its own database.
     """
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_files == resource.RLIM_INFINITY:
-        return num_connections
-    return max(1, min(num_connections, max_files // 2))
+        return num_connections, num_enrolling
+    enrolling = min(num_enrolling, max_files // 8)
+    return min(num_connections, max_files // 2 - enrolling), enrolling
 
 
 def _ms(seconds: float) -> int:

@@ -27,6 +27,7 @@ from fedlearn.core.messages import (
     TrainRequest,
     apart,
 )
+from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, as_reply
@@ -34,6 +35,9 @@ from fedlearn.transport.content import digest_of
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
+
+#: Of the name of a folder that is this process' alone.
+_NAME_BYTES = 8
 
 _log = structlog.get_logger(__name__)
 
@@ -82,7 +86,11 @@ class DoorChannel:
         self._desk = desk
         self._hall = hall
         self._run_id = run_id
-        self._folder = folder
+        self._replies = folder / "replies"
+        # Another coordinator may have been taken over and not know it yet: it has its own. The
+        # door removes all when it starts.
+        own = SecretBytes.generate(_NAME_BYTES).reveal().hex()
+        self._passing = folder / "passing" / own
         self._recovery_grace_s = recovery_grace_s
         self._changed = changed
         self._check = check
@@ -141,7 +149,8 @@ class DoorChannel:
             round_num = name.split("-")[1:2]
             return round_num[:1] < [f"{before_round - 1:06d}"]
 
-        forget_exchanges(self._folder / "replies", unneeded=is_old)
+        forget_exchanges(self._replies, unneeded=is_old)
+        self._loop.post(partial(self._desk.committed, before_round))
 
     def _opened_with_space(
         self, requests: Mapping[ClientId, Request], *, deadline_s: float
@@ -166,20 +175,21 @@ class DoorChannel:
         self, key: Key, requests: Mapping[ClientId, Request], *, deadline_s: float
     ) -> LiveExchange:
         asked = _Asked.of(requests)
+        offers = self._offers(asked.shared)  # before the log: it says that clients were asked
         now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
         durable = key.kind == TrainRequest.__name__
         log = ReplyLog(
-            self._folder / ("replies" if durable else "passing") / key.folder,
+            (self._replies if durable else self._passing) / key.folder,
             opened=Opened(run_id=self._run_id, opened_unix_s=now_unix_s),
             durable=durable,
         )
         return LiveExchange(
             state=ExchangeState.of(key, asked.places.items(), now_s=now_s),
-            offers=self._offers(asked.shared),
+            offers=offers,
             personal=asked.personal,
             log=log,
             arrivals=SimpleQueue(),
-            started_s=now_s,
+            started_s=now_s - max(0.0, now_unix_s - log.opened_unix_s),
             deadline_s=now_s + self._remaining_s(log, deadline_s, now_unix_s=now_unix_s),
         )
 
@@ -192,13 +202,23 @@ class DoorChannel:
 
     def _next_key(self, request: Request) -> Key:
         kind = type(request).__name__
-        attempt = 0 if isinstance(request, EvaluateRequest) else request.attempt
-        key = Key(self._run_id, kind, request.round_num, attempt, 0)
+        key = Key(self._run_id, kind, request.round_num, self._attempt(request), 0)
         last = self._last.get(kind)
         if last is not None and last.order[:2] == key.order[:2]:
             key = key._replace(exchange=last.exchange + 1)
         self._last[kind] = key
         return key
+
+    def _attempt(self, request: Request) -> int:
+        """Return the attempt of a request; a model is measured in the one that has made it.
+
+        A session of secure aggregation that is repeated makes another model, in another attempt.
+        """
+        if not isinstance(request, EvaluateRequest):
+            return request.attempt
+        trained = [last for kind, last in self._last.items() if kind != EvaluateRequest.__name__]
+        made_in = (last for last in trained if last.round_num == request.round_num - 1)
+        return max((last.attempt for last in made_in), default=0)
 
     def _unmake_key(self, key: Key) -> None:
         """Have the next exchange take the key of this one, which goes on in it."""
@@ -208,7 +228,7 @@ class DoorChannel:
 
     def _offers(self, requests: Iterable[Request]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
-        folder = self._folder / "requests"
+        folder = self._passing / "requests"
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [_offer(request, folder=folder) for request in requests]

@@ -8,6 +8,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import grpc
 import structlog
@@ -46,8 +47,19 @@ from fedlearn.transport.identity import signed_bytes, verify
 _INLINE_TOTAL_BYTES = 256 << 20
 _MIN_INLINE_BYTES = 16 << 10
 
-#: Messages of a disk that is full, or broken, to clients that keep their reply.
-TRY_AGAIN = "the coordinator cannot store this reply now (its disk is full or broken); try again"
+#: Of a disk that is full, or broken: the client keeps its reply.
+NOT_STORED = Ending(
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "the coordinator cannot store this reply now (its disk is full or broken); try again",
+)
+
+#: Of an exchange that will be opened again, in most cases by another process.
+PUT_ASIDE = Ending(
+    grpc.StatusCode.UNAVAILABLE, "no such exchange is open (any more, or yet); try again later"
+)
+
+#: Of an upload whose client has begun another.
+SUPERSEDED = Ending(grpc.StatusCode.ABORTED, "this client has begun another upload")
 
 #: What is said of bytes that do not have the digest that was signed.
 WRONG_DIGEST = Ruling(Verdict.REFUSED, "the bytes do not have the digest that was signed", "digest")
@@ -65,6 +77,10 @@ _PHASES = {
 }
 
 _log = structlog.get_logger(__name__)
+
+
+#: What becomes of an upload that is here: its verdict, or why there is none yet.
+Waiter: TypeAlias = "asyncio.Future[Ruling | Ending]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +157,10 @@ class Desk:
     clock: Clock
     is_recovering: bool
     _live: LiveExchange | None = None
-    _waiters: dict[tuple[Key, ClientId], asyncio.Future[Ruling]] = field(default_factory=dict)
+    _waiters: dict[tuple[Key, ClientId], Waiter] = field(default_factory=dict)
     _untold: dict[tuple[Key, ClientId], Ruling] = field(default_factory=dict)
     _called_off: dict[ClientId, Key] = field(default_factory=dict)  # while away
+    _closing: set[Key] = field(default_factory=set)  # until how they ended is durable
 
     # The exchange, from the thread that collects.
 
@@ -183,26 +200,23 @@ class Desk:
             self._settle(live.state.key, client_id, ACCEPTED)
 
     def close(self, live: LiveExchange, *, by_itself: bool) -> None:
-        """Take no more replies; tell the late ones, and call off whoever still works."""
+        """Take no more replies; clients are told so once that is durable."""
         if self._live is not live:
             return  # the door has closed, and the exchange will be opened again
         key, state = live.state.key, live.state
         late, silent = state.close()
-        accepted = state.logged[: state.num_consumed]
         self._live = None
-        self.docket.remember(key, accepted)
+        self.docket.remember(key, state.logged[: state.num_consumed])
+        self._closing.add(key)
         closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself)
-        self.writer.close(live.log, closed, partial(_log_closed, key))
-        for client_id in late:
-            self._late(key, client_id)
-        if silent and self.is_leader():  # otherwise another coordinator may wait for them
-            reason = "the round has closed" if by_itself else "the round has enough replies"
-            cancel = wire_pb2.Cancel(key=key_message(key), reason=reason)
-            message = wire_pb2.FromCoordinator(cancel=cancel).SerializeToString()
-            for client_id in silent:
-                if not self.hall.push(client_id, message):
-                    self._called_off[client_id] = key
-        self.hall.send_surplus_away()
+        reason = "the round has closed" if by_itself else "the round has enough replies"
+        tell = partial(self._closed, key, late=late, silent=silent, reason=reason)
+        self.writer.close(live.log, closed, tell)
+
+    def committed(self, before_round: int) -> None:
+        """Tell what was kept back of rounds before ``before_round``: now it stands."""
+        self._closing = {key for key in self._closing if key.round_num >= before_round}
+        self.tell_untold()
 
     def suspend(self, live: LiveExchange) -> None:
         """Put the exchange aside as a crash would: it goes on when it is opened again."""
@@ -212,8 +226,8 @@ class Desk:
         self._live = None
         self.docket.leave()
         for (key, _), waiter in self._waiters.items():
-            if key == live.state.key:
-                waiter.cancel()
+            if key == live.state.key and not waiter.done():
+                waiter.set_result(PUT_ASIDE)
         self.writer.close(live.log, None, partial(_log_closed, live.state.key))
 
     def abandon(self) -> None:
@@ -229,7 +243,7 @@ class Desk:
         for key in session.held:
             judgement = self.docket.judge(key_of(key), session.client.client_id)
             if isinstance(judgement, Ruling):
-                self._tell(key, session, judgement)
+                self._tell(key_of(key), session, judgement)
             elif judgement is Standing.UNKNOWN:
                 unknown.append(key)
         session.held = tuple(unknown)
@@ -302,7 +316,7 @@ class Desk:
             if isinstance(judgement, Ruling):
                 self.refused(client, judgement)
         if isinstance(judgement, Ruling):
-            self._tell(envelope.key, session, judgement)
+            self._tell(key_of(envelope.key), session, judgement)
         elif judgement is Standing.OPEN:
             self.take(client.client_id, envelope, result.data)
 
@@ -322,16 +336,22 @@ class Desk:
         )
         self.writer.append(live.log, draft, partial(self._logged, live, client_id))
 
-    def settled(self, key: Key, client_id: ClientId) -> asyncio.Future[Ruling]:
+    def may_tell(self, key: Key, ruling: Ruling) -> bool:
+        """Whether a verdict stands: a crash cannot undo it, and no other coordinator."""
+        if ruling.verdict is Verdict.LATE and key in self._closing:
+            return False
+        return ruling.verdict is Verdict.REFUSED or self.is_leader()
+
+    def settled(self, key: Key, client_id: ClientId) -> Waiter:
         """Return what will be told of a reply that is here, in place of a message."""
         old = self._waiters.pop((key, client_id), None)
-        if old is not None:
-            old.cancel()
-        future: asyncio.Future[Ruling] = asyncio.get_running_loop().create_future()
+        if old is not None and not old.done():
+            old.set_result(SUPERSEDED)
+        future: Waiter = asyncio.get_running_loop().create_future()
         self._waiters[key, client_id] = future
         return future
 
-    def unsettled(self, key: Key, client_id: ClientId, future: asyncio.Future[Ruling]) -> None:
+    def unsettled(self, key: Key, client_id: ClientId, future: Waiter) -> None:
         """Stop waiting: the client is gone, and will ask when it is back."""
         if self._waiters.get((key, client_id)) is future:
             del self._waiters[key, client_id]
@@ -342,7 +362,7 @@ class Desk:
         return self._live.log.folder
 
     def tell_untold(self) -> None:
-        """Tell what could not be told before: this coordinator was not the leader."""
+        """Tell what could not be told before: it was not durable, or not this coordinator's."""
         if self._untold and self.is_leader():
             untold, self._untold = self._untold, {}
             for (key, client_id), ruling in untold.items():
@@ -401,10 +421,10 @@ class Desk:
     def _unstored(self, key: Key, client_id: ClientId) -> None:
         """Have a client keep its reply and try again."""
         waiter = self._waiters.pop((key, client_id), None)
-        if waiter is not None:
-            waiter.cancel()
+        if waiter is not None and not waiter.done():
+            waiter.set_result(NOT_STORED)
         elif (session := self.hall.find(client_id)) is not None:
-            session.cut(Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, TRY_AGAIN))
+            session.cut(NOT_STORED)
 
     def _late(self, key: Key, client_id: ClientId) -> None:
         self.counters.replies_late += 1
@@ -412,7 +432,7 @@ class Desk:
 
     def _settle(self, key: Key, client_id: ClientId, ruling: Ruling) -> None:
         """Tell a client what becomes of its reply; one that is away asks when it is back."""
-        if not self.is_leader():
+        if not self.may_tell(key, ruling):
             self._untold[key, client_id] = ruling
             return
         waiter = self._waiters.pop((key, client_id), None)
@@ -422,12 +442,37 @@ class Desk:
         message = wire_pb2.FromCoordinator(receipt=receipt(key_message(key), ruling))
         self.hall.push(client_id, message.SerializeToString())
 
-    def _tell(self, key: wire_pb2.TaskKey, session: Session, ruling: Ruling) -> None:
-        if ruling.verdict is not Verdict.REFUSED and not self.is_leader():
-            self._untold[key_of(key), session.client.client_id] = ruling
+    def _tell(self, key: Key, session: Session, ruling: Ruling) -> None:
+        if not self.may_tell(key, ruling):
+            if self.docket.is_past(key):  # a client makes up as many others as it likes
+                self._untold[key, session.client.client_id] = ruling
             return
-        message = wire_pb2.FromCoordinator(receipt=receipt(key, ruling))
+        message = wire_pb2.FromCoordinator(receipt=receipt(key_message(key), ruling))
         session.push(message.SerializeToString())
+
+    def _closed(
+        self,
+        key: Key,
+        outcome: Outcome,
+        *,
+        late: Sequence[ClientId],
+        silent: Sequence[ClientId],
+        reason: str,
+    ) -> None:
+        """Tell the late ones, and call off whoever still works: no crash undoes it any more."""
+        _log_closed(key, outcome)
+        if not isinstance(outcome, OSError):
+            self._closing.discard(key)
+            self.tell_untold()
+        for client_id in late:
+            self._late(key, client_id)
+        if silent and self.may_tell(key, LATE):  # otherwise another process may wait for them
+            cancel = wire_pb2.Cancel(key=key_message(key), reason=reason)
+            message = wire_pb2.FromCoordinator(cancel=cancel).SerializeToString()
+            for client_id in silent:
+                if not self.hall.push(client_id, message):
+                    self._called_off[client_id] = key
+        self.hall.send_surplus_away()
 
     def _task(self, live: LiveExchange, offer: Offer, personal: bytes, *, now_s: float) -> bytes:
         remaining_s = live.deadline_s - now_s
@@ -474,5 +519,6 @@ def _mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
 
 def _log_closed(key: Key, outcome: Outcome) -> None:
     if isinstance(outcome, OSError):
-        # Harmless: a restart before the next commit opens the exchange again.
+        # Harmless: no verdict is told before the next commit; a restart before it opens the
+        # exchange again.
         _log.error("reply_log_not_closed", folder=key.folder, reason=str(outcome))

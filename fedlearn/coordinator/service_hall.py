@@ -6,7 +6,7 @@ told waits in a queue of a few messages, and whoever lets that run over is dropp
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -56,6 +56,7 @@ class Session:
         client: Who.
         eligibility: What it says of itself.
         is_eligible: Whether it may be asked.
+        only_looks: Whether it leaves after the welcome, and must not be.
         since_s: When it connected, on the door's clock.
         held: Replies that it holds and waits for a receipt of.
         ending: Why the session has ended; ``None`` while it lives.
@@ -65,6 +66,7 @@ class Session:
         self.client = client
         self.eligibility = hello.eligibility
         self.is_eligible = False
+        self.only_looks = hello.only_looks
         self.since_s = since_s
         self.held = tuple(hello.held[:MAX_HELD])
         self.ending: Ending | None = None
@@ -189,7 +191,7 @@ class Hall:
     def reconsider(self, session: Session, eligibility: wire_pb2.Eligibility) -> None:
         """Note what a client says of itself now."""
         session.eligibility = eligibility
-        session.is_eligible = self._eligible(session.client, eligibility)
+        session.is_eligible = not session.only_looks and self._eligible(session.client, eligibility)
         self._changed()
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
@@ -207,7 +209,9 @@ class Hall:
     def send_surplus_away(self) -> None:
         """Make the hall as full as it may be: those not needed go, the longest there first."""
         surplus = len(self._sessions) - self._max_connected
-        for session in self._not_needed() if surplus > 0 else ():
+        for session in self.sessions() if surplus > 0 else ():
+            if self.is_needed(session.client.client_id):
+                continue
             self.send_away(session, "the coordinator has enough clients for now")
             surplus -= 1
             if surplus <= 0:
@@ -227,13 +231,11 @@ class Hall:
     def _make_room(self, newcomer: Session) -> None:
         """Send away whoever was here for long and is not needed, else the newcomer."""
         now_s = self._clock.now_s()
-        for session in self._not_needed():
+        for client_id, session in self._sessions.items():
             if session is newcomer or now_s - session.since_s < self._come_back_s:
-                break
-            self.send_away(session, "other clients have their turn")
-            return
+                break  # and those behind it are here for less long
+            if not self.is_needed(client_id):
+                self.send_away(session, "other clients have their turn")
+                return
         if not self.is_needed(newcomer.client.client_id):
             self.send_away(newcomer, "the coordinator has enough clients for now")
-
-    def _not_needed(self) -> Iterable[Session]:
-        return [each for key, each in self._sessions.items() if not self.is_needed(key)]

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-from collections import Counter
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,16 @@ from google.protobuf.message import DecodeError
 from fedlearn.coordinator.door_counters import DoorCounters
 from fedlearn.coordinator.door_state import Judgement, Key, Phase, Ruling, Standing, Verdict
 from fedlearn.coordinator.registry import EnrolledClient
-from fedlearn.coordinator.service_desk import TRY_AGAIN, WRONG_DIGEST, Desk, Offer, key_of, receipt
+from fedlearn.coordinator.service_desk import (
+    NOT_STORED,
+    PUT_ASIDE,
+    SUPERSEDED,
+    WRONG_DIGEST,
+    Desk,
+    Offer,
+    key_of,
+    receipt,
+)
 from fedlearn.coordinator.service_hall import Context, Ending, read
 from fedlearn.coordinator.spool import PartialUpload, partial_path
 from fedlearn.core.messages import ClientId
@@ -43,6 +51,18 @@ class _Ended(Exception):
         super().__init__(reason)
         self.ending = Ending(code, reason)
 
+    @classmethod
+    def by(cls, ending: Ending) -> "_Ended":
+        return cls(ending.code, ending.reason)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A download or an upload that is under way; ``is_cut``: its client was turned away."""
+
+    client: EnrolledClient
+    is_cut: bool = False
+
 
 @dataclass(kw_only=True, eq=False)
 class Transfers:
@@ -59,13 +79,13 @@ class Transfers:
     files: Executor
     stall_timeout_s: float
     counters: DoorCounters
-    _running: Counter[ClientId] = field(default_factory=Counter)
+    _running: dict[ClientId, list[_Transfer]] = field(default_factory=dict)
     _uploads: dict[ClientId, asyncio.Task[Ruling]] = field(default_factory=dict)
 
     async def download(self, client: EnrolledClient, context: Context) -> None:
         """Send the bytes of a request from an offset on."""
         try:
-            with self._slot(client.client_id):
+            with self._slot(client) as transfer:
                 request = _parsed_request(await self._read(context))
                 offer = self.desk.offer_to(client.client_id, request.digest)
                 if offer is None:
@@ -73,14 +93,14 @@ class Transfers:
                     raise _Ended(grpc.StatusCode.NOT_FOUND, reason)
                 self.counters.downloads += 1
                 self.desk.moved(client.client_id, Phase.DOWNLOADING)
-                await self._send(offer, request.offset, context)
+                await self._send(offer, request.offset, context, transfer)
         except _Ended as error:
             await context.abort(error.ending.code, error.ending.reason)
 
     async def upload(self, client: EnrolledClient, context: Context) -> None:
         """Receive a reply and, in the end, send its receipt."""
         try:
-            with self._slot(client.client_id):
+            with self._slot(client):
                 envelope = _parsed_part(await self._read(context)).envelope
                 ruling = await self._ruling(client, envelope, context)
                 status = wire_pb2.UploadStatus(receipt=receipt(envelope.key, ruling))
@@ -89,30 +109,47 @@ class Transfers:
             await context.abort(error.ending.code, error.ending.reason)
 
     def cut(self, client_id: ClientId) -> None:
-        """End the upload of a client that was turned away."""
+        """End the transfers of a client that was turned away."""
         if client_id in self._uploads:
             self._uploads[client_id].cancel()
+        for transfer in self._running.get(client_id, ()):
+            transfer.is_cut = True
 
-    async def _send(self, offer: Offer, offset: int, context: Context) -> None:
-        loop = asyncio.get_running_loop()
+    def cut_strangers(self, by_id: Callable[[ClientId], EnrolledClient | None]) -> None:
+        """End the transfers of clients that are revoked or have another certificate by now."""
+        for client in [each.client for mine in self._running.values() for each in mine]:
+            now = by_id(client.client_id)
+            if now is None or (now.status, now.fingerprint) != ("active", client.fingerprint):
+                self.cut(client.client_id)
+
+    async def _send(self, offer: Offer, offset: int, context: Context, transfer: _Transfer) -> None:
         if offer.path is None:
             for begin in range(offset, offer.num_bytes, wire.CHUNK_BYTES):
                 await self._write_chunk(context, offer.data[begin : begin + wire.CHUNK_BYTES])
             return
-        descriptor = os.open(offer.path, os.O_RDONLY)
+        try:
+            descriptor = os.open(offer.path, os.O_RDONLY)
+        except FileNotFoundError as error:  # another coordinator has taken over
+            raise _Ended.by(PUT_ASIDE) from error
         try:
             while offset < offer.num_bytes:
-                read = loop.run_in_executor(
-                    self.files, os.pread, descriptor, wire.CHUNK_BYTES, offset
-                )
-                try:
-                    data = await read
-                finally:
-                    await asyncio.wait({read})  # nothing may read a descriptor that is closed
+                data = await self._part(descriptor, offset)
+                if transfer.is_cut:
+                    raise _Ended(grpc.StatusCode.UNAUTHENTICATED, "this client was turned away")
                 await self._write_chunk(context, data)
                 offset += len(data)
         finally:
             os.close(descriptor)
+
+    async def _part(self, descriptor: int, offset: int) -> bytes:
+        """Read a chunk; nothing reads the descriptor any more once this is over."""
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self.files, os.pread, descriptor, wire.CHUNK_BYTES, offset)
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await _to_its_end(asyncio.wait({reading}))
+            raise
 
     async def _write_chunk(self, context: Context, data: bytes) -> None:
         await self._write(context, wire.bytes_field(wire_pb2.Chunk.DATA_FIELD_NUMBER, data))
@@ -125,14 +162,8 @@ class Transfers:
         client_id, key = client.client_id, key_of(envelope.key)
         await self._supersede(client_id)
         judgement = self.desk.admit(client, envelope)
-        if isinstance(judgement, Ruling):
-            if judgement.verdict is not Verdict.REFUSED and not self.desk.is_leader():
-                raise _Ended(grpc.StatusCode.UNAVAILABLE, "this coordinator stands by; try again")
-            return judgement
-        if judgement is Standing.UNKNOWN:
-            raise _Ended(grpc.StatusCode.UNAVAILABLE, "no such exchange is open; try again later")
-        if judgement is Standing.TAKEN:
-            return await self._settled(key, client_id)
+        if judgement is not Standing.OPEN:
+            return await self._final(judgement, key, client_id)
         # The exchange may close before the task begins: its folder is looked up here.
         receiving = self._receive(client, envelope, context, folder=self.desk.folder())
         task = asyncio.create_task(receiving)
@@ -145,7 +176,7 @@ class Transfers:
             if self._uploads.get(client_id) is task:
                 del self._uploads[client_id]
         if task.cancelled():
-            raise _Ended(grpc.StatusCode.ABORTED, "this client has begun another upload")
+            raise _Ended.by(SUPERSEDED)
         return task.result()
 
     async def _supersede(self, client_id: ClientId) -> None:
@@ -180,9 +211,7 @@ class Transfers:
         finally:
             if not is_taken:
                 upload.close()
-        if isinstance(judgement, Ruling):
-            return judgement
-        return await self._settled(key_of(envelope.key), client.client_id)
+        return await self._final(judgement, key_of(envelope.key), client.client_id)
 
     async def _opened(
         self, folder: Path, client_id: ClientId, envelope: wire_pb2.Envelope
@@ -274,21 +303,28 @@ class Transfers:
     def _write_to(self, upload: PartialUpload, chunks: Collection[memoryview]) -> _Writing:
         return asyncio.get_running_loop().run_in_executor(self.files, upload.write, *chunks)
 
-    async def _settled(self, key: Key, client_id: ClientId) -> Ruling:
-        """Wait for the verdict on a reply that is here."""
+    async def _final(self, judgement: Judgement, key: Key, client_id: ClientId) -> Ruling:
+        """Return the verdict on a reply that is here, or not needed; it is waited for."""
+        if isinstance(judgement, Ruling):
+            if not self.desk.may_tell(key, judgement):
+                reason = "no verdict can be given now; try again"
+                raise _Ended(grpc.StatusCode.UNAVAILABLE, reason)
+            return judgement
+        if judgement is Standing.UNKNOWN:
+            raise _Ended.by(PUT_ASIDE)
         future = self.desk.settled(key, client_id)
         try:
-            await asyncio.wait({future})
+            outcome = await future
         finally:
             self.desk.unsettled(key, client_id, future)
-        if future.cancelled():
-            raise _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, TRY_AGAIN)
-        return future.result()
+        if isinstance(outcome, Ending):
+            raise _Ended.by(outcome)
+        return outcome
 
     def _no_space(self, client_id: ClientId, error: OSError) -> _Ended:
         self.counters.disk_full += 1
         _log.error("upload_not_stored", client_id=client_id, reason=str(error))
-        return _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, TRY_AGAIN)
+        return _Ended.by(NOT_STORED)
 
     async def _read(self, context: Context) -> bytes:
         try:
@@ -315,22 +351,24 @@ class Transfers:
         return _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason)
 
     @contextmanager
-    def _slot(self, client_id: ClientId) -> Iterator[None]:
+    def _slot(self, client: EnrolledClient) -> Iterator[_Transfer]:
         """Count a transfer; one too many is turned down."""
-        if self._running[client_id] >= _MAX_TRANSFERS:
+        mine = self._running.setdefault(client.client_id, [])
+        if len(mine) >= _MAX_TRANSFERS:
             self.counters.refused["transfers"] += 1
             reason = f"{_MAX_TRANSFERS} transfers of this client are running; wait for one to end"
             raise _Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        self._running[client_id] += 1
+        transfer = _Transfer(client)
+        mine.append(transfer)
         try:
-            yield
+            yield transfer
         finally:
-            self._running[client_id] -= 1
-            if not self._running[client_id]:
-                del self._running[client_id]
+            mine.remove(transfer)
+            if not mine:
+                del self._running[client.client_id]
 
 
-async def _to_its_end(coroutine: Coroutine[object, object, None]) -> None:
+async def _to_its_end(coroutine: Coroutine[object, object, object]) -> None:
     """Wait for ``coroutine``; a cancellation meanwhile is raised once it is done.
 
     A connection that is cut both ends a read and cancels the call, in either order.

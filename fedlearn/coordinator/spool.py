@@ -19,7 +19,8 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from itertools import groupby
@@ -148,21 +149,31 @@ class ReplyLog:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700, parents=True)
                 found = None
-            else:
-                _make_own(folder / _LOG_NAME, num_bytes=found.end)
+            # One that had enough replies may want more now: it is open again, and has the same
+            # ones. One that closed by itself stays closed, until it is closed once more.
+            self.closed = (
+                found.closed if found and found.closed and found.closed.by_itself else None
+            )
+            if found is not None:
+                num_bytes = found.num_bytes if self.closed else found.end
+                _make_own(folder / _LOG_NAME, num_bytes=num_bytes)
             self._descriptor = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             self._end = found.end if found else 0
-            if found is None:
-                self._write([_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
-            if durable:
-                sync_folder(folder)
-                sync_folder(folder.parent)
+            try:
+                if found is None:
+                    self._write([_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
+                if durable:
+                    sync_folder(folder)
+                    sync_folder(folder.parent)
+            except OSError:
+                os.close(self._descriptor)
+                if found is None:  # nobody was asked: a later log is not this one resumed
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
         first = found.opened if found and found.opened else opened
         self.is_resumed = found is not None
         self.opened_unix_s = first.opened_unix_s
         self.replies: tuple[LoggedReply, ...] = tuple(found.replies) if found else ()
-        # One that had enough replies may want more now: it is open again, and has the same ones.
-        self.closed = found.closed if found and found.closed and found.closed.by_itself else None
 
     def append(self, drafts: Sequence[Draft]) -> list[LoggedReply | OSError]:
         """Log replies with one fsync; each counts when this returns, or it is told why not.
@@ -185,7 +196,8 @@ class ReplyLog:
             self._write(records)
         except OSError as error:
             for draft in drafts:
-                _reply_path(self.folder, draft).unlink(missing_ok=True)
+                with suppress(OSError):  # a disk that is read-only keeps even what is not there
+                    _reply_path(self.folder, draft).unlink(missing_ok=True)
             return [error] * len(drafts)
         return logged
 
@@ -220,7 +232,7 @@ class ReplyLog:
             OSError: The record could not be written; a restart opens the exchange again.
         """
         try:
-            if closed is not None:
+            if closed not in (None, self.closed) and self._durable:
                 self._write([_record(_Kind.CLOSED, json.dumps(vars(closed)).encode())])
         finally:
             os.close(self._descriptor)
@@ -468,12 +480,14 @@ class _Found:
         replies: In order.
         closed: Its last record.
         end: Where the next record belongs: there, or over the record that closed it.
+        num_bytes: Of all whole records.
     """
 
     opened: Opened | None
     replies: Sequence[LoggedReply]
     closed: Closed | None
     end: int
+    num_bytes: int
 
 
 def _recovered(folder: Path) -> _Found | None:
@@ -488,22 +502,22 @@ def _recovered(folder: Path) -> _Found | None:
         return None
     with stream:
         try:
-            opened, replies, closed, end = _parsed(stream)
+            found = _parsed(stream)
         except (ValueError, TypeError, RecursionError, struct.error) as error:
             raise StoreError(
                 f"{folder / _LOG_NAME} holds whole records that mean nothing here "
                 f"({type(error).__name__}: {error}); go on with the version of fedlearn that wrote "
                 "it, or remove the folder and lose the replies in it"
             ) from error
-    whole = [reply for reply in replies if reply.offset >= 0 or _is_whole(folder, reply)]
-    return _Found(opened, whole, closed, end)
+    return replace(
+        found,
+        replies=[reply for reply in found.replies if reply.offset >= 0 or _is_whole(folder, reply)],
+    )
 
 
-def _parsed(
-    stream: BinaryIO,
-) -> tuple[Opened | None, Sequence[LoggedReply], Closed | None, int]:
-    """Return the first record of a log, the replies, the last record, and where they end."""
-    opened, closed, replies, end = None, None, list[LoggedReply](), 0
+def _parsed(stream: BinaryIO) -> _Found:
+    """Return what is whole in a log; files of large replies are not looked at."""
+    opened, closed, replies, end, num_bytes = None, None, list[LoggedReply](), 0, 0
     for kind, body, begin in _records(stream):
         match kind:
             case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
@@ -512,11 +526,11 @@ def _parsed(
                 opened = Opened(**json.loads(body))
             case _Kind.CLOSED:
                 closed = Closed(**json.loads(body))
-                continue
             case _:
                 replies.append(_logged(kind, body, begin))
-        end = begin + len(body)
-    return opened, replies, closed, end
+        num_bytes = begin + len(body)
+        end = end if closed else num_bytes
+    return _Found(opened, replies, closed, end, num_bytes)
 
 
 def _make_own(log: Path, *, num_bytes: int) -> None:

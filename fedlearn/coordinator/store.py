@@ -36,9 +36,15 @@ from fedlearn.coordinator.store_rounds import (
     read_rounds,
     summarise_rounds,
 )
-from fedlearn.coordinator.store_schema import Base, CheckpointRow, DeploymentRow, RunRow
+from fedlearn.coordinator.store_schema import (
+    Base,
+    CheckpointRow,
+    DeploymentRow,
+    OpenRoundRow,
+    RunRow,
+)
 from fedlearn.core.files import sync_folder, write_durably
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 
 #: Called first in every transaction that writes; raises if the writer may not.
@@ -46,6 +52,7 @@ Guard: TypeAlias = Callable[[Session], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a folder name
 _KEPT_CHECKPOINTS = 2
+_RUN_ID_BYTES = 16
 
 
 def sqlite_url(path: Path) -> str:
@@ -126,20 +133,18 @@ class Database:
 
         Raises:
             StoreError: The name is taken or cannot name a folder, or the run cannot be
-                written; nothing of it is left.
+                written; nothing of it is left that another attempt would stumble over.
         """
         if not _NAME.fullmatch(record.name):
             raise StoreError(
                 f"a run cannot be called {record.name!r}: use up to 64 letters, digits, "
                 "'-', '_' and '.', beginning with a letter or a digit"
             )
-        with (
-            explained(self._engine),
-            _new_folder(self.runs_dir / record.name) as folder,
-            writing(self._engine) as session,
-        ):
+        with writing(self._engine) as session:
+            # The row comes first: until the transaction ends, nobody else makes this folder.
             run_id = _insert_run(session, record=record)
-            _write_config(folder, config=record.config)
+            with _new_folder(self.runs_dir / record.name) as folder:
+                _write_config(folder, config=record.config)
         return StoredRun(
             self._engine,
             run_id=run_id,
@@ -252,8 +257,10 @@ class StoredRun:
                 self._attempted = file.sha256, len(self._buffer)
                 insert_rounds(session.connection(), self._run_id, self._buffer)
                 kept = self._replace_checkpoints(session, file=file)
+                # Listed while the guard holds: whoever takes over writes its files after that.
+                found = list(folder.iterdir())
         self._buffer, self._attempted = [], None
-        _remove_all_but(kept, folder=folder)
+        _remove_all_but(kept, found=found)
 
     def load(self) -> Checkpoint | None:
         """Return the last committed checkpoint, or ``None`` before the first.
@@ -286,6 +293,10 @@ class StoredRun:
     def rewind(self) -> Checkpoint:
         """Go back to the checkpoint before the last and return it; forget what came after.
 
+        What clients of a deployed run still hold or work on may answer the model that is
+        dropped. So from here on it is another run to them: it has another
+        :attr:`~fedlearn.coordinator.journal.Deployment.run_id`, and no round of it is open.
+
         Raises:
             CorruptCheckpoint: That one is damaged too; nothing is forgotten.
             NewerStore: A later version of fedlearn wrote it; nothing is forgotten.
@@ -303,6 +314,12 @@ class StoredRun:
                 later = table.c.round_num >= checkpoint.round_num
                 session.execute(delete(table).where(table.c.run_id == self._run_id, later))
             self._drop_checkpoint(session, round_num=files[-1].round_num)
+            session.execute(delete(OpenRoundRow).where(OpenRoundRow.run_id == self._run_id))
+            session.execute(
+                update(DeploymentRow)
+                .where(DeploymentRow.run_id == self._run_id)
+                .values(uuid=new_run_id())
+            )
         self._buffer, self._attempted = [], None
         return checkpoint
 
@@ -439,21 +456,30 @@ class StoredRun:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Create the folder of a run; it goes again unless the block succeeds."""
-    with ExitStack() as undo:
-        try:
-            path.mkdir()
-        except FileExistsError as error:
+    """Create the folder of a run that has its row; it goes again unless the block succeeds."""
+    try:
+        path.mkdir()
+    except FileExistsError as error:
+        if not _is_unfinished(path):
             raise _NameTaken(
                 f"{path} exists already; choose another name for the run, or move it away"
             ) from error
+    with ExitStack() as undo:
         undo.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
         undo.pop_all()
 
 
+def _is_unfinished(folder: Path) -> bool:
+    """Whether a folder is what a process that was killed while it made a run has left behind."""
+    if not folder.is_dir():
+        return False
+    inside = [path.relative_to(folder) for path in folder.rglob("*")]
+    return all(path == Path("checkpoints") or path.match("*config.json*") for path in inside)
+
+
 def _write_config(folder: Path, *, config: Mapping[str, object]) -> None:
-    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").mkdir(exist_ok=True)
     content = json.dumps(config, indent=2).encode() + b"\n"
     write_durably(folder / "config.json", content, raises=StoreError)
     sync_folder(folder.parent)
@@ -494,6 +520,11 @@ def _run_record(row: RunRow, *, is_deployed: bool) -> RunRecord:
     )
 
 
+def new_run_id() -> str:
+    """Return what names a deployed run to clients: no other run has or had it."""
+    return SecretBytes.generate(_RUN_ID_BYTES).reveal().hex()
+
+
 def unknown_run(name: str, *, known: Iterable[str]) -> StoreError:
     """Return the error for a name that no run has; suggests the nearest of ``known``."""
     nearest = difflib.get_close_matches(name, known, n=1)
@@ -501,9 +532,9 @@ def unknown_run(name: str, *, known: Iterable[str]) -> StoreError:
     return StoreError(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
 
 
-def _remove_all_but(kept: set[str], *, folder: Path) -> None:
+def _remove_all_but(kept: set[str], *, found: Iterable[Path]) -> None:
     """Remove older checkpoints, and what a crash has left behind."""
-    for path in folder.iterdir():
+    for path in found:
         if path.name not in kept:
             with suppress(OSError):  # it takes space and nothing else; the next commit tries again
                 path.unlink()

@@ -2,10 +2,11 @@
 
 import json
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.coordinator.journal import OpenRound, check_same
+from fedlearn.coordinator.records import RunStatus
 from fedlearn.coordinator.store import Database, Guard, unknown_run
 from fedlearn.coordinator.store_schema import OpenRoundRow, RunRow
 from fedlearn.core.messages import ClientId
@@ -38,7 +39,11 @@ class StoredJournal:
             return self._find(session, round_num, attempt)
 
     def open(self, opened: OpenRound) -> None:
-        """Write a round down."""
+        """Write a round down, and that the run goes on: in one step, if it had failed.
+
+        Whoever finds it running goes on among the attempts that the journal has; whoever finds
+        it failed begins others.
+        """
         with self._database.writing() as session:
             self._guard(session)
             known = self._find(session, opened.round_num, opened.attempt)
@@ -53,6 +58,11 @@ class StoredJournal:
                     cohort=json.dumps(opened.cohort),
                     opened_unix_s=opened.opened_unix_s,
                 )
+            )
+            session.execute(
+                update(RunRow)
+                .where(RunRow.id == self._run_id)
+                .values(status=RunStatus.RUNNING, error="")
             )
 
     def last(self) -> OpenRound | None:

@@ -15,15 +15,13 @@ from sqlalchemy import ColumnElement, CursorResult, Result, select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.coordinator.journal import Control, Deployment
-from fedlearn.coordinator.store import Database, unknown_run
+from fedlearn.coordinator.store import Database, new_run_id, unknown_run
 from fedlearn.coordinator.store_engine import one_at_a_time
 from fedlearn.coordinator.store_schema import DeploymentRow, RunRow
 from fedlearn.core.clock import Clock
-from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import DeploymentError, Fenced, StoreUnavailable
 
 _DEPLOY_LOCK = 7_306_087_430
-_RUN_ID_BYTES = 16
 _RENEWALS_PER_TTL = 4
 
 log = structlog.get_logger()
@@ -44,7 +42,7 @@ def deploy(database: Database, name: str) -> Deployment:
         if row is None:
             row = DeploymentRow(
                 run_id=run_id,
-                uuid=SecretBytes.generate(_RUN_ID_BYTES).reveal().hex(),
+                uuid=new_run_id(),
                 control="run",
                 holder="",
                 epoch=0,
@@ -193,12 +191,14 @@ class Lease:
         return cast(Control, control)
 
     def release(self) -> None:
-        """Let another coordinator take over at once; nothing if one has already.
+        """Let another coordinator take over at once; nothing if one has, or it was never ours.
 
         Raises:
             StoreError: The database cannot be written: others wait for ``ttl_s``.
         """
         self._held_until_s = float("-inf")
+        if self._epoch is None:
+            return
         with self._database.writing() as session:
             session.execute(update(DeploymentRow).where(*self._ours()).values(holder=""))
         self._epoch = None

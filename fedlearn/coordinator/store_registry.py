@@ -117,6 +117,8 @@ class StoredRegistry:
                 certificate_expires_utc=expires_utc,
             )
             session.merge(_row(client, revision=_revision(session) + 1))
+            used = (InvitationRow.name == name, InvitationRow.redeemed_by != b"")
+            session.execute(delete(InvitationRow).where(*used))
         return client
 
     def clients(self) -> list[EnrolledClient]:

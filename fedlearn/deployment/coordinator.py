@@ -11,11 +11,13 @@ next start goes on inside the same round.
 import hashlib
 import os
 import resource
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -42,6 +44,7 @@ from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
 from fedlearn.deployment.rounds import require_plain, run_over
 from fedlearn.errors import ConfigError, Parked, StoreError
+from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.secagg.terms import RUN_BYTES
@@ -51,6 +54,9 @@ ResultT = TypeVar("ResultT")
 
 #: How long the database may be away in the middle of a run.
 _DATABASE_AWAY_S = 3600.0
+
+#: What is told of a run that was done before.
+_ANOTHER_RUN = "this run is done; another run needs another `name`"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOLDER_BYTES = 4
@@ -202,12 +208,6 @@ class Coordinator:
         lease = Lease(
             database, name, holder=_holder(), ttl_s=section.lease_ttl_s, clock=self._clock
         )
-        if not self._patiently(lease.try_acquire):
-            self.board.phase = Phase.STANDBY
-            self._log.info("standby", run=name, holder=deployment(database, name).holder)
-            lease.acquire(is_stopped=self.interruption.is_given)
-            self.interruption.check()
-        self._log.info("leading", run=name)
         heart = Heart(
             lease,
             status=self.status,
@@ -215,8 +215,14 @@ class Coordinator:
             interruption=self.interruption,
             clock=SystemClock(),
         )
-        self._lease = lease
         try:
+            if not self._patiently(lease.try_acquire):
+                self.board.phase = Phase.STANDBY
+                self._log.info("standby", run=name, holder=deployment(database, name).holder)
+                lease.acquire(is_stopped=self.interruption.is_given)
+                self.interruption.check()
+            self._log.info("leading", run=name)
+            self._lease = lease
             with heart:
                 yield lease
         finally:
@@ -228,30 +234,53 @@ class Coordinator:
         """Run the rounds that are due, and record how that ended."""
         stored = database.run(self._places.run_name, guard=lease.guard)
         record = self._patiently(lambda: stored.record)
+        if self._from_previous and record.status is not RunStatus.DONE:
+            self._go_back(database, stored)
+        run_id = self._patiently(lambda: deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
             self.board.num_finished = record.num_rounds
             self.board.phase = Phase.DONE
-        with self._serving(database, lease) as door:
+            self._remove_spool(run_id)  # whoever ended the run may not have come to it
+        with self._serving(database, lease, run_id) as door:
             if record.status is not RunStatus.DONE:
-                # What clients were told stays true when the round goes on where it is.
-                resumable = (Parked, StoreError)
+                # What clients were told stays true when the round goes on where it is: later, or
+                # once the model's file is put back.
+                resumable = (Parked, StoreError, ConfigError)
                 with outcome_told(stored, self._progress, resumable=resumable):
                     self._run(database, lease, stored, record, door)
+            else:
+                self._progress.start(record, stored.path, (_ANOTHER_RUN,))
+                self._progress.end(summarize(record, stored.rounds()))
             self.board.phase = Phase.DONE
+            # All of it is part of a commit. Whose replies count the door still has in memory.
+            self._remove_spool(run_id)
             if self._serve_on:
                 self._log.info("serving_on", run=record.name)
                 self._wait_for_a_stop()
+
+    def _go_back(self, database: Database, stored: StoredRun) -> None:
+        """Drop the last checkpoint, and what clients have sent since: it answers that model."""
+        dropped = deployment(database, stored.name).run_id
+        checkpoint = self._patiently(stored.rewind)
+        self._remove_spool(dropped)
+        self._log.info("gone_back", run=stored.name, num_finished=checkpoint.round_num)
+
+    def _remove_spool(self, run_id: str) -> None:
+        shutil.rmtree(self._spool(run_id), ignore_errors=True)
+
+    def _spool(self, run_id: str) -> Path:
+        """Return the folder for what is on its way to clients and from them."""
+        return self._places.folder / "spool" / run_id
 
     def _wait_for_a_stop(self) -> None:
         while True:
             self.interruption.sleep(_DATABASE_AWAY_S)
 
     @contextmanager
-    def _serving(self, database: Database, lease: Lease) -> Iterator[Door]:
+    def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
         """Keep the door open."""
         section = self._places.config.coordinator
-        run_id = deployment(database, self._places.run_name).run_id
         door = Door(
             DoorSettings(
                 address=section.address,
@@ -264,13 +293,14 @@ class Coordinator:
             ),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
-            spool_dir=self._places.folder / "spool" / run_id,
+            spool_dir=self._spool(run_id),
             authority=None if self._insecure else self._places.authority(),
             eligible=self._pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
         )
         door.start()
+        door.when_blind(self.interruption.give)
         self._door = door
         self._log.info(
             "serving",
@@ -301,13 +331,11 @@ class Coordinator:
         store = PatientStore(
             store=stored, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log
         )
-        read = stored.rewind if self._from_previous else stored.load
-        checkpoint = self._patiently(read)
+        checkpoint = self._patiently(stored.load)
         self.board.num_finished = 0 if checkpoint is None else checkpoint.round_num
         is_secure = self._pieces.secure is not None
         policy = self._pieces.policy
         first = first_attempts(journal.last(), record.status, policy, is_secure=is_secure)
-        self._patiently(stored.set_running)
         channel = door.channel(check=self.interruption.check)
         self._progress.start(record, stored.path, (f"clients are served at {door.address}",))
         run_over(
@@ -348,7 +376,12 @@ class Coordinator:
         return DeployedIdentities(
             run_id=hashlib.sha256(run_id.encode()).digest()[:RUN_BYTES],
             signer=self._places.authority().signer,
-            directory=EnrolledKeys(StoredRegistry(database, SystemClock())),
+            directory=EnrolledKeys(
+                registry=StoredRegistry(database, SystemClock()),
+                clock=self._clock,
+                give_up_s=_DATABASE_AWAY_S,
+                log=self._log,
+            ),
         )
 
     def _patiently(self, operation: Callable[[], ResultT]) -> ResultT:

@@ -135,7 +135,7 @@ def _identities(
     return DeployedIdentities(
         run_id=hashlib.sha256(federation.run_id.encode()).digest()[:RUN_BYTES],
         signer=identity,
-        directory=channel.identity_keys,
+        directory=lambda: channel.identity_keys,
     )
 
 

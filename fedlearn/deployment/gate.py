@@ -67,6 +67,8 @@ class Gate:
         while True:
             self._wait_while_paused()
             self._wait_for(num_asked)
+            if self.paused.is_set():  # in that wait: who is there by now need not be enough
+                continue
             connected = self.channel.available()
             try:
                 return self.sampler.sample(

@@ -21,8 +21,8 @@ class Heart:
         lease: Held.
         status: Returns what operators are told, JSON values only.
         paused: Set and cleared as the operator says.
-        interruption: Given the reason when the operator aborts the run, or another
-            coordinator has taken over.
+        interruption: Given the reason when the operator aborts the run, another coordinator
+            has taken over, or the thread dies.
         clock: Real time, to say for how long the database was away.
     """
 
@@ -58,9 +58,18 @@ class Heart:
 
     def _run(self) -> None:
         every_s = min(self._lease.renew_every_s, _LONGEST_BEAT_S)
-        while not self._stopped.wait(every_s):
+        try:
+            while not self._stopped.wait(every_s):
+                self._beat()
             self._beat()
-        self._beat()
+        finally:
+            if not self._stopped.is_set():  # whatever the thread dies of
+                self._interruption.give(
+                    StoreError(
+                        f"nothing renews the lease of run {self._lease.name!r} any more: its "
+                        "thread has died, and stderr says of what; start the coordinator again"
+                    )
+                )
 
     def _beat(self) -> None:
         try:

@@ -1,45 +1,45 @@
 """Who signs what in a deployment's secure aggregation."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from structlog.typing import FilteringBoundLogger
+
+from fedlearn.coordinator.patience import patient
 from fedlearn.coordinator.registry import Registry
+from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.secagg.keys import Signer
 
 
-@dataclass(frozen=True, eq=False)
-class EnrolledKeys(Mapping[ClientId, bytes]):
-    """The identity keys of all clients that are enrolled and not revoked, each as a lineage.
+@dataclass(frozen=True, kw_only=True)
+class EnrolledKeys:
+    """Reads the identity keys of all clients that are enrolled and not revoked, each as a lineage.
 
     The newest count: clients that have pinned an earlier one follow the chain from there.
 
     Attributes:
-        registry: Read again whenever it has changed.
+        registry: Of the clients.
+        clock: Measures and waits.
+        give_up_s: How long the registry's database may be away.
+        log: Told of it.
     """
 
     registry: Registry
-    _read: dict[int, Mapping[ClientId, bytes]] = field(default_factory=dict, init=False, repr=False)
+    clock: Clock
+    give_up_s: float
+    log: FilteringBoundLogger
 
-    def __getitem__(self, client_id: ClientId) -> bytes:
-        return self._keys()[client_id]
+    def __call__(self) -> Mapping[ClientId, bytes]:
+        """Return the keys as they are now, by client.
 
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(self._keys())
-
-    def __len__(self) -> int:
-        return len(self._keys())
-
-    def _keys(self) -> Mapping[ClientId, bytes]:
-        revision = self.registry.revision()
-        if revision not in self._read:
-            self._read.clear()
-            self._read[revision] = {
-                client.client_id: client.lineage
-                for client in self.registry.clients()
-                if client.status == "active"
-            }
-        return self._read[revision]
+        Raises:
+            StoreError: The registry cannot be read.
+        """
+        clients = patient(
+            self.registry.clients, clock=self.clock, give_up_s=self.give_up_s, log=self.log
+        )
+        return {each.client_id: each.lineage for each in clients if each.status == "active"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,9 +49,10 @@ class DeployedIdentities:
     Attributes:
         run_id: Of the run, 16 bytes.
         signer: The coordinator's identity.
-        directory: The clients', each as a lineage in bytes (:mod:`fedlearn.secagg.succession`).
+        directory: Returns the clients' keys as they are now, each as a lineage in bytes
+            (:mod:`fedlearn.secagg.succession`).
     """
 
     run_id: bytes
     signer: Signer
-    directory: Mapping[ClientId, bytes]
+    directory: Callable[[], Mapping[ClientId, bytes]]

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,22 @@ class Operator:
             _require_tag(tag)
         valid_s = section.invitation_valid_h * _HOUR_S
         authority = None if insecure else self.places.authority()
-        invitation = Invitation(
+        draft = Invitation(
             name=name,
             addresses=tuple(doors),
             enrolment_addresses=tuple(enrolment),
             ca_pem=b"" if authority is None else authority.ca_pem,
-            token=self.registry.invite(name, tags=tags, valid_s=valid_s),
+            token=b"",
             expires_utc=utc(self.clock.unix_s() + valid_s),
             coordinator_key=b"" if authority is None else authority.coordinator_key,
         )
-        invitation.save(path)
+        draft.save(path)  # first: if it fails, the invitation that is open must not have ended
+        with ExitStack() as undo:
+            undo.callback(path.unlink, missing_ok=True)
+            token = self.registry.invite(name, tags=tags, valid_s=valid_s)
+            invitation = replace(draft, token=token)
+            invitation.save(path)
+            undo.pop_all()
         return invitation
 
     def revoke(self, name: str) -> EnrolledClient | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.coordinator.records import RunStatus
+from fedlearn.coordinator.store_lease import deployment
 from tests.addresses import free_addresses
 from tests.e2e.deployed import LONG_S, OK, UNAVAILABLE, Site, asked, site_in
 
@@ -47,6 +48,33 @@ def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
     third.wait(LONG_S)
     assert third.returncode == 0
     assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+
+
+def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
+    """As another run to its clients, with every round once; nothing of either is in the spool."""
+    spool = site.folder / "coordinator" / "spool"
+    first = site.coordinator()
+    for number in range(NUM_CLIENTS):
+        site.join(number)
+    site.until_round(first, 3)
+    first.send_signal(signal.SIGTERM)
+    first.wait(LONG_S)
+    with site.database() as database:
+        last = database.run("federation").checkpoints()[-1].path
+        dropped = deployment(database, "federation").run_id
+    assert [path.name for path in spool.iterdir()] == [dropped]
+    last.write_bytes(last.read_bytes()[:-1])
+    second = site.start("coordinator", "coordinator", str(site.file), "--json")
+    second.wait(LONG_S)
+    assert second.returncode != 0
+    assert "--from-previous" in site.log("coordinator")
+    third = site.coordinator("--from-previous")
+    third.wait(LONG_S)
+    assert third.returncode == 0, site.log()[-3000:]
+    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    with site.database() as database:
+        assert deployment(database, "federation").run_id != dropped
+    assert list(spool.iterdir()) == []
 
 
 def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:

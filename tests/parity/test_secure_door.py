@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
@@ -94,8 +95,8 @@ class Watching:
         self.spool.everyone.wait(LONG_S)
         task = json.loads((self.home.folder / "task" / "task.json").read_bytes())
         self.spool.hashes.append(task["digest"])
-        requests = self.spool.folder / "requests"
-        self.spool.models.append([path.name for path in requests.iterdir()])
+        requests = self.spool.folder.glob("passing/*/requests/*")
+        self.spool.models.append([path.name for path in requests])
         self.spool.everyone.wait(LONG_S)
         moved = {name: value + (self.number + 1) / 10 for name, value in tensors.items()}
         return LocalResult(tensors=moved, num_examples=1, metrics={}, state={})
@@ -207,7 +208,12 @@ def opened(folder: Path) -> Iterator[Site]:
             plan=PLAN,
             run_id=bytes(16),
             signer=authority.signer,
-            directory=EnrolledKeys(registry),
+            directory=EnrolledKeys(
+                registry=registry,
+                clock=SystemClock(),
+                give_up_s=LONG_S,
+                log=structlog.get_logger(),
+            ),
             sends_directory=True,
             stage_deadline_s=LONG_S,
             num_threads=2,

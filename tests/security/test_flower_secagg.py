@@ -175,7 +175,7 @@ class Coordinator:
             plan=PLAN,
             run_id=bytes(16),
             signer=self.signer,
-            directory=Told(self.channel.identity_keys, self.swapped),
+            directory=lambda: Told(self.channel.identity_keys, self.swapped),
             sends_directory=True,
             stage_deadline_s=20.0,
             num_threads=1,

@@ -82,6 +82,8 @@ def test_a_database_that_goes_away_in_a_round_is_waited_for(
 _C = "fedlearn.coordinator"
 _FIRST_STEPS = [
     Crash("database made, no run", f"{_C}.store:Database.create", "before"),
+    Crash("folder made, no file in it", f"{_C}.store:_write_config", "before"),
+    Crash("files made, no run", f"{_C}.store:_write_config", "after"),
     Crash("run made, not deployed", f"{_C}.store:Database.create", "after"),
     Crash("deployed, no lease", "fedlearn.deployment.record:deploy", "after"),
     Crash("lease taken, no keys", f"{_C}.store_lease:Lease.try_acquire", "after"),

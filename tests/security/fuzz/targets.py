@@ -230,7 +230,7 @@ def _enrolling() -> tuple[Enrolments, bytes]:
     registry = MemoryRegistry(clock)
     enrolments = Enrolments(
         registry=registry,
-        roster=Roster(registry, lambda: None, SystemClock()),
+        roster=Roster(registry, lambda: None, clock),
         authority=Authority.open(_PLACE / "ca", host_names=()),
         timeout_s=1.0,
         certificate_days=1,

@@ -308,7 +308,7 @@ class Stand:
             plan=plan,
             run_id=RUN,
             signer=signer,
-            directory=directory,
+            directory=lambda: directory,
             sends_directory=sends_directory,
             stage_deadline_s=deadline_s,
             num_threads=1,

@@ -3,25 +3,27 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import grpc
 import pytest
+import structlog
 import torch
 
 from fedlearn.coordinator.authority import Authority
 from fedlearn.coordinator.door_state import Judgement, Standing
-from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
 from fedlearn.coordinator.service import Door
 from fedlearn.coordinator.service_desk import Desk, LiveExchange
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Reply, TrainRequest
-from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import SERVER_NAME, Identity, enrolment_bytes
@@ -36,6 +38,7 @@ from tests.security.peers.harness import (
     envelope,
     reply,
     request_of,
+    site_in,
 )
 
 
@@ -125,6 +128,61 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(site: Site) ->
     with pytest.raises(ConnectionRefused, match="not enrolled"):
         site.in_session(peer, hang_up)
     assert site.refused("unknown") == 1
+
+
+def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
+    """A client that was revoked may call as fast as it likes: one line now and then."""
+    with structlog.testing.capture_logs() as logs, site_in(tmp_path) as site:
+        peer = site.enrolled("clinic-a")
+        site.registry.revoke("clinic-a")
+        site.wait_until(lambda: refuses(site, peer))
+        num_calls = site.refused("revoked") + 30
+        for _ in range(30):
+            assert refuses(site, peer)
+        assert site.refused("revoked") == num_calls
+
+        def lines() -> list[MutableMapping[str, Any]]:  # Any: of log lines
+            return [entry for entry in logs if entry.get("cause") == "revoked"]
+
+        site.clock.jump_s = 60.0
+        site.wait_until(lambda: sum(entry["num_calls"] for entry in lines()) == num_calls)
+    assert len(lines()) < num_calls / 3
+    assert str(lines()[0]["last_peer"]).startswith("ipv4:127.0.0.1:")
+
+
+def refuses(site: Site, peer: Peer) -> bool:
+    """Return whether the door refuses this client's session for good."""
+    return site.raw("Session", peer, half_close=True)[1] == grpc.StatusCode.UNAUTHENTICATED
+
+
+class AwayRegistry(MemoryRegistry):
+    """A registry whose database may be away."""
+
+    is_away = False
+
+    def revision(self) -> int:
+        if self.is_away:
+            raise StoreUnavailable("the database is away")
+        return super().revision()
+
+
+def test_a_client_is_no_stranger_because_the_registry_cannot_be_read(tmp_path: Path) -> None:
+    """It is told to come back: what sounds final would make its user look for a fault."""
+    registry = AwayRegistry(SystemClock())
+    with site_in(tmp_path, registry) as site:
+        stranger = site.enrolled("clinic-a")
+        peer = site.enrolled("clinic-a")  # with new keys: the certificate before is nobody's now
+        registry.is_away = True
+        site.open()
+        for each in (peer, stranger):
+            _, code = site.raw("Session", each, half_close=True)
+            assert code == grpc.StatusCode.UNAVAILABLE
+        registry.is_away = False
+        site.in_session(peer, hang_up)
+        with pytest.raises(ConnectionRefused, match="not enrolled"):
+            site.in_session(stranger, hang_up)
+        registry.is_away = True
+        site.in_session(peer, hang_up)  # whom the door knows, it knows
 
 
 def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None:

@@ -1,7 +1,8 @@
 """Whoever reaches a port without being a client: refused, counted, and the round goes on."""
 
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,33 @@ def test_only_so_many_connections_are_taken(site: Site) -> None:
         assert all(is_ended(stream) for stream in streams)
         site.wait_until(lambda: finds_room(site, honest))
         site.train(honest)
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Let the process open 400 files while a door is opened; whoever connects needs more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    yield 400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_both_ports_together_take_half_of_the_files(tmp_path: Path, few_files: int) -> None:
+    """The other half is the run's: its database, its spool, its checkpoints."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with site_in(tmp_path) as site, ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * few_files + 200, hard), hard))
+        streams = []
+        for address in (site.door.address, site.door.enrolment_address):
+            streams += connected(stack, address, few_files // 2 + 50)
+        site.wait_until(lambda: num_open(streams) <= few_files // 2)
+        counters = site.door.counters
+        assert 0 < counters.enrolment_connections < counters.connections
+        assert counters.connections + counters.enrolment_connections <= few_files // 2
+
+
+def num_open(streams: Sequence[socket.socket]) -> int:
+    return sum(not is_ended(stream, timeout_s=0.001) for stream in streams)
 
 
 def finds_room(site: Site, peer: Peer) -> bool:

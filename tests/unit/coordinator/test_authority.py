@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
+from structlog.testing import capture_logs
 
 from fedlearn.coordinator.authority import Authority
 from fedlearn.errors import DeploymentError, EnrolmentRefused
@@ -136,6 +137,28 @@ def test_a_coordinator_that_runs_on_renews_without_a_restart(tmp_path: Path) -> 
     assert second != first
     assert served(authority) == second
     assert load_certificate((tmp_path / "server.pem").read_bytes()) == second
+
+
+def test_the_last_certificate_of_an_authority_is_not_made_again_and_again(tmp_path: Path) -> None:
+    """It ends with the authority, as any other would; its operator is told in time."""
+    opened(tmp_path)
+    days = [3640.0]  # 12 before the end
+    with capture_logs() as logs:
+        authority = Authority.open(
+            tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0]))
+        )
+        last = served(authority)
+        for later in (3641.0, 3651.9):
+            days[0] = later
+            assert served(authority) == served(opened(tmp_path, days=later)) == last
+    ends = [each["at"] for each in logs if each["event"] == "authority_ends"]
+    assert ends == [(START + timedelta(days=3652)).isoformat()] * 3  # once for each that was opened
+    days[0] = 3652.0
+    with pytest.raises(DeploymentError, match="authority ended"):
+        authority.server_certificate()
+    with capture_logs() as logs:
+        opened(tmp_path / "new")
+    assert logs == []
 
 
 def test_a_renewal_that_cannot_be_written_is_served_all_the_same(tmp_path: Path) -> None:

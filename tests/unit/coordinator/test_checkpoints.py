@@ -3,7 +3,8 @@
 import json
 import math
 import resource
-from hashlib import sha256
+from hashlib import file_digest, sha256
+from io import BufferedRandom
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
+from fedlearn.coordinator import checkpoints
 from fedlearn.coordinator.checkpoints import (
     CheckpointFile,
     read_checkpoint,
@@ -179,3 +181,20 @@ def test_values_keep_nan_and_infinity_apart(tmp_path: Path) -> None:
     values: dict[str, Scalar] = {"nan": math.nan, "inf": -math.inf, "none": None}
     file = write_checkpoint(Checkpoint(round_num=0, tensors={}, values=values), folder=tmp_path)
     assert repr(read_checkpoint(file, remedy="").values) == repr(values)
+
+
+def test_two_may_write_the_same_round_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them was taken over and does not know; neither touches the other's file."""
+    others = list[CheckpointFile]()
+
+    def overtaken(stream: BufferedRandom, name: str) -> object:
+        monkeypatch.setattr(checkpoints, "file_digest", file_digest)
+        others.append(written(tmp_path, num_values=50))
+        return file_digest(stream, name)
+
+    monkeypatch.setattr(checkpoints, "file_digest", overtaken)
+    files = [written(tmp_path), *others]
+    assert [read_checkpoint(file, remedy="").round_num for file in files] == [7, 7]
+    assert sorted(tmp_path.iterdir()) == sorted(file.path for file in files)

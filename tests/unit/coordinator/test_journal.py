@@ -108,6 +108,17 @@ def test_journals_of_two_runs_are_apart(database: Database) -> None:
     assert (one.last(), two.last()) == (OPENED, None)
 
 
+def test_a_run_that_failed_runs_again_with_the_round_that_is_opened(database: Database) -> None:
+    """Not before: a stop until then leaves no attempt that the next start would go on among."""
+    run = database.run(RUN.name)
+    run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
+    journal = StoredJournal(database, RUN.name, guard=unguarded)
+    assert journal.last() is None
+    assert run.record.status is RunStatus.FAILED
+    journal.open(OPENED)
+    assert (run.record.status, run.record.error) == (RunStatus.RUNNING, "")
+
+
 def test_a_journal_of_no_run_is_an_error(database: Database) -> None:
     """Which suggests the nearest name."""
     with pytest.raises(StoreError, match="did you mean 'calm-otter-17'"):

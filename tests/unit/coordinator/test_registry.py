@@ -1,5 +1,6 @@
 """Who may enrol, and who is refused: the same in memory and in both databases."""
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -160,7 +161,7 @@ def test_a_certificate_that_cannot_be_made_uses_nothing_up(
     """The invitation is as it was."""
 
     def fail(client_id: ClientId) -> tuple[bytes, str, str]:
-        raise OSError(f"no space for {client_id}")
+        raise OSError(errno.ENOSPC, f"no space for {client_id}")
 
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     with pytest.raises(Exception, match="space"):
@@ -276,7 +277,7 @@ def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30.0)
+        thread.join(timeout=120.0)
     assert [each.client_id for each in registry.clients()] == list(range(8))
     assert {each.name for each in registry.clients()} == set(names)
     assert registry.revision() == 8
@@ -328,6 +329,33 @@ def test_the_same_chain_may_come_again(registry: Registry, authority: Authority)
     first = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
     again = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
     assert again == replace(first, fingerprint="fingerprint-3")
+
+
+def test_a_used_invitation_does_not_bring_the_old_key_back(
+    registry: Registry, authority: Authority
+) -> None:
+    """Whoever kept the file and the old key would lock the owner out; another's file is good."""
+    used = registry.invite("a", tags=[], valid_s=60.0)
+    registry.redeem("a", used, identity_key=SIGNERS[0][1], certify=authority.certify)
+    others = registry.invite("b", tags=[], valid_s=60.0)
+    registry.redeem("b", others, identity_key=SIGNERS[2][1], certify=authority.certify)
+    after = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    for key in (SIGNERS[0][1], SIGNERS[1][1]):
+        with pytest.raises(EnrolmentRefused, match="'a' has no invitation with this token"):
+            registry.redeem("a", used, identity_key=key, certify=authority.certify)
+    assert registry.clients()[0] == after
+    registry.redeem("b", others, identity_key=SIGNERS[2][1], certify=authority.certify)
+
+
+def test_an_open_invitation_outlives_a_change_of_keys(
+    registry: Registry, authority: Authority
+) -> None:
+    """The operator has made it, perhaps for other tags, and nobody has used it."""
+    enrol(registry, "a", SIGNERS[0][1], authority.certify)
+    opened = registry.invite("a", tags=["ward=2"], valid_s=60.0)
+    registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
+    client = registry.redeem("a", opened, identity_key=SIGNERS[1][1], certify=authority.certify)
+    assert client.tags == ("ward=2",)
 
 
 @pytest.mark.parametrize(

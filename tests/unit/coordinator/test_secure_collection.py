@@ -180,7 +180,7 @@ class Federation:
             plan=plan,
             run_id=bytes(16),
             signer=identities.coordinator[0],
-            directory=identities,
+            directory=lambda: identities,
             sends_directory=False,
             stage_deadline_s=5.0,
             num_threads=1,
@@ -216,6 +216,23 @@ def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
     loss = sum((i + 1) * i for i in range(6)) / 21
     assert collected.participations.mean_loss() == pytest.approx(loss, abs=1e-5)
     assert collected.duration_s == 1.0
+
+
+def test_a_session_looks_at_the_directory_once() -> None:
+    """A client that is revoked as it begins is in it or not: never one and then the other."""
+    federation = Federation.of()
+    remaining, looks = dict(federation.collector.directory()), []
+
+    def revoking() -> Mapping[ClientId, bytes]:
+        looks.append(dict(remaining))
+        del remaining[COHORT[len(looks)]]
+        return looks[-1]
+
+    collector = replace(federation.collector, directory=revoking)
+    for num_looks in (1, 2):
+        collected = collector.collect(COHORT, replace(REQUEST, round_num=num_looks))
+        assert len(looks) == num_looks
+        assert collected.count(Status.REPORTED) == NUM_CLIENTS + 1 - num_looks
 
 
 def test_clients_that_count_the_same_send_no_weight() -> None:

@@ -17,11 +17,14 @@ import pytest
 import torch
 
 from fedlearn.coordinator import service_channel
+from fedlearn.coordinator.door_counters import DoorCounters
 from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.coordinator.door_settings import DoorSettings
 from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
 from fedlearn.coordinator.service import Door, DoorChannel
 from fedlearn.coordinator.service_channel import DoorClock
+from fedlearn.coordinator.service_hall import Hall, Session
+from fedlearn.coordinator.spool import Closed, ReplyLog
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -37,7 +40,7 @@ from fedlearn.core.messages import (
     TrainRequest,
     together,
 )
-from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked
+from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
@@ -340,6 +343,67 @@ def test_a_reply_is_accepted_only_once_it_is_consumed(site: Site) -> None:
     assert member.hear_receipt().verdict == Receipt.ACCEPTED
 
 
+def late_and_silent(site: Site, channel: DoorChannel) -> tuple[list[Member], list[wire_pb2.Task]]:
+    """Hold an exchange that has enough replies: one counts, one is late, one does not come."""
+    members = site.connected(site.doors[-1], 3)
+    exchange = Collecting(channel, members, train_request(size=1_000_000), enough=1)
+    tasks = [member.hear_task() for member in members]
+    members[0].answer(tasks[0], Failure("battery low"))
+    exchange.next()
+    members[1].answer(tasks[1], Failure("battery low"))
+    wait_until(lambda: site.doors[-1].counters.replies_logged == 2)
+    exchange.consume()
+    exchange.end()
+    return members, tasks
+
+
+def test_nobody_is_late_or_called_off_before_a_crash_cannot_undo_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, durable, close = site.open().channel(), threading.Event(), ReplyLog.close
+
+    def slowly(log: ReplyLog, closed: Closed | None) -> None:
+        assert durable.wait(WAIT_S)
+        close(log, closed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "close", slowly)
+        (_, late, silent), tasks = late_and_silent(site, channel)
+        (tmp_path / "reply").write_bytes(encode(train_reply(1.0)))
+        with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no verdict"):
+            silent.upload(tasks[2], tmp_path / "reply").result(WAIT_S)
+        Collecting(channel, [late, silent], train_request(1))
+        assert late.hear_task().key.round_num == 1  # and has heard nothing before
+        assert silent.hear_task().key.round_num == 1
+        durable.set()
+    assert late.hear_receipt().verdict == Receipt.LATE
+    told = silent.hear()
+    assert told is not None
+    assert told.cancel.key == tasks[2].key
+
+
+def test_where_the_end_of_an_exchange_is_not_stored_verdicts_wait_for_the_commit(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, close = site.open().channel(), ReplyLog.close
+
+    def in_vain(log: ReplyLog, closed: Closed | None) -> None:
+        close(log, None)
+        raise OSError(errno.ENOSPC, f"No space left on device for {closed}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "close", in_vain)
+        (_, late, silent), tasks = late_and_silent(site, channel)
+        Collecting(channel, [late, silent], train_request(1))
+        silent.answer(tasks[2], train_reply(1.0))
+        for member in (late, silent):
+            assert member.hear_task().key.round_num == 1
+    assert late.told.empty()
+    channel.forget(before_round=1)
+    for member in (late, silent):
+        assert member.hear_receipt().verdict == Receipt.LATE
+
+
 def test_a_client_that_connects_during_the_exchange_is_asked(site: Site) -> None:
     door = site.open()
     member = site.enrol("late-riser")
@@ -454,7 +518,7 @@ def masking_request(train: TrainRequest, message: bytes) -> SecureRequest:
 
 
 def requests_on_disk(site: Site) -> list[str]:
-    return [path.name for path in (site.folder / "requests").iterdir()]
+    return [path.name for path in (site.folder / "passing").glob("*/requests/*")]
 
 
 def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
@@ -512,7 +576,12 @@ def test_a_personal_part_that_does_not_fit_into_a_task_asks_nobody(site: Site) -
 
 
 async def upload_parts(
-    member: Member, signed: wire_pb2.Envelope, data: bytes, *, then_stall: bool = False
+    member: Member,
+    signed: wire_pb2.Envelope,
+    data: bytes,
+    *,
+    then_stall: bool = False,
+    half_until: asyncio.Event | None = None,
 ) -> tuple[int, grpc.StatusCode]:
     """Send some bytes of an upload and break off; return the door's offset and its last word."""
     async with grpc.aio.insecure_channel(member.address) as channel:
@@ -527,6 +596,8 @@ async def upload_parts(
         for begin in range(0, len(data), wire.CHUNK_BYTES):
             part = wire_pb2.UploadPart(data=data[begin : begin + wire.CHUNK_BYTES])
             await call.write(part.SerializeToString())
+            if half_until is not None:
+                await half_until.wait()
         if not then_stall:
             await call.done_writing()
             with suppress(grpc.aio.AioRpcError):  # what is wrong, the code says as well
@@ -564,6 +635,36 @@ def test_an_upload_that_was_cut_goes_on_where_it_ended(
     assert again.result(WAIT_S) == (half, grpc.StatusCode.OK)
     assert exchange.end() == 1
     assert door.counters.uploads_resumed == 1
+
+
+def test_an_upload_that_is_parked_is_told_at_once_to_come_again(site: Site, tmp_path: Path) -> None:
+    """One that waits for its verdict, and one that comes to its end; no disk is to blame."""
+    door = site.open()
+    first, waiting, halfway = site.connected(door, 3)
+    members, request = [first, waiting, halfway], train_request(size=1_000_000)
+    exchange = Collecting(door.channel(check=parked_when(site)), members, request)
+    path, parked = tmp_path / "reply", asyncio.Event()
+    path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
+    first.answer(first.hear_task(), Failure("battery low"))
+    exchange.next()
+    told = waiting.upload(waiting.hear_task(), path)
+    wait_until(lambda: door.counters.replies_logged == 2)
+    signed = envelope(
+        halfway.hear_task(),
+        path.read_bytes(),
+        client_id=halfway.client_id,
+        identity=halfway.identity,
+    )
+    last = halfway.loop.call(upload_parts(halfway, signed, path.read_bytes(), half_until=parked))
+    wait_until(lambda: door.counters.uploads == 2)
+    park(site)
+    exchange.consume()
+    with pytest.raises(Parked):
+        exchange.end()
+    with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no such exchange"):
+        told.result(WAIT_S)
+    halfway.loop.post(parked.set)
+    assert last.result(WAIT_S) == (0, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_a_stalled_upload_does_not_hold_up_the_deadline(site: Site, tmp_path: Path) -> None:
@@ -660,6 +761,7 @@ def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
     member.connect(door)
     exchange = Collecting(door.channel(), [member], train_request(), deadline_s=60.0)
     assert member.hear_task().remaining_s == remaining_s
+    assert exchange_of(door)["elapsed_s"] == later_s
     assert exchange.goes_on()
     clock.sleep(remaining_s)
     assert exchange.end() == 0
@@ -710,6 +812,27 @@ def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
     assert member.hear_receipt().verdict == Receipt.ACCEPTED
 
 
+def test_only_exchanges_that_were_held_wait_for_a_leader_to_be_answered(site: Site) -> None:
+    """A client makes up as many others as it likes."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request(round_num=5))
+    task = member.hear_task()
+    member.answer(task, Failure("battery low"))
+    exchange.take()
+    exchange.end()
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    site.is_leader = False
+    made_up = wire_pb2.Task()
+    made_up.CopyFrom(task)
+    made_up.key.round_num = 4
+    for each in (made_up, task):
+        member.answer(each, Failure("battery low"))
+    wait_until(lambda: door.counters.messages >= 3)
+    site.is_leader = True
+    assert member.hear_receipt().key == task.key
+
+
 def test_evaluations_leave_nothing_on_the_disk(site: Site) -> None:
     door = site.open()
     (member,) = site.connected(door, 1)
@@ -722,8 +845,123 @@ def test_evaluations_leave_nothing_on_the_disk(site: Site) -> None:
     assert arrived.metrics == reply.metrics
     assert exchange.end() == 1
     assert member.hear_receipt().verdict == Receipt.ACCEPTED
-    wait_until(lambda: not list((site.folder / "passing").iterdir()))
+    wait_until(lambda: not list((site.folder / "passing").glob("*/EvaluateRequest-*")))
     assert not list((site.folder / "replies").glob("*"))
+
+
+def test_a_model_is_measured_in_the_attempt_that_has_made_it(site: Site) -> None:
+    """A reply about the model of an attempt that was repeated is of another exchange."""
+    (member,) = site.connected(site.open(), 1)
+    channel = site.doors[0].channel()
+    attempts = []
+    for request in (
+        EvaluateRequest(round_num=3, tensors=train_request().tensors),
+        train_request(3, attempt=2),
+        EvaluateRequest(round_num=4, tensors=train_request().tensors),
+        EvaluateRequest(round_num=5, tensors=train_request().tensors),
+    ):
+        exchange = Collecting(channel, [member], request)
+        task = member.hear_task()
+        attempts.append(task.key.attempt)
+        member.answer(task, Failure("battery low"))
+        exchange.take()
+        exchange.end()
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    assert attempts == [0, 2, 2, 0]
+
+
+def test_a_coordinator_that_was_taken_over_takes_no_request_away(
+    site: Site, tmp_path: Path
+) -> None:
+    old, new = site.open(), site.open()
+    (member,) = site.connected(new, 1)
+    Collecting(new.channel(), [member], train_request(size=1_000_000))
+    task = member.hear_task()
+    other = EvaluateRequest(round_num=1, tensors=train_request(size=2_000_000).tensors)
+    Collecting(old.channel(), [member], other)
+    wait_until(lambda: old.status()["exchange"] is not None)
+    assert len(member.downloaded(task, tmp_path / "request")) == task.num_bytes
+    site.open()  # and one that takes over from both removes what they have left
+    assert not requests_on_disk(site)
+    with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*try again later"):
+        member.downloaded(task, tmp_path / "again")
+
+
+def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
+    door = site.open()
+    member, watched = site.enrol("downloads"), site.enrol("watched").connect(door)
+    member.address = door.address  # it has no session that could be cut
+    request = train_request(size=5_000_000)
+    Collecting(door.channel(), [member], request)
+    wait_until(lambda: door.status()["exchange"] is not None)
+    revoked = asyncio.Event()
+
+    async def downloaded() -> tuple[int, grpc.StatusCode]:
+        asked = wire_pb2.DownloadRequest(digest=digest_of(encode(request)))
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/Download"
+            )
+            call = method(metadata=((NAME_METADATA, member.name),))
+            await call.write(asked.SerializeToString())
+            num_chunks = 0
+            with suppress(grpc.aio.AioRpcError):
+                while isinstance(await call.read(), bytes):
+                    num_chunks += 1
+                    await revoked.wait()
+            return num_chunks, await call.code()
+
+    downloading = member.loop.call(downloaded())
+    wait_until(lambda: door.counters.downloads == 1)
+    site.registry.revoke(member.name)
+    site.registry.revoke(watched.name)
+    assert watched.hear() is None
+    member.loop.post(revoked.set)
+    num_chunks, code = downloading.result(WAIT_S)
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert num_chunks < 20
+
+
+def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    Collecting(door.channel(), [member], train_request(size=1_000_000))
+    task = member.hear_task()
+    begun, read = Queue[int](), Queue[int]()
+    go_on, closed = threading.Event(), threading.Event()
+    pread, close = os.pread, os.close
+
+    def slowly(descriptor: int, num_bytes: int, offset: int) -> bytes:
+        begun.put(descriptor)
+        read.put(descriptor)
+        assert go_on.wait(WAIT_S)
+        return pread(descriptor, num_bytes, offset)
+
+    def noting(descriptor: int) -> None:
+        if descriptor in read.queue:
+            closed.set()
+        close(descriptor)
+
+    async def called_off() -> None:
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/Download"
+            )
+            call = method(metadata=((NAME_METADATA, member.name),))
+            asked = wire_pb2.DownloadRequest(digest=task.digest)
+            await call.write(asked.SerializeToString())
+            await asyncio.to_thread(begun.get, timeout=WAIT_S)
+            call.cancel()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", slowly)
+        patch.setattr(os, "close", noting)
+        member.loop.call(called_off()).result(WAIT_S)
+        assert not closed.wait(0.5)
+        go_on.set()
+        assert closed.wait(WAIT_S)
 
 
 def test_two_exchanges_of_a_kind_have_two_keys(site: Site) -> None:
@@ -781,6 +1019,43 @@ def test_more_clients_than_the_door_holds_come_back_later(site: Site) -> None:
     assert door.channel().available() == (0, 1)
 
 
+def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
+    clock, looked = VirtualClock(), list[ClientId]()
+    hall = Hall(
+        max_connected=1000,
+        come_back_s=60.0,
+        eligible=lambda *_: True,
+        changed=lambda: None,
+        counters=DoorCounters(),
+        clock=clock,
+    )
+
+    def is_needed(client_id: ClientId) -> bool:
+        looked.append(client_id)
+        return client_id == 0
+
+    hall.is_needed = is_needed
+    registry = MemoryRegistry(clock)
+    client = registry.redeem(
+        "client",
+        registry.invite("client", tags=(), valid_s=60.0),
+        identity_key=Identity.create().public_key,
+        certify=lambda _: (b"", "", "2999-01-01T00:00:00Z"),
+    )
+
+    def enters(number: int) -> bool:
+        newcomer = replace(client, client_id=ClientId(number))
+        return hall.enter(Session(newcomer, wire_pb2.Hello(), since_s=clock.now_s()))
+
+    assert all(enters(number) for number in range(1000))
+    assert not enters(1000)
+    assert looked == [1000]  # all are here for less than their time
+    clock.sleep(60.0)
+    assert enters(1001)
+    assert looked[1:] == [0, 1]
+    assert hall.find(ClientId(1)) is None
+
+
 def test_a_client_whose_reply_is_awaited_is_let_in_whoever_is_there(site: Site) -> None:
     door = site.open(replace(SETTINGS, max_connected=1, come_back_s=NEVER))
     site.connected(door, 1)
@@ -807,6 +1082,32 @@ def test_nobody_is_sent_away_while_a_crashed_exchange_waits_for_its_cohort(site:
     member.connect(door)
     Collecting(door.channel(), [member], train_request(), deadline_s=60.0)
     assert member.hear_task().key == key
+
+
+class DefectiveRegistry(MemoryRegistry):
+    """Once it is broken, it raises what no registry should."""
+
+    is_broken = False
+
+    def revision(self) -> int:
+        if self.is_broken:
+            raise ZeroDivisionError("a defect")
+        return super().revision()
+
+
+def test_a_door_that_goes_blind_says_so(site: Site) -> None:
+    """Revoked clients would be heard on; one that is only stopped says nothing."""
+    registry = DefectiveRegistry(SystemClock())
+    site.registry = registry
+    told = Queue[StoreError]()
+    stopped = site.open()
+    stopped.when_blind(told.put)
+    site.shut(stopped)
+    site.open().when_blind(told.put)
+    registry.is_broken = True
+    error = told.get(timeout=WAIT_S)
+    assert "who is revoked (ZeroDivisionError" in str(error)
+    assert told.empty()
 
 
 def test_stopping_asks_clients_to_come_back(site: Site) -> None:
@@ -893,6 +1194,33 @@ def test_a_full_disk_refuses_a_reply_that_comes_again_later(
     assert door.counters.disk_full == 2
 
 
+def test_what_a_round_waits_for_space_for_its_request_is_no_time_of_its_clients(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open(clock=VirtualClock())
+    (member,) = site.connected(door, 1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        request = train_request(size=1_000_000)
+        Collecting(door.channel(), [member], request, deadline_s=60.0)
+        wait_until(lambda: door.counters.disk_full > 2)
+        assert not [name for name in open_files() if name.startswith(str(site.folder))]
+    assert member.hear_task().remaining_s == 60.0
+
+
+def open_files() -> list[str]:
+    """Return the names of all files that this process has open."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.append(str(descriptor.readlink()))
+    return names
+
+
 def test_a_round_that_waits_for_space_is_counted_and_begins_once_there_is_some(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -909,6 +1237,12 @@ def test_a_round_that_waits_for_space_is_counted_and_begins_once_there_is_some(
     member.answer(member.hear_task(), train_reply(1.0))
     assert exchange.take()[0] == member.client_id
     assert exchange.end() == 1
+
+
+def exchange_of(door: Door) -> Mapping[str, object]:
+    exchange = door.status()["exchange"]
+    assert isinstance(exchange, dict)
+    return exchange
 
 
 def phase_of(door: Door, member: Member) -> object:

@@ -147,6 +147,22 @@ def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -
     assert [each.closed for each in ended_exchanges(tmp_path, run_id="run")] == [closed]
 
 
+def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
+    tmp_path: Path,
+) -> None:
+    """Whoever was told that it came too late does not count after a second crash either."""
+    log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
+    logged(log, [draft(0), draft(1), draft(2)])
+    closed = Closed(num_consumed=2, by_itself=True)
+    log.close(closed)
+    content = (tmp_path / "x" / "replies.log").read_bytes()
+    for ended in (None, closed, None):  # a crash, a round that is read again, another crash
+        again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
+        assert (again.closed, len(again.replies)) == (closed, 3)
+        again.close(ended)
+        assert (tmp_path / "x" / "replies.log").read_bytes() == content
+
+
 def full_disk(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -183,6 +199,45 @@ def test_a_log_that_cannot_be_made_says_where(
     monkeypatch.setattr(os, "pwrite", full_disk)
     with pytest.raises(StoreError, match="free some space"):
         ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "fsync"])
+def test_a_log_that_cannot_be_made_leaves_no_file_open_and_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What is left would look like an exchange that has begun, and cost its clients time."""
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full_disk)
+        with pytest.raises(StoreError, match="free some space"):
+            ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    log = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
+    assert (log.is_resumed, log.opened_unix_s) == (False, LATER.opened_unix_s)
+    log.close(None)
+
+
+def read_only_disk(*_: object, **__: object) -> int:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_a_disk_that_turns_read_only_refuses_replies_and_does_not_end_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
+    writer = GroupWriter(lambda tell: tell())
+    refused: list[Future[Outcome]] = [Future(), Future()]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", read_only_disk)
+        patch.setattr(os, "unlink", read_only_disk)  # it refuses names that are not there, too
+        for outcome in refused:
+            writer.append(log, draft(1), outcome.set_result)
+            assert isinstance(outcome.result(60.0), OSError)
+    stored: Future[Outcome] = Future()
+    writer.append(log, draft(1), stored.set_result)
+    assert isinstance(stored.result(60.0), LoggedReply)
+    writer.stop()
+    log.close(None)
 
 
 def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:

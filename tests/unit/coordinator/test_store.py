@@ -40,7 +40,7 @@ from fedlearn.coordinator.store_schema import Base
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
+from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError, StoreUnavailable
 
 RUN = RunRecord(
     name="calm-otter-17",
@@ -353,6 +353,16 @@ def test_the_best_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> Non
     assert sqlite_run.load_best() == {"w": torch.tensor([2.0])}
 
 
+def test_connections_that_are_all_in_use_pass(database_url: str, tmp_path: Path) -> None:
+    """That is the pool's own error, and none of the driver's: it is waited for as others are."""
+    Database.open(database_url, runs_dir=tmp_path / "runs").close()
+    engine = create_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=0.01)
+    with Database(engine, runs_dir=tmp_path / "runs") as database:
+        with engine.connect(), pytest.raises(StoreUnavailable, match="connections of this process"):
+            database.runs()
+        assert database.runs() == []
+
+
 # -- damage -------------------------------------------------------------------------------
 
 
@@ -508,8 +518,7 @@ def test_memorable_names_differ_from_seed_to_seed() -> None:
 
 def test_a_name_is_taken_once(database: Database, run: StoredRun) -> None:
     """By the row even where the folder is gone, by the folder even where the row is."""
-    with pytest.raises(StoreError, match=r"calm-otter-17 exists already.*another name"):
-        database.create(RUN)
+    advance(run, to=1)
     run.path.rename(run.path.with_name("moved"))
     with pytest.raises(StoreError, match="there is a run called 'calm-otter-17' already"):
         database.create(RUN)
@@ -517,6 +526,32 @@ def test_a_name_is_taken_once(database: Database, run: StoredRun) -> None:
     with pytest.raises(StoreError, match="moved exists already"):
         database.create(replace(RUN, name="moved"))
     assert database.runs() == [RUN]
+    assert len(list((database.runs_dir / "moved" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("left", ["", "checkpoints/", "checkpoints/ .config.json.01.tmp"])
+def test_what_a_killed_creation_has_left_takes_no_name(database: Database, left: str) -> None:
+    """A deployed run has one name only: each later start would fail at the folder."""
+    folder = database.runs_dir / RUN.name
+    folder.mkdir()
+    for name in left.split():
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
+    advance(database.create(RUN), to=1)
+    assert json.loads((folder / "config.json").read_text()) == RUN.config
+    assert assert_consistent(database.run(RUN.name)) == 1
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(database: Database) -> None:
+    """With space again, it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write .*config.json"):
+            database.create(replace(RUN, config={"large": "x" * 150_000}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (database.runs(), list(database.runs_dir.iterdir())) == ([], [])
+    database.create(RUN)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "-a", "a b", "a\n", "x" * 65])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from fedlearn.coordinator.journal import OpenRound
 from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
@@ -15,6 +17,7 @@ from fedlearn.coordinator.store_journal import StoredJournal
 from fedlearn.coordinator.store_lease import Lease, deploy, deployment, deployments, set_control
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Participations
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, Fenced, StoreError
 
 RUN = RunRecord(
@@ -255,6 +258,50 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
     assert journal.last() is None
     assert deployment(database, RUN.name).status == {}
     assert new.renew({}) == "run"
+
+
+def test_a_holder_that_stood_still_removes_no_checkpoint_of_its_successor(
+    database: Database,
+) -> None:
+    """It has committed and not tidied up yet; when it wakes, what is there is another's."""
+    lease = a_lease(database, "old")
+    assert lease.try_acquire()
+    run = database.run(RUN.name, guard=lease.guard)
+    for round_num in (1, 2):
+        run.commit(checkpoint_after(round_num))
+
+    def stand_still(_: Session) -> None:
+        lease.release()
+        successor = a_lease(database, "new")
+        assert successor.try_acquire()
+        taken_on = database.run(RUN.name, guard=successor.guard)
+        for round_num in (4, 5):
+            taken_on.commit(checkpoint_after(round_num))
+
+    event.listen(Session, "after_commit", stand_still, once=True)
+    run.commit(checkpoint_after(3))
+    kept = [file.path for file in run.checkpoints()]
+    assert [path.name[:12] for path in kept] == ["round-000004", "round-000005"]
+    assert sorted((run.path / "checkpoints").iterdir()) == kept
+
+
+def test_a_run_that_goes_back_is_another_one_to_its_clients(database: Database) -> None:
+    """What they hold answers the model that was dropped; nobody of a dropped cohort is asked."""
+    lease = a_lease(database, "holder")
+    assert lease.try_acquire()
+    run = database.run(RUN.name, guard=lease.guard)
+    journal = StoredJournal(database, RUN.name, guard=lease.guard)
+    other = deploy(database, database.create(replace(RUN, name="other")).name)
+    dropped = deployment(database, RUN.name).run_id
+    for round_num in (1, 2):
+        run.commit(checkpoint_after(round_num))
+    journal.open(replace(OPENED, round_num=2, cohort=(ClientId(0),)))
+    assert deployment(database, RUN.name).run_id == dropped
+    assert run.rewind().round_num == 1
+    assert journal.last() is None
+    assert deployment(database, RUN.name).run_id != dropped
+    assert deployment(database, "other") == other
+    assert lease.renew({}) == "run"
 
 
 def test_the_new_holder_writes(database: Database) -> None:

@@ -89,8 +89,38 @@ def test_a_paused_run_asks_nobody() -> None:
         thread.join(timeout=0.01)
     assert not channel.phases
     paused.clear()
-    thread.join(timeout=10.0)
+    thread.join(timeout=60.0)
     assert len(results) == 1
+
+
+@dataclass
+class PausingOnce(Arriving):
+    """The operator pauses while the gate looks at who is there; the rest come in the pause."""
+
+    def available(self) -> Sequence[ClientId]:
+        connected = super().available()
+        if self.looks == 2:
+            self.paused.set()
+        return connected
+
+
+def test_a_pause_while_clients_are_waited_for_starts_no_smaller_round() -> None:
+    """Two clients are enough for a round, five would be asked: it asks the five, afterwards."""
+    paused = threading.Event()
+    channel = PausingOnce(most=5, paused=paused)
+    results: list[tuple[ClientId, ...]] = []
+    thread = threading.Thread(
+        target=lambda: results.append(sample(gate(channel, Interruption()), 5))
+    )
+    thread.start()
+    while thread.is_alive() and channel.board.phase is not Phase.PAUSED:
+        thread.join(timeout=0.01)
+    assert results == []
+    assert channel.looks == 2
+    channel.looks = 5
+    paused.clear()
+    thread.join(timeout=60.0)
+    assert [sorted(cohort) for cohort in results] == [[0, 1, 2, 3, 4]]
 
 
 def test_an_interruption_ends_the_waiting() -> None:

@@ -1,11 +1,18 @@
-"""What ``fedlearn join --check`` says of a client's own file."""
+"""What ``fedlearn join`` prints, and what ``--check`` says of a client's own file."""
 
 import io
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from fedlearn.deployment.join import check_before
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.core.messages import EvaluateReply, Failure
+from fedlearn.deployment.join import check_before, join
 from fedlearn.errors import DeploymentError
 from fedlearn.testing import FakeCoordinator
 
@@ -45,3 +52,82 @@ def test_without_a_file_nothing_is_said_of_it(tmp_path: Path) -> None:
         invitation = coordinator.invite("clinic-a")
         check_before(invitation, task=None, home=tmp_path / "home", config=None, out=out)
     assert "config" not in out.getvalue()
+
+
+TRAINER = """import os
+import torch
+from torch import nn
+from fedlearn.client import TorchTrainer
+
+class Trainer(TorchTrainer):
+    def train(self, tensors, *, context):
+        raise RuntimeError("no tape in the drive")
+
+def trainer():
+    return Trainer.of(lambda: nn.Linear(4, 3), torch.randn(12, 4), torch.arange(12) % 3)
+
+def unset():
+    return os.environ["FEDLEARN_NO_SUCH_VARIABLE"]
+"""
+
+
+def take_part(folder: Path, invitation: Path, name: str) -> str:
+    """Join until somebody stops this process; return what was printed."""
+    (folder / "trainer.py").write_text(TRAINER)
+    out = io.StringIO()
+    join(
+        invitation,
+        task=f"{folder / 'trainer.py'}:{name}",
+        home=folder / "home",
+        config=None,
+        require_secure_aggregation=False,
+        out=out,
+    )
+    return out.getvalue()
+
+
+@pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what joining adds to where modules are found."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("own_path")
+def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(tmp_path: Path) -> None:
+    """By the trainer's line, and by the round that was finished."""
+    settings = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1).settings()
+    with FakeCoordinator() as coordinator, ThreadPoolExecutor(1) as thread:
+
+        def ask() -> tuple[object, object]:
+            try:
+                coordinator.wait_for(1, timeout_s=60.0)
+                trained = coordinator.train(nn.Linear(4, 3), settings)["clinic-a"]
+                return trained, coordinator.evaluate(nn.Linear(4, 3))["clinic-a"]
+            finally:
+                if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        invitation = coordinator.invite("clinic-a")
+        asked = thread.submit(ask)
+        printed = take_part(tmp_path, invitation, "trainer")
+        trained, evaluated = asked.result(timeout=60.0)
+    assert trained == Failure("RuntimeError")
+    assert isinstance(evaluated, EvaluateReply)
+    place = f"{tmp_path / 'trainer.py'}:8, in train"
+    lines = [line for line in printed.splitlines() if line.startswith("round")]
+    assert lines[:2] == [
+        "round 1: training",
+        f"round 1: failed: {place}: RuntimeError: no tape in the drive",
+    ]
+    assert lines[2:4] == ["round 1: evaluating", "round 1: uploading"]
+    assert "round 2" not in printed
+
+
+@pytest.mark.usefixtures("own_path")
+def test_a_trainer_that_cannot_be_made_is_named_by_its_line(tmp_path: Path) -> None:
+    """Not as something unexpected."""
+    with (
+        FakeCoordinator() as coordinator,
+        pytest.raises(DeploymentError, match=r"trainer.py:14, in unset: KeyError: 'FEDLEARN_NO_"),
+    ):
+        take_part(tmp_path, coordinator.invite("clinic-a"), "unset")

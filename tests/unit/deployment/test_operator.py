@@ -104,6 +104,25 @@ def test_an_invitation_that_is_there_is_not_overwritten(site: Site, tmp_path: Pa
     assert path.read_text() == "mine"
 
 
+def test_an_invitation_that_cannot_be_written_does_not_end_the_one_before(
+    site: Site, tmp_path: Path
+) -> None:
+    """That one may be on its way; nor does a name that cannot be invited leave a file."""
+    opened = site.operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
+    with pytest.raises(DeploymentError, match="cannot write"):
+        site.operator.invite("clinic-a", tags=(), path=tmp_path / "nowhere" / "b.invitation")
+    with pytest.raises(DeploymentError, match="cannot be called"):
+        site.operator.invite("clinic a", tags=(), path=tmp_path / "b.invitation")
+    assert not (tmp_path / "b.invitation").exists()
+    assert Invitation.load(tmp_path / "a.invitation") == opened
+    site.operator.registry.redeem(
+        "clinic-a",
+        opened.token,
+        identity_key=bytes(32),
+        certify=lambda _: (b"PEM", "clinic-a", "2030-01-01T00:00:00Z"),
+    )
+
+
 def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> None:
     """Every interface is where one listens, not where one calls."""
     section = {"address": "0.0.0.0:9440", "folder": str(tmp_path / "keys")}
@@ -150,7 +169,7 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
     pieces = deployment(served, data_dir=tmp_path)
     ensure_deployed(site.database, pieces, name="federation", clock=clock)
     other = deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"begun with another client\.epochs"):
+    with pytest.raises(ConfigError, match=r"client\.epochs: \d then, 7 now; put back"):
         ensure_deployed(site.database, other, name="federation", clock=clock)
 
 
