@@ -165,19 +165,19 @@ class Device:
         return any(mains) or not any(batteries)
 
     def _idle(self) -> bool | None:
-        """Compare what others than this process have used of the processors' time."""
+        """Compare what others than this process and its own have used of the processors' time."""
         busy_s = self._busy_s()
         if busy_s is None:
             return None
-        own = os.times()
+        own_s = _used_s(Path("/proc/self"))
         now_s = self.clock.now_s()
-        self._load.append((now_s, busy_s, own.user + own.system))
+        self._load.append((now_s, busy_s, own_s))
         while now_s - self._load[1 if len(self._load) > 1 else 0][0] >= _IDLE_WINDOW_S:
             self._load.popleft()
         then_s, busy_then_s, own_then_s = self._load[0]
         if now_s - then_s < _IDLE_SHORTEST_S:
             return None  # the kernel counts in hundredths: too short to tell
-        others_s = (busy_s - busy_then_s) - (own.user + own.system - own_then_s)
+        others_s = (busy_s - busy_then_s) - (own_s - own_then_s)
         return others_s < _IDLE_SHARE * (os.cpu_count() or 1) * (now_s - then_s)
 
     def _busy_s(self) -> float | None:
@@ -186,14 +186,37 @@ class Device:
         if len(fields) < 8 or fields[0] != "cpu":  # noqa: PLR2004 - as in the comment above
             return None
         user, nice, system, _, _, irq, soft_irq = (int(each) for each in fields[1:8])
-        ticks_per_s: int = os.sysconf("SC_CLK_TCK")
-        return (user + nice + system + irq + soft_irq) / ticks_per_s
+        return (user + nice + system + irq + soft_irq) / _ticks_per_s()
 
     def _unmetered(self) -> bool | None:
         now_s = self.clock.now_s()
         if self._metered is None or now_s - self._metered[0] > _METERED_AGE_S:
             self._metered = (now_s, _ask_network_manager())
         return self._metered[1]
+
+
+def _used_s(process: Path) -> float:
+    """Return what a process and its children have used of the processors' time.
+
+    A trainer's data may be loaded by processes of its own.
+
+    Args:
+        process: Where the kernel shows it.
+    """
+    # pid (name) state and ten more fields, then those of the process, and of children that ended:
+    # utime stime cutime cstime, in ticks
+    fields = _line(process / "stat").rpartition(")")[2].split()
+    used_s = sum(int(each) for each in fields[11:15]) / _ticks_per_s()
+    try:
+        threads = sorted(process.glob("task/*/children"))
+    except OSError:
+        threads = []  # it has just ended
+    children = " ".join(_line(each) for each in threads)
+    return used_s + sum(_used_s(process.with_name(pid)) for pid in children.split())
+
+
+def _ticks_per_s() -> int:
+    return os.sysconf("SC_CLK_TCK")
 
 
 def _line(path: Path) -> str:

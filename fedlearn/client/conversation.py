@@ -296,6 +296,8 @@ def _answered(here: Conversation, event: Answered) -> Step:
     if here.is_withdrawn:
         return _ended(here, event.task.key)
     here = replace(here, task=None, is_called_off=False)
+    if here.waiting is not None and here.waiting.key == event.task.key:
+        here = replace(here, waiting=None)  # called off too late to end: this is its answer
     here, actions = _next(here)
     return here, (Keep(event), *actions)
 

@@ -1,21 +1,25 @@
 """Before joining: whether address, TLS, clock, disk and data are as they must be."""
 
 import asyncio
+import os
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from fedlearn.client.credentials import credentials_of
+from fedlearn.client.faults import in_users_code
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.renewal import renewal_advice
 from fedlearn.core.clock import SystemClock, WallClock, utc
-from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection
 from fedlearn.transport.identity import Invitation
@@ -36,6 +40,14 @@ class Verdict(StrEnum):
     OK = "ok"
     WARNING = "warn"  # not as it should be, and no obstacle
     BAD = "BAD"
+
+
+@runtime_checkable
+class _TriesOut(Protocol):
+    """A trainer that can tell beforehand whether its data go through its model."""
+
+    def try_out(self) -> None:
+        """Put some examples through it, or raise what keeps them from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +75,6 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Yield what is found, one thing after another; nothing is joined, and no token redeemed.
 
-    What the trainer raises when it is made passes.
-
     Args:
         invitation: The operator's file.
         home: The client's folder, or where it would be.
@@ -81,10 +91,14 @@ def diagnose(
     disk = _disk(home)
     yield disk
     places = {"door": invited.addresses, "enrolment": invited.enrolment_addresses}
-    for name, addresses in places.items():
-        for address in addresses:
-            yield from _address(name, address, invited, clock)
-    if enrolment is not None and disk.is_fine:  # or it would end the session of one that runs
+    looks = (
+        _address(name, address, invited, clock)
+        for name, addresses in places.items()
+        for address in addresses
+    )
+    yield from _one_clock(chain.from_iterable(looks))
+    # Keys that are to be replaced prove nothing; a session would end that of one that runs.
+    if enrolment is not None and enrolment.is_with(invited) and disk.is_fine:
         yield from _session(enrolment, clock)
     if trainer is not None:
         yield _data(trainer)
@@ -106,19 +120,47 @@ def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s:
     return Finding(name="invitation", verdict=Verdict.OK, message=words)
 
 
+def _one_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Leave out what was said of the clock already: each certificate shows it."""
+    said = set[Verdict]()
+    for finding in findings:
+        if finding.name != "clock":
+            yield finding
+        elif finding.verdict not in said:
+            said.add(finding.verdict)
+            yield finding
+
+
 def _disk(home: Path) -> Finding:
     place = next(each for each in (home, *home.absolute().parents) if each.is_dir())
     free_bytes = shutil.disk_usage(place).free
     words = f"{free_bytes / 2**30:.1f} GiB free in {place}"
-    try:
-        with Home(home).locked():
-            pass
-    except (DeploymentError, OSError) as error:
-        return Finding(name="disk", verdict=Verdict.BAD, message=str(error))
+    if (obstacle := _obstacle(home, place)) is not None:
+        return Finding(name="disk", verdict=Verdict.BAD, message=obstacle)
     if free_bytes < _ENOUGH_BYTES:
         words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
     verdict = Verdict.OK if free_bytes >= _ENOUGH_BYTES else Verdict.BAD
     return Finding(name="disk", verdict=verdict, message=words)
+
+
+def _obstacle(home: Path, place: Path) -> str | None:
+    """Return what keeps a client from working in ``home``, by a look that changes nothing there.
+
+    Args:
+        home: Its folder, or where it would be.
+        place: The innermost folder of its path that is there.
+    """
+    if home.exists() and place != home:
+        return f"{home} is a file; name a folder"
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        return f"{place} cannot be written to by this user; make it accessible, or name another"
+    try:
+        is_in_use = Home(home).is_in_use()
+    except OSError as error:
+        return f"{error}; make it accessible"
+    if is_in_use:
+        return f"{home} is in use by another process of this client, which takes part already"
+    return None
 
 
 def _address(name: str, address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:
@@ -192,7 +234,8 @@ def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Find
 
 
 async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
-    hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software=f"fedlearn {version('fedlearn')}")
+    software = f"fedlearn {version('fedlearn')}"
+    hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software=software, only_looks=True)
     name, credentials = enrolment.invitation.name, credentials_of(enrolment)
     async with (
         DoorConnection(address, credentials, name=name) as connection,
@@ -203,8 +246,11 @@ async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
 
 def _data(name: str) -> Finding:
     try:
-        trainer = make_trainer(name)
-    except DeploymentError as error:
+        with in_users_code():
+            trainer = make_trainer(name)
+            if isinstance(trainer, _TriesOut):
+                trainer.try_out()
+    except FedlearnError as error:
         return Finding(name="data", verdict=Verdict.BAD, message=str(error))
     num_examples = getattr(trainer, "num_examples", None)
     if num_examples is None:

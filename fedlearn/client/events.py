@@ -16,10 +16,11 @@ class EventKind(StrEnum):
     WAITING = "waiting"  # a condition does not hold
     DOWNLOADING = "downloading"
     TRAINING = "training"
+    EVALUATING = "evaluating"  # the model after a round, which is the one named
     PROGRESS = "progress"  # with fraction and loss
     CANCELLED = "cancelled"  # the task was called off, by whom the message says
     UPLOADING = "uploading"
-    ACCEPTED = "accepted"  # the reply counts
+    ACCEPTED = "accepted"  # the reply counts: it was no failure
     LATE = "late"  # the round had closed without it
     REFUSED = "refused"  # the coordinator does not want the client or its reply
     POLICY = "policy"  # the client does not want the task
@@ -37,6 +38,8 @@ class AgentEvent:
         fraction: Share of the local training done, [0, 1].
         loss: Mean training loss of the latest batch.
         message: In words, where there is more to say.
+        is_final: Whether nothing more is tried until the application starts the agent again or
+            the user agrees anew: trying would change nothing, and the message says what to do.
     """
 
     kind: EventKind
@@ -44,6 +47,7 @@ class AgentEvent:
     fraction: float | None = None
     loss: float | None = None
     message: str = ""
+    is_final: bool = False
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> "AgentEvent":  # Any: what JSON holds

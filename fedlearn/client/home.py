@@ -7,7 +7,7 @@
     identity/       keys, certificate, the invitation without its token
     pins.json       identity keys of other clients: theirs change only as their owners sign
     rotate          the user wants new keys
-    state/<run_id>  what this client remembers of a run from one task to the next
+    state/<run_id>  what this client remembers of its run from one task to the next
     task/           the request being worked on, and the checkpoint inside it
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy
@@ -15,13 +15,15 @@
 
 import fcntl
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import structlog
 
@@ -39,6 +41,24 @@ from fedlearn.transport.identity import IDENTITY_FILE, Identity, Invitation
 _GRANTED, _REVOKED = "granted", "revoked"
 _DAY_S = 86_400.0
 _LOCK_POLL_S = 0.05
+#: Seconds that the process of a consent that was revoked gets to see it, and to end.
+_REVOKED_S = 30.0
+#: Names in the folder that are this client's; whatever else lies there is somebody else's.
+_OWN = (
+    "consent",
+    "identity",
+    "identity.new",
+    "identity.old",
+    "pins.json",
+    "rotate",
+    "state",
+    "task",
+    "spool",
+    "tasks.json",
+    "lock",  # last: it is held until then
+)
+#: What a process that was killed while it wrote a file leaves beside it.
+_HALF_WRITTEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 #: What downloads leave free on the user's disk.
 _RESERVE_BYTES = 256 << 20
 
@@ -108,7 +128,10 @@ class Home:
         make_private_folder(self.folder)
         clock = SystemClock()
         until_s = clock.now_s() + timeout_s
-        with (self.folder / "lock").open("w") as stream:
+        with (self.folder / "lock").open("wb", buffering=0) as stream:
+            # The lock belongs to the open file, which a forked child of a trainer would share:
+            # one that outlives this process would keep the folder from the next.
+            os.register_at_fork(after_in_child=stream.close)
             while not _lock(stream):
                 if clock.now_s() > until_s:
                     raise DeploymentError(
@@ -117,6 +140,15 @@ class Home:
                     )
                 clock.sleep(_LOCK_POLL_S)
             yield
+
+    def is_in_use(self) -> bool:
+        """Return whether a process works in this folder, where nothing changes by the look."""
+        try:
+            stream = (self.folder / "lock").open("rb", buffering=0)
+        except FileNotFoundError:
+            return False
+        with stream:
+            return not _lock(stream)
 
     # Consent
 
@@ -130,25 +162,47 @@ class Home:
     def set_consent(self, *, granted: bool) -> None:
         """Keep the user's decision durably.
 
+        A user who agrees again agrees to what comes: what a revocation that was cut short has
+        left is erased first.
+
         Raises:
-            DeploymentError: It cannot be written.
+            DeploymentError: It cannot be written; or, where there was no consent, another process
+                works in the folder and does not end, or something cannot be erased.
         """
         make_private_folder(self.folder)
-        write_private(self.folder / "consent", (_GRANTED if granted else _REVOKED).encode())
+        file = self.folder / "consent"
+        if not granted:
+            _revoke(file)
+        elif not self.has_consent():
+            with self.locked(timeout_s=_REVOKED_S):
+                self.erase()
+                write_private(file, _GRANTED.encode())
 
     def erase(self) -> None:
         """Remove state, task and reply; consent, keys, certificate and pins stay.
 
         Pins tell nothing of the user, and without them a coordinator could name other keys to a
         user who agrees again.
+
+        Raises:
+            DeploymentError: Something cannot be removed; all else is.
         """
-        for path in (self._task, self._spool, self.folder / "state"):
-            shutil.rmtree(path, ignore_errors=True)
-        (self.folder / "tasks.json").unlink(missing_ok=True)
+        tasks = self.folder / "tasks.json"
+        _remove_all([self._task, self._spool, self.folder / "state", tasks])
+        _remove_all(_half_written(self.folder, of=(tasks.name,)))
 
     def forget(self) -> None:
-        """Remove everything, keys included: to join again takes a new invitation."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove all that is this client's, keys included: to join again takes a new invitation.
+
+        The folder goes as well, unless somebody else keeps something there.
+
+        Raises:
+            DeploymentError: Something cannot be removed; all else is.
+        """
+        _remove_all(_half_written(self.folder, of=_OWN))
+        _remove_all([self.folder / name for name in _OWN])
+        with suppress(OSError):
+            self.folder.rmdir()  # not if it is not empty
 
     # Enrolment
 
@@ -174,9 +228,9 @@ class Home:
         Between the two renames of taking over they are where they come from.
         """
         current, coming = self.folder / "identity", self.folder / "identity.new"
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             return current, current.stat().st_ino
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             if (coming / "enrolment.json").exists():
                 return coming, coming.stat().st_ino
         return None
@@ -416,6 +470,16 @@ class Home:
         """
         write_private(self._task / "checkpoint", content)
 
+    def forget_other_runs(self, run_id: str) -> None:
+        """Remove what this client remembers of other runs than ``run_id``: they are over.
+
+        Raises:
+            DeploymentError: Something cannot be removed; all else is.
+        """
+        folder = self.folder / "state"
+        if folder.is_dir():
+            _remove_all([path for path in folder.iterdir() if path.name != run_id])
+
     def state(self, run_id: str) -> bytes:
         """Return what this client remembers of a run; empty at first."""
         try:
@@ -478,7 +542,7 @@ class Home:
             DeploymentError: The disk is full or not writable.
         """
         self._finish_take_over()
-        shutil.rmtree(self._spool / "new", ignore_errors=True)
+        self._sweep()
         held = None
         for number in sorted(self._numbers()):
             folder = self._spool / f"{number:08d}"
@@ -491,6 +555,17 @@ class Home:
         self._keep_only(None if held is None else int(held.path.parent.name))
         return held
 
+    def _sweep(self) -> None:
+        """Remove what was half written when the process was killed, keys perhaps among it.
+
+        Consent and the wish for new keys are not touched: others may be writing them now.
+        """
+        shutil.rmtree(self._spool / "new", ignore_errors=True)
+        written = _half_written(self.folder, of=("pins.json", "tasks.json"))
+        for folder in ("identity", "identity.new", "task"):
+            written += _half_written(self.folder / folder)
+        _remove_all(written)
+
     def drop(self, held: HeldReply) -> None:
         """Remove a reply that is settled, called off or out of time."""
         shutil.rmtree(held.path.parent, ignore_errors=True)
@@ -498,24 +573,40 @@ class Home:
     # The policy's memory
 
     def num_tasks_today(self, now_unix_s: float) -> int:
-        """Return how many tasks were trained within the last 24 hours."""
-        return len(self._recent(now_unix_s))
+        """Return how many trainings, but that of the task in work, began in the last 24 hours."""
+        times = self._recent(now_unix_s)
+        return len(times) - (self._begin_unix_s() in times)
 
     def count_task(self, now_unix_s: float) -> None:
-        """Note that a task has been trained.
+        """Note that training begins in the task in work, once however often it is interrupted.
 
         Raises:
             DeploymentError: The disk is full or not writable.
         """
-        times = [*self._recent(now_unix_s), now_unix_s]
-        write_private(self.folder / "tasks.json", json.dumps(times).encode())
+        begin_unix_s = self._begin_unix_s()
+        if begin_unix_s is None:
+            begin_unix_s = now_unix_s
+            write_private(self._task / "begin", repr(begin_unix_s).encode())
+        times = self._recent(now_unix_s)
+        if begin_unix_s not in times:  # also if a crash came between the two files
+            times.append(begin_unix_s)
+            write_private(self.folder / "tasks.json", json.dumps(times).encode())
+
+    def _begin_unix_s(self) -> float | None:
+        """Return when training began in the task in work; ``None``: not yet."""
+        try:
+            return float((self._task / "begin").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def _recent(self, now_unix_s: float) -> list[float]:
         try:
             times: list[float] = json.loads((self.folder / "tasks.json").read_bytes())
         except (FileNotFoundError, ValueError):
             return []
-        return [each for each in times if now_unix_s - _DAY_S < each]
+        # A clock that was far ahead once must not block the client until then; one that was set
+        # back by a little must not make it forget.
+        return [each for each in times if abs(now_unix_s - each) < _DAY_S]
 
     @property
     def _task(self) -> Path:
@@ -558,6 +649,20 @@ class Home:
         with disk_errors(self.folder, raises=DeploymentError):
             (folder / "state").replace(self._state(run_id))
             sync_folder(self.folder / "state")
+
+
+def _revoke(consent: Path) -> None:
+    """Note durably that the user does not agree.
+
+    Raises:
+        DeploymentError: Neither can that be written nor what is there be removed.
+    """
+    try:
+        write_private(consent, _REVOKED.encode())
+    except DeploymentError:  # on a full disk a file can still go, and none is no consent
+        with disk_errors(consent, raises=DeploymentError, doing="remove"):
+            consent.unlink(missing_ok=True)
+            sync_folder(consent.parent)
 
 
 def _read_enrolment(folder: Path) -> Enrolment:
@@ -626,7 +731,34 @@ def _read_reply(folder: Path) -> HeldReply | None:
         return None
 
 
-def _lock(stream: IO[str]) -> bool:
+def _half_written(folder: Path, *, of: tuple[str, ...] | None = None) -> list[Path]:
+    """Return what killed processes left of files in ``folder``; ``None``: of whatever file."""
+    if not folder.is_dir():
+        return []
+    found = [(path, _HALF_WRITTEN.fullmatch(path.name)) for path in folder.iterdir()]
+    return [path for path, match in found if match and (of is None or match["name"] in of)]
+
+
+def _remove_all(paths: list[Path]) -> None:
+    """Remove files and folders that are there.
+
+    Raises:
+        DeploymentError: One cannot be removed; the others are.
+    """
+    with ExitStack() as removals:  # one that fails does not keep it from the rest
+        for path in reversed(paths):
+            removals.callback(_remove, path)
+
+
+def _remove(path: Path) -> None:
+    with disk_errors(path, raises=DeploymentError, doing="remove"), suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _lock(stream: BinaryIO) -> bool:
     """Return whether this process has the lock now; it ends with the stream."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -128,7 +128,7 @@ class Policy:
             kind: Class of the request.
             settings: How to train, now or later in the session; ``None`` while that is not known
                 yet, or if nothing is to be trained.
-            num_tasks_today: Trainings within the last 24 hours.
+            num_tasks_today: Trainings within the last 24 hours, without this one.
 
         Raises:
             PolicyViolation: It asks for more than this allows.

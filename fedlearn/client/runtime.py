@@ -64,6 +64,7 @@ from fedlearn.core.cores import num_cores
 from fedlearn.core.files import write_private
 from fedlearn.core.messages import (
     ClientId,
+    EvaluateRequest,
     Failure,
     SecureRequest,
     Settings,
@@ -92,6 +93,8 @@ _STEADY_S = 30.0
 _LOOK_AT_CERTIFICATE_S = 86_400.0
 #: Longest absence that a coordinator may ask for.
 _MAX_PAUSE_S = 3600.0
+#: A failure is a few words; a reply that is larger need not be looked into.
+_MAX_FAILURE_BYTES = 1 << 16
 #: Crashes inside one task until it is given up.
 _MAX_CRASHES = 3
 
@@ -285,7 +288,7 @@ class Runtime:
                     self._link.leave.set()
 
     def _emit(self, kind: EventKind, *, key: TaskKey | None = None, message: str = "") -> None:
-        round_num = None if key is None else key.round_num
+        round_num = None if key is None else _round_of(key)
         self._on_event(AgentEvent(kind=kind, round_num=round_num, message=message))
 
     # Work
@@ -298,7 +301,7 @@ class Runtime:
         def on_report(fraction: float, loss: float) -> None:
             event = AgentEvent(
                 kind=EventKind.PROGRESS,
-                round_num=task.key.round_num,
+                round_num=_round_of(task.key),
                 fraction=fraction,
                 loss=loss,
             )
@@ -328,8 +331,7 @@ class Runtime:
         try:
             event = await self._answer(task, control)
         except (DeploymentError, ProtocolError) as error:
-            _log.error("task_failed", round_num=task.key.round_num, error=str(error))
-            self._emit(EventKind.FAILED, key=task.key, message=str(error))
+            self._tell_failure(task.key, str(error))
             event = _failed(task, type(error).__name__)
         finally:
             self._events.put_nowait(event)
@@ -345,24 +347,32 @@ class Runtime:
         advice = missing_key_advice(self._enrolment)
         if advice is not None and task.key.kind == SecureRequest.__name__:
             return self._tell_inability(task, advice)
+        num_crashes = self._home.open_task(task)
         self._judge(task.key.kind, None)
-        if self._home.open_task(task) >= _MAX_CRASHES:
-            return _failed(task, f"the client's process crashed {_MAX_CRASHES} times in this task")
+        if num_crashes >= _MAX_CRASHES:
+            words = f"the client's process crashed {_MAX_CRASHES} times in this task"
+            self._tell_failure(task.key, words)
+            return _failed(task, words)
         if not await self._fetch(task) or control.is_called_off:
             return Ended(task.key)
         loop = asyncio.get_running_loop()
         is_training = await loop.run_in_executor(self._worker, self._judge_in_full)
-        self._emit(EventKind.TRAINING, key=task.key)
+        is_evaluation = task.key.kind == EvaluateRequest.__name__
+        self._emit(EventKind.EVALUATING if is_evaluation else EventKind.TRAINING, key=task.key)
         self._report_phase(task.key, wire_pb2.Progress.TRAINING)
 
         def on_refusal(violation: PolicyViolation) -> None:
             loop.call_soon_threadsafe(self._tell_refusal, task.key, violation)
+
+        def on_failure(words: str) -> None:
+            loop.call_soon_threadsafe(self._tell_failure, task.key, words)
 
         session = ClientSession(
             self._enrolment.client_id,
             self._trainer,
             self._secure(self._enrolment),
             on_refusal=on_refusal,
+            on_failure=on_failure,
             pin_file=self._home.pin_file(self._enrolment),
             expanded=self._masks.take,
         )
@@ -386,6 +396,11 @@ class Runtime:
     def _judge(self, kind: str, settings: Settings | None) -> None:
         num_tasks = self._home.num_tasks_today(self._clock.unix_s())
         self._policy.judge(kind, settings=settings, num_tasks_today=num_tasks)
+
+    def _tell_failure(self, key: TaskKey, words: str) -> None:
+        """Tell the user; ``words`` may quote the data, the coordinator hears less."""
+        _log.error("task_failed", round_num=key.round_num, error=words)
+        self._emit(EventKind.FAILED, key=key, message=words)
 
     def _tell_inability(self, task: OpenTask, advice: str) -> Answered:
         _log.error("secure_aggregation_without_key", advice=advice)
@@ -433,6 +448,8 @@ class Runtime:
         """Answer the request on disk; in the training thread."""
         data = self._home.request.read_bytes()
         before = self._home.state(task.key.run_id)
+        if is_training:  # whatever comes of it, the data are worked with from here on
+            self._home.count_task(self._clock.unix_s())
         self._home.begin_work()
         try:
             reply, state = session.handle(data, before, personal=task.personal, control=control)
@@ -441,11 +458,9 @@ class Runtime:
         finally:
             self._home.end_work()
         if 0 < task.max_reply_bytes < len(reply):
-            return _failed(
-                task, f"a reply of {len(reply)} bytes, at most {task.max_reply_bytes} are taken"
-            )
-        if is_training:
-            self._home.count_task(self._clock.unix_s())
+            words = f"a reply of {len(reply)} bytes, at most {task.max_reply_bytes} are taken"
+            session.on_failure(words)
+            return _failed(task, words)
         return Answered(task, reply, None if state == before else state)
 
     def _judge_in_full(self) -> bool:
@@ -500,7 +515,8 @@ class Runtime:
         if link is None or (held.key in link.delivered and not is_due):
             return
         link.delivered.add(held.key)
-        self._emit(EventKind.UPLOADING, key=held.key)
+        if not _is_failure(held):  # that it failed is told already
+            self._emit(EventKind.UPLOADING, key=held.key)
         self._report_phase(held.key, wire_pb2.Progress.UPLOADING)
         link.spawn(self._send_reply(link, held))
 
@@ -542,7 +558,10 @@ class Runtime:
         key = TaskKey.of(receipt.key)
         kind = kinds.get(receipt.verdict, EventKind.REFUSED)
         _log.info("reply_settled", kind=key.kind, round_num=key.round_num, verdict=kind.value)
-        self._emit(kind, key=key, message=receipt.reason)
+        held = self._here.held
+        is_failure = held is None or held.key != key or _is_failure(held)
+        if kind is not EventKind.ACCEPTED or not is_failure:  # a failure counts for nothing
+            self._emit(kind, key=key, message=receipt.reason)
         if kind is not EventKind.ACCEPTED:
             self._masks.drop()  # the session goes on without this client
         self._backoff.reset()
@@ -627,6 +646,7 @@ class Runtime:
 
     async def _converse(self, link: _Link, address: str) -> None:
         self._is_offline = False
+        self._forget_other_runs(link.session.welcome.run_id)
         _log.info("connected", address=address, run_id=link.session.welcome.run_id)
         self._emit(EventKind.CONNECTED, message=address)
         self._link, self._run_id = link, link.session.welcome.run_id
@@ -646,6 +666,13 @@ class Runtime:
             await _cancel(ends)
         for end in done:
             end.result()  # raises what cut the session
+
+    def _forget_other_runs(self, run_id: str) -> None:
+        """Remove what is kept of runs that are over; what cannot go now is tried again."""
+        try:
+            self._home.forget_other_runs(run_id)
+        except DeploymentError as error:
+            _log.warning("old_state_not_removed", error=str(error))
 
     async def _receive(self, session: DoorSession) -> None:
         while (message := await session.receive()) is not None:
@@ -764,6 +791,22 @@ def _kind_of(device: torch.device | str) -> str:
 
 def _failed(task: OpenTask, reason: str) -> Answered:
     return Answered(task, encode(Failure(reason)), None)
+
+
+def _is_failure(held: HeldReply) -> bool:
+    if held.num_bytes > _MAX_FAILURE_BYTES:
+        return False
+    try:
+        return isinstance(decode(held.path.read_bytes()), Failure)
+    except (OSError, ProtocolError):
+        return False  # that it is of no use is found out where it is sent
+
+
+def _round_of(key: TaskKey) -> int | None:
+    """Return the round that the user is told: an evaluation is of the model after it."""
+    if key.kind != EvaluateRequest.__name__:
+        return key.round_num
+    return key.round_num - 1 if key.round_num else None
 
 
 def _is_inline(held: HeldReply) -> bool:

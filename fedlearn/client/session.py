@@ -1,5 +1,6 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from fedlearn.client.faults import described
 from fedlearn.client.pins import PinFile
 from fedlearn.client.secure import Kept, after_failure, contribution
 from fedlearn.client.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
@@ -24,7 +26,14 @@ from fedlearn.core.messages import (
     together,
 )
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import AggregationAborted, Cancelled, PolicyViolation, ProtocolError
+from fedlearn.errors import (
+    AggregationAborted,
+    Cancelled,
+    FedlearnError,
+    ModelMismatch,
+    PolicyViolation,
+    ProtocolError,
+)
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
 from fedlearn.secagg.plan import request_hash, require_as_named
 from fedlearn.secagg.session import Stage
@@ -42,6 +51,10 @@ def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> 
     )
 
 
+def tell_nobody(words: str) -> None:
+    """Tell nobody of a failure: it is in the log."""
+
+
 @dataclass(frozen=True, eq=False)
 class ClientSession:
     """Answers the coordinator's requests with a trainer's results.
@@ -57,6 +70,7 @@ class ClientSession:
             part in no session.
         on_refusal: Told what it refuses by its policy on secure aggregation, before the coordinator
             is; the others are judged by whom has a policy on them, before :meth:`handle`.
+        on_failure: Told what went wrong and where, for this device alone: it may quote the data.
         pin_file: Where the identity keys of other clients outlive the run; ``None``: with the rest
             of what the client keeps.
         expanded: Masks that were expanded while the network waited.
@@ -66,6 +80,7 @@ class ClientSession:
     trainer: LocalTrainer
     secure: SecureClient | None = None
     on_refusal: Callable[[PolicyViolation], None] = log_refusal
+    on_failure: Callable[[str], None] = tell_nobody
     pin_file: PinFile | None = None
     expanded: Expanded = nothing_expanded
 
@@ -79,8 +94,8 @@ class ClientSession:
     ) -> tuple[bytes, bytes]:
         """Answer one encoded request; a failure is an answer, too.
 
-        An error in user code is logged here and reaches the coordinator only as the name
-        of its type, since a message could quote the data.
+        An error in user code is logged here, with its traceback, and reaches the coordinator
+        only as the name of its type, since a message could quote the data.
 
         Args:
             data: The request on the wire.
@@ -116,10 +131,17 @@ class ClientSession:
         except PolicyViolation as violation:
             self.on_refusal(violation)
             return encode(Failure(reason=str(violation))), after_failure(state)
-        except Exception as error:  # noqa: BLE001 - the client boundary: one of two in the project
-            log = structlog.get_logger(__name__)
-            log.warning("request_failed", client_id=self.client_id, error=repr(error))
+        except Exception as error:  # noqa: BLE001 - the client boundary: one of three in the project
+            self._tell_failure(error)
             return encode(Failure(reason=_reason(error))), after_failure(state)
+
+    def _tell_failure(self, error: Exception) -> None:
+        # Without the values of local variables, which are the data.
+        lines = [] if isinstance(error, FedlearnError) else traceback.format_exception(error)
+        trace = {"exception": "".join(lines)} if lines else {}
+        log = structlog.get_logger(__name__)
+        log.warning("request_failed", client_id=self.client_id, error=repr(error), **trace)
+        self.on_failure(described(error))
 
     def _take_part(
         self, request: SecureRequest, kept: Kept, control: TaskControl
@@ -195,7 +217,7 @@ class ClientSession:
 
 
 def _reason(error: Exception) -> str:
-    """Return what the coordinator is told: refusals in words, of user code the type alone."""
-    if isinstance(error, AggregationAborted):
+    """Return what the coordinator is told: of user code the type alone, else what is to be done."""
+    if isinstance(error, AggregationAborted | ModelMismatch):
         return str(error)
     return type(error).__name__

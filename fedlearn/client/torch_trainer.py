@@ -23,11 +23,14 @@ from fedlearn.client.trainer import (
     TrainContext,
 )
 from fedlearn.core.collecting import is_sound
-from fedlearn.core.params import Params
-from fedlearn.errors import DataError
+from fedlearn.core.params import Layout, Params
+from fedlearn.errors import DataError, ModelMismatch
 
 #: Examples evaluated at a time; bounds memory, changes nothing else.
 _EVALUATION_BATCH = 256
+
+#: Examples that are tried out before joining.
+_TRIED = 32
 
 #: A map-style dataset of pairs (features, label).
 Pairs: TypeAlias = Dataset[Any]  # Any: labels are tensors or numbers; items are checked when read
@@ -154,7 +157,7 @@ class TorchTrainer:
         Raises:
             Cancelled: The task was called off; no further batch is computed.
             ValueError: The settings are not those of :class:`~fedlearn.algorithms.local.LocalSgd`.
-            KeyError: A tensor of the model is missing.
+            ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
         local = LocalSgd.from_settings(context.settings)
@@ -176,12 +179,28 @@ class TorchTrainer:
 
         Raises:
             Cancelled: The task was called off; no further batch is computed.
-            KeyError: A tensor of the model is missing.
+            ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
         values = self._model.measure_batches(self._params(tensors), self._test_batches(control))
         means = {name: float(each.mean(dtype=torch.float64)) for name, each in values.items()}
         return LocalEvaluation(num_examples=len(self._test), metrics=means)
+
+    def try_out(self) -> None:
+        """Put a first few examples, of training and of test, through the model.
+
+        Whoever diagnoses this device calls it, before there is a global model: the weights are
+        some or other, all above zero and each another.
+
+        Raises:
+            Exception: What the model, the objective or the dataset raises.
+        """
+        layout = self._model.layout
+        vector = torch.linspace(0.01, 0.1, layout.size).to(self._model.vector_P)
+        params = Params(layout, vector, {})
+        for data in (self._data, self._test):
+            rows = np.arange(min(len(data), _TRIED))
+            self._model.measure_batches(params, [data.batch(rows, key=0)])
 
     def _test_batches(self, control: TaskControl) -> Iterator[tuple[Tensor, Tensor]]:
         """Read the test examples batch by batch; the task can be called off before each."""
@@ -192,6 +211,7 @@ class TorchTrainer:
 
     def _params(self, tensors: Mapping[str, Tensor]) -> Params:
         layout = self._model.layout
+        _require_same_model(tensors, layout)
         vector = layout.pack(tensors, out=torch.empty_like(self._model.vector_P))
         constants = {name: t for name, t in tensors.items() if name not in layout.by_name}
         return Params(layout, vector, constants)
@@ -285,6 +305,21 @@ class TorchTrainer:
         done = len(saved["losses"])
         losses[:done] = saved["losses"]
         return done
+
+
+def _require_same_model(tensors: Mapping[str, Tensor], layout: Layout) -> None:
+    """Compare names and shapes of all that is averaged; a tensor must not be broadcast.
+
+    Raises:
+        ModelMismatch: They differ.
+    """
+    theirs = {name: tuple(t.shape) for name, t in tensors.items() if t.is_floating_point()}
+    mine = {spec.name: spec.shape for spec in layout.specs}
+    if theirs != mine:
+        raise ModelMismatch(
+            theirs={name: each for name, each in theirs.items() if mine.get(name) != each},
+            mine={name: each for name, each in mine.items() if theirs.get(name) != each},
+        )
 
 
 def _device(name: str) -> torch.device:

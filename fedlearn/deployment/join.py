@@ -12,6 +12,7 @@ from typing import TextIO
 
 from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.faults import in_users_code
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
@@ -67,7 +68,7 @@ def join(
     policy = _policy(given, require_secure_aggregation=require_secure_aggregation)
     folder = home or _home(invitation)
     Home(folder).set_consent(granted=True)  # the command is the consent
-    sys.path.insert(0, str(Path.cwd()))  # as for a script: a module that lies here is found
+    _find_modules_here()
     options = RuntimeOptions(
         home=folder,
         trainer=task,
@@ -84,7 +85,9 @@ def join(
             out.write(f"{line}\n")
             out.flush()
 
-    if not asyncio.run(_run(make_runtime(options, on_event=tell))):
+    with in_users_code():
+        runtime = make_runtime(options, on_event=tell)
+    if not asyncio.run(_run(runtime)):
         os._exit(_STUCK)  # a training thread that does not end would keep the process
 
 
@@ -102,6 +105,7 @@ def check_before(
         DeploymentError: Something is in the way; the lines say what.
     """
     folder = home or _home(invitation)
+    _find_modules_here()
     problems = []
     own = [] if config is None else [_config_finding(config)]
     for finding in chain(own, diagnose(invitation, home=folder, trainer=task)):
@@ -112,6 +116,11 @@ def check_before(
         raise DeploymentError(
             f"this device cannot take part yet: {', '.join(problems)}; see the lines above"
         )
+
+
+def _find_modules_here() -> None:
+    """Let a module in the working directory be found, as a script finds its neighbours."""
+    sys.path.insert(0, str(Path.cwd()))
 
 
 def _policy(config: ClientConfig, *, require_secure_aggregation: bool) -> Policy:

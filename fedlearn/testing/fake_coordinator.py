@@ -163,6 +163,9 @@ class FakeCoordinator:
 
         Returns:
             By client; a client that is late is absent.
+
+        Raises:
+            DeploymentError: No client is connected.
         """
         request = TrainRequest(
             round_num=self._next_round(),
@@ -177,13 +180,19 @@ class FakeCoordinator:
     def evaluate(
         self, model: Model, *, deadline_s: float = 60.0
     ) -> dict[str, EvaluateReply | Failure]:
-        """Ask all clients that are connected to evaluate, as :meth:`train` does."""
+        """Ask all clients that are connected to evaluate, as :meth:`train` does.
+
+        Raises:
+            DeploymentError: No client is connected.
+        """
         request = EvaluateRequest(round_num=self._next_round(), tensors=_tensors(model))
         replies = self._exchange(request, deadline_s)
         return {n: r for n, r in replies.items() if isinstance(r, EvaluateReply | Failure)}
 
     def _exchange(self, request: Request, deadline_s: float) -> dict[str, Reply]:
         cohort = self._channel.available()
+        if not cohort:
+            raise DeploymentError("no client is connected; call `wait_for` before asking")
         arrivals = self._channel.exchange(dict.fromkeys(cohort, request), deadline_s=deadline_s)
         names = self._names()
         return {names[arrival.client_id]: arrival.reply for arrival in arrivals}

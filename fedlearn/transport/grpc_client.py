@@ -173,7 +173,8 @@ class DoorConnection:
         """Get a request's bytes into ``path``, from where the bytes that are there end.
 
         A file that is complete costs no call. What is there is kept when the connection
-        breaks, and removed when it is not what was asked for.
+        breaks, and removed when it is not what was asked for. Bytes of an earlier attempt may have
+        been spoilt since, as by a loss of power: then all are got anew, once.
 
         Args:
             digest: Of all the bytes.
@@ -186,14 +187,13 @@ class DoorConnection:
             ProtocolError: The bytes are not those; the file is removed.
             DeploymentError: The file cannot be written.
         """
+        offset = _num_bytes_there(path, at_most=num_bytes)
         try:
-            offset = _num_bytes_there(path, at_most=num_bytes)
-            if offset < num_bytes or num_bytes == 0:
-                await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
-            await asyncio.to_thread(_check, path, digest=digest)
+            await self._complete(digest, num_bytes=num_bytes, offset=offset, path=path)
         except ProtocolError:
-            _remove(path)
-            raise
+            if offset == 0:
+                raise
+            await self._complete(digest, num_bytes=num_bytes, offset=0, path=path)
 
     async def upload(self, envelope: wire_pb2.Envelope, path: Path) -> wire_pb2.Receipt:
         """Send a reply's bytes from the offset that the coordinator names; return its receipt.
@@ -233,6 +233,16 @@ class DoorConnection:
             await call.write(wire_pb2.FromClient(hello=hello))
             first = await call.read(wire_pb2.FromCoordinator, patiently=False)
             yield DoorSession(call, welcome=self._welcome(first))
+
+    async def _complete(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
+        """Append what is missing from ``offset`` on; what is not what was asked for is removed."""
+        try:
+            if offset < num_bytes or num_bytes == 0:
+                await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
+            await asyncio.to_thread(_check, path, digest=digest)
+        except ProtocolError:
+            _remove(path)
+            raise
 
     async def _append(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Write what the coordinator sends from ``offset`` on to the end of ``path``."""

@@ -35,16 +35,18 @@ class Eligibility(_message.Message):
     def __init__(self, num_examples: _Optional[int] = ..., device: _Optional[str] = ..., on_power: bool = ..., idle: bool = ..., unmetered: bool = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "software", "eligibility", "held")
+    __slots__ = ("protocol", "software", "eligibility", "held", "only_looks")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     ELIGIBILITY_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     eligibility: Eligibility
     held: _containers.RepeatedCompositeFieldContainer[TaskKey]
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., held: _Optional[_Iterable[_Union[TaskKey, _Mapping]]] = ...) -> None: ...
+    only_looks: bool
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., held: _Optional[_Iterable[_Union[TaskKey, _Mapping]]] = ..., only_looks: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("key", "phase")

@@ -2,18 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from fedlearn.client import diagnosis
 from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
 from fedlearn.testing.fake_coordinator import FakeCoordinator
-from fedlearn.transport.grpc_client import enrol
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, expires_unix_s
 
 SOURCE = """
@@ -106,6 +110,64 @@ def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) ->
     assert "session" not in findings, "it would have ended that of the process that runs"
 
 
+def test_a_look_changes_nothing(
+    coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the disk nor among the clients that may be asked."""
+    invitation = coordinator.invite("laptop")
+    findings = found(invitation, tmp_path)
+    assert findings["disk"].is_fine
+    assert not (tmp_path / "home").exists()
+    home = enrolled(invitation, tmp_path)
+    home.folder.chmod(0o755)
+    there = sorted(home.folder.iterdir())
+    seen: list[list[str]] = []
+
+    class Watched(DoorConnection):
+        """A connection during whose session the coordinator is asked whom it may ask."""
+
+        @asynccontextmanager
+        async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
+            async with super().session(hello) as session:
+                seen.append(await asyncio.to_thread(coordinator.connected))
+                yield session
+
+    monkeypatch.setattr(diagnosis, "DoorConnection", Watched)
+    assert found(invitation, tmp_path)["session"].is_fine
+    assert seen == [[]]
+    assert stat.S_IMODE(home.folder.stat().st_mode) == 0o755
+    assert sorted(home.folder.iterdir()) == there
+
+
+def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path) -> None:
+    """Here a file in its place."""
+    (tmp_path / "home").write_text("in the way")
+    finding = found(invitation, tmp_path)["disk"]
+    assert not finding.is_fine
+    assert "is a file" in finding.message
+
+
+def test_the_clock_is_named_once(invitation: Path, tmp_path: Path) -> None:
+    """Though both addresses show it; control: their certificates are two findings."""
+    findings = diagnose(invitation, home=tmp_path / "home", trainer=None)
+    names = [finding.name for finding in findings]
+    assert names.count("clock") == 1
+    assert names.count("door TLS") == names.count("enrolment TLS") == 1
+
+
+def test_keys_that_are_to_be_replaced_are_not_tried(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    """A client that was revoked has a new invitation; control: without it they are."""
+    invitation = coordinator.invite("laptop")
+    enrolled(invitation, tmp_path)
+    coordinator.revoke("laptop")
+    assert "session" in found(invitation, tmp_path)
+    findings = found(coordinator.invite("laptop"), tmp_path)
+    assert "will be anew" in findings["invitation"].message
+    assert "session" not in findings
+
+
 def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     """In the coordinator's words."""
     invitation = coordinator.invite("laptop")
@@ -196,3 +258,38 @@ def test_data_that_is_not_there_is_found(
     finding = found(invitation, tmp_path, trainer=f"{file}:Trainer")["data"]
     assert not finding.is_fine
     assert words in finding.message
+
+
+TORCH_SOURCE = """import os
+import torch
+from torch import nn
+from fedlearn.client import TorchTrainer
+
+def narrow():
+    return TorchTrainer.of(lambda: nn.Linear(64, 2), torch.zeros(9, 63), torch.zeros(9).long())
+
+def fits():
+    return TorchTrainer.of(lambda: nn.Linear(64, 2), torch.zeros(9, 64), torch.zeros(9).long())
+
+def unset():
+    return os.environ["FEDLEARN_NO_SUCH_VARIABLE"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("narrow", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("fits", None),
+        ("unset", "trainer.py:13, in unset: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; mend"),
+    ],
+)
+def test_data_that_the_model_does_not_take_are_found(
+    invitation: Path, tmp_path: Path, name: str, words: str | None
+) -> None:
+    """As is a trainer that cannot be made: by its line, and nothing is raised."""
+    file = tmp_path / "trainer.py"
+    file.write_text(TORCH_SOURCE)
+    finding = found(invitation, tmp_path, trainer=f"{file}:{name}")["data"]
+    assert finding.is_fine == (words is None)
+    assert (words or "has 9 examples") in finding.message

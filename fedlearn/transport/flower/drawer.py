@@ -7,7 +7,8 @@ With ``identity="/path"`` in the node's configuration::
                      take part under another one
     pins.json        the identity keys of other clients, as the client has pinned them
     lock             held while a message is answered
-    state/<run_id>   what trainer and sessions keep of a run
+    state/<run_id>   what trainer and sessions keep of a run, until somebody removes it: a SuperNode
+                     may have several runs at once, and does not say which of them are over
 
 Without a folder everything lies in Flower's ``Context.state``, in the memory of the SuperNode.
 

@@ -1,5 +1,8 @@
 """What is known of a device, and what must hold before it trains."""
 
+import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -124,6 +127,44 @@ def test_a_device_is_idle_while_others_use_little_of_its_processors(
     assert seen[1:6] == [True] * 5
     assert seen[17] is False
     assert seen[-1] is True
+
+
+#: Starts a process that uses half a second of a processor, and tells; both wait then.
+WORKER = """
+import os
+while os.times().user < 0.5:
+    pass
+print("done", flush=True)
+input()
+"""
+LOADER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER!r}])"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_own: bool,  # noqa: FBT001 - a case
+) -> None:
+    """Those that load its data, and theirs; control: as much used by others."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    clock, file = VirtualClock(), tmp_path / "stat"
+    device = Device(clock, processor_times=file)
+    file.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    device.facts()
+    clock.sleep(1.0)
+    file.write_text(f"cpu  {os.sysconf('SC_CLK_TCK') // 2} 0 0 0 0 0 0 0 0 0\n")
+    if not is_own:
+        assert device.facts().idle is False
+        return
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        assert device.facts().idle is True
+        process.stdin.write("\n")
 
 
 def test_probes_are_asked_and_may_not_know() -> None:

@@ -95,6 +95,20 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         (*FINISHED, Offered(task())),
         [*SENT, Deliver(held(), is_asked_again=True)],
     ),
+    "a task that is offered again while its last batch runs is answered once": (
+        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), answered(), Kept(held())),
+        [
+            *STARTED,
+            CallOff(key(), "conditions"),
+            Disconnect(),
+            Keep(answered()),
+            Deliver(held()),
+        ],
+    ),
+    "a task that is offered again while its last batch runs goes on if that was the end": (
+        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended(key())),
+        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Start(task())],
+    ),
     "a reply waits for the next session": (
         (*WORKING, Disconnected(), answered(), Kept(held()), HELLO),
         SENT,

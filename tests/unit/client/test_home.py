@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import stat
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlearn.client import home as home_module
 from fedlearn.client.home import Home
 from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
 from fedlearn.core.messages import ClientId
@@ -58,6 +60,55 @@ def test_consent_is_off_until_it_is_given_and_survives(home: Home) -> None:
     assert not Home(home.folder).has_consent()
 
 
+def test_consent_ends_on_a_full_disk(home: Home) -> None:
+    """Which takes no word, but lets one go; control: nobody can agree there."""
+    home.set_consent(granted=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        home.set_consent(granted=False)
+        with pytest.raises(DeploymentError, match="free some space"):
+            home.set_consent(granted=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not home.has_consent()
+
+
+@pytest.mark.parametrize("consent", ["revoked", None])
+def test_who_agrees_again_does_not_agree_to_what_a_revocation_has_left(
+    home: Home, consent: str | None
+) -> None:
+    """It was cut short before it could erase; control: who agrees already loses nothing."""
+    home.set_consent(granted=True)
+    for again in (True, False):
+        home.open_task(task(1))
+        home.hold(task(), reply=b"reply", state=b"state")
+        if not again:
+            home.set_consent(granted=False)
+            if consent is None:
+                (home.folder / "consent").unlink()
+        home.set_consent(granted=True)
+        assert (home.recover() is not None) is again
+        assert home.state("run") == (b"state" if again else b"")
+    assert home.has_consent()
+
+
+def test_who_agrees_again_waits_for_the_process_that_was_told_to_end(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could still write what was to be erased; while it does not end there is no consent."""
+    monkeypatch.setattr(home_module, "_REVOKED_S", 0.0)
+    home.set_consent(granted=True)
+    with home.locked():
+        home.set_consent(granted=True)
+        home.set_consent(granted=False)
+        with pytest.raises(DeploymentError, match="in use by another"):
+            home.set_consent(granted=True)
+    assert not home.has_consent()
+    home.set_consent(granted=True)
+    assert home.has_consent()
+
+
 def test_the_folder_is_private(home: Home) -> None:
     """Nobody else reads a model trained on somebody's data."""
     home.set_consent(granted=True)
@@ -75,6 +126,30 @@ def test_one_process_works_in_a_folder(home: Home) -> None:
         pass
     with home.locked():
         pass
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> None:
+    """As a trainer's worker would; control: that it lets go takes nothing from its parent."""
+    (told, tells), (waited, ends) = os.pipe(), os.pipe()
+    with home.locked():
+        assert home.is_in_use()
+        child = os.fork()
+        if child == 0:
+            os.close(ends)
+            os.write(tells, b"x")
+            os.read(waited, 1)
+            os._exit(0)
+        os.read(told, 1)
+        assert home.is_in_use()
+    try:
+        assert not home.is_in_use()
+        with home.locked():
+            pass
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+        for each in (told, tells, waited):
+            os.close(each)
 
 
 def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
@@ -156,6 +231,40 @@ def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
     assert home.state("run") == b"2"
 
 
+def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
+    """That of the present one stays."""
+    home.forget_other_runs("run")
+    home.hold(task(), reply=b"reply", state=b"state")
+    home.forget_other_runs("run")
+    assert home.state("run") == b"state"
+    home.forget_other_runs("next")
+    assert home.state("run") == b""
+
+
+def half_written(folder: Path, name: str) -> Path:
+    """Leave what a process leaves that is killed while it writes a file."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f".{name}.{'0123456789abcdef'}.tmp"
+    path.write_bytes(b"keys, perhaps")
+    return path
+
+
+def test_what_a_killed_process_has_half_written_is_removed(home: Home) -> None:
+    """Control: what others may be writing now, and what is not ours, stays."""
+    home.open_task(task())
+    ours = [
+        half_written(home.folder, "pins.json"),
+        half_written(home.folder, "tasks.json"),
+        half_written(home.folder / "identity.new", "identity.pem"),
+        half_written(home.folder / "identity", "enrolment.json"),
+        half_written(home.folder / "task", "checkpoint"),
+    ]
+    others = [half_written(home.folder, "consent"), home.folder / ".notes.tmp"]
+    others[1].write_text("somebody's")
+    home.recover()
+    assert [path.exists() for path in (*ours, *others)] == [False] * 5 + [True] * 2
+
+
 class Killed(BaseException):
     """Stands for the end of the process at this instruction."""
 
@@ -233,17 +342,81 @@ def test_erasing_keeps_identity_and_consent(home: Home) -> None:
     home.hold(task(), reply=b"reply", state=b"state")
     home.erase()
     assert sorted(path.name for path in home.folder.iterdir()) == ["consent", "identity"]
+    half_written(home.folder, "consent")
     home.forget()
     assert not home.folder.exists()
 
 
+def test_what_others_keep_in_the_folder_is_not_forgotten(home: Home) -> None:
+    """An application may have named its own folder."""
+    home.set_consent(granted=True)
+    home.coming_identity()
+    (home.folder / "letters").mkdir()
+    (home.folder / "letters" / "first.txt").write_text("precious")
+    home.forget()
+    assert [path.name for path in home.folder.rglob("*")] == ["letters", "first.txt"]
+
+
+def test_what_cannot_be_erased_is_said_and_the_rest_is_gone(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user was promised that nothing stays."""
+    home.open_task(task(1))
+    held = home.hold(task(), reply=b"reply", state=b"state")
+    home.open_task(task(1))
+    remove = shutil.rmtree
+
+    def remove_unless_spool(path: Path) -> None:
+        if path.name == "spool":
+            raise PermissionError(13, "Permission denied")
+        remove(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_unless_spool)
+        with pytest.raises(DeploymentError, match=r"cannot remove .*spool: Permission denied"):
+            home.erase()
+    assert sorted(path.name for path in home.folder.iterdir()) == ["spool"]
+    home.erase()
+    assert not held.path.exists()
+
+
+def count(home: Home, round_num: int, now_unix_s: float) -> None:
+    """Train in a round, whatever comes of it."""
+    home.open_task(task(round_num))
+    home.count_task(now_unix_s)
+    home.close_task()
+
+
 def test_trainings_of_the_last_day_are_counted(home: Home) -> None:
     """Older ones are not."""
-    home.set_consent(granted=True)
-    for now_unix_s in (0.0, 50_000.0, 80_000.0):
-        home.count_task(now_unix_s)
+    for round_num, now_unix_s in enumerate((0.0, 50_000.0, 80_000.0)):
+        count(home, round_num, now_unix_s)
     assert home.num_tasks_today(80_000.0) == 3
     assert home.num_tasks_today(90_000.0) == 2
+
+
+def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> None:
+    """And not against itself when it goes on; control: begun anew, it counts anew."""
+    for now_unix_s in (1000.0, 2000.0):
+        home.open_task(task())
+        assert home.num_tasks_today(now_unix_s) == 0
+        home.count_task(now_unix_s)
+    (home.folder / "tasks.json").unlink()  # as if it was killed before this was written
+    home.count_task(2500.0)
+    home.open_task(task(1))
+    assert home.num_tasks_today(3000.0) == 1
+    home.count_task(3000.0)
+    home.open_task(task())
+    assert home.num_tasks_today(3000.0) == 2
+
+
+def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home) -> None:
+    """Control: one that was set back by a minute does not make it forget."""
+    year_s = 365 * 86_400.0
+    count(home, 0, 10 * year_s)
+    assert home.num_tasks_today(2 * year_s) == 0
+    count(home, 1, 2 * year_s)
+    assert home.num_tasks_today(2 * year_s - 60.0) == 1
 
 
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:

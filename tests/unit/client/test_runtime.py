@@ -105,7 +105,14 @@ class ScriptedDoor:
     def push(self, **what: Any) -> None:  # Any: one of the kinds of messages
         self._pushed.put(wire_pb2.FromCoordinator(**what))
 
-    def offer(self, request: Request, *, round_num: int = 0, inline: bool = True) -> bytes:
+    def offer(
+        self,
+        request: Request,
+        *,
+        round_num: int = 0,
+        inline: bool = True,
+        max_reply_bytes: int = 1 << 24,
+    ) -> bytes:
         """Push a task; returns the SHA-256 of its request."""
         data = encode(request)
         digest = digest_of(data)
@@ -116,7 +123,7 @@ class ScriptedDoor:
             num_bytes=len(data),
             data=data if inline else b"",
             remaining_s=60.0,
-            max_reply_bytes=1 << 24,
+            max_reply_bytes=max_reply_bytes,
             max_inline_bytes=wire.MAX_INLINE_BYTES,
         )
         self.push(task=task)
@@ -244,6 +251,13 @@ class Quick:
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         return LocalEvaluation(num_examples=1, metrics={"loss": 1.0})
+
+
+class Broken(Quick):
+    """Fails as a trainer of another model does."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        raise KeyError("0.weight")
 
 
 class Client:
@@ -410,6 +424,50 @@ def test_an_evaluation_leaves_the_state_alone(home: Home, door: ScriptedDoor) ->
         door.offer(EVALUATE)
         assert isinstance(decode(door.hear("result").data), EvaluateReply)
     assert home.state("run") == b""
+
+
+def test_an_evaluation_is_told_as_one_of_the_round_before_it(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """The model after the fifth round, whose index is 4; before the first there is none."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(EVALUATE, round_num=5)
+        assert running.wait_for(EventKind.EVALUATING).round_num == 4
+        assert running.wait_for(EventKind.UPLOADING).round_num == 4
+        door.settle(EVALUATE, round_num=5)
+        assert running.wait_for(EventKind.ACCEPTED).round_num == 4
+        door.offer(EVALUATE, round_num=0)
+        assert running.wait_for(EventKind.EVALUATING).round_num is None
+        assert EventKind.TRAINING not in {event.kind for event in running.others()}
+
+
+@pytest.mark.parametrize("breaks", ["trainer", "policy", "size"])
+def test_a_failure_is_told_with_its_round_and_counts_for_nothing(
+    home: Home, door: ScriptedDoor, breaks: str
+) -> None:
+    """The coordinator takes it as it takes a result; control: the evaluation after it."""
+    request = train_request(epochs=9)
+    trainer = Broken() if breaks == "trainer" else Quick()
+    policy = Policy(max_epochs=1 if breaks == "policy" else 9)
+    with client(home, trainer, policy=policy) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request, round_num=2, max_reply_bytes=10 if breaks == "size" else 1 << 24)
+        kind = EventKind.POLICY if breaks == "policy" else EventKind.FAILED
+        told = running.wait_for(kind)
+        assert told.round_num == 2
+        if breaks == "trainer":
+            assert told.message.startswith(f"{__file__}:")
+            assert told.message.endswith("in train: KeyError: '0.weight'")
+        assert isinstance(decode(door.hear("result").data), Failure)
+        door.settle(request, round_num=2)
+        door.offer(EVALUATE, round_num=9)
+        door.hear("result")
+        door.settle(EVALUATE, round_num=9)
+        assert running.wait_for(EventKind.ACCEPTED).round_num == 8, "the first that counts"
+    replies = {EventKind.UPLOADING, EventKind.ACCEPTED}
+    passed = [event for event in running.others() if event.kind in replies]
+    assert [event.kind for event in passed] == [EventKind.UPLOADING], "of the evaluation alone"
 
 
 def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
@@ -717,7 +775,7 @@ def test_what_is_below_the_floor_is_refused_by_name(
     assert not [each for each in logs if each["event"] == "request_failed"]
     words = f"`{rule.name}`: asked {rule.asked}, allowed {rule.limit}"
     assert words in told.message
-    assert told.round_num == 7
+    assert told.round_num == (6 if isinstance(rule.request, EvaluateRequest) else 7)
     assert isinstance(reply, Failure)
     assert words in reply.reason
 
@@ -832,6 +890,53 @@ def test_trainings_beyond_the_days_number_are_refused(home: Home, door: Scripted
         assert isinstance(decode(door.hear("result").data), Failure)
 
 
+def test_a_training_that_is_withdrawn_counts(home: Home, door: ScriptedDoor) -> None:
+    """Else a coordinator that withdraws late had the device work all day."""
+    trainer = Stepper()
+    with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        trainer.begun.get(timeout=WAIT_S)
+        door.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="round closed"))
+        running.wait_for(EventKind.CANCELLED)
+        door.offer(train_request(), round_num=1)
+        assert "`max_tasks_per_day`" in running.wait_for(EventKind.POLICY).message
+
+
+def test_a_training_that_goes_on_is_not_refused_for_having_begun(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """It counts once; control: the next one is refused."""
+    trainer = Stepper()
+    with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        trainer.begun.get(timeout=WAIT_S)
+    trainer.num_steps = 1
+    trainer.is_free.set()
+    with client(home, trainer, policy=Policy(max_tasks_per_day=1)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+        door.offer(train_request(), round_num=1)
+        assert isinstance(decode(door.hear("result").data), Failure)
+
+
+def test_what_is_remembered_of_a_run_goes_with_the_next_run(home: Home, door: ScriptedDoor) -> None:
+    """It says something of the user; control: it stays for the same run."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(train_request())
+        door.hear("result")
+        door.end_session()
+        running.wait_for(EventKind.CONNECTED)
+        assert finished(home) == 1
+        door.run_id = "next"
+        door.end_session()
+        running.wait_for(EventKind.CONNECTED)
+        assert home.state("run") == b""
+
+
 def test_a_reply_that_is_too_large_is_a_failure(home: Home, door: ScriptedDoor) -> None:
     """It is not sent; the state stays as it was."""
     data = encode(train_request())
@@ -907,6 +1012,7 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoo
         reply = decode(door.hear("result").data)
         assert isinstance(reply, Failure)
         assert "crashed 3 times" in reply.reason
+        assert running.wait_for(EventKind.FAILED).message == reply.reason
 
 
 def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import safetensors.torch
+import structlog
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.errors import Cancelled
+from fedlearn.errors import Cancelled, ModelMismatch
 
 MODEL = {"w": torch.tensor([1.0, 2.0])}
 
@@ -128,6 +129,47 @@ def test_an_error_in_user_code_leaves_as_the_name_of_its_type(
     assert b"Alice" not in reply
     assert b"42" not in reply
     assert state == before
+
+
+@dataclass(frozen=True)
+class Raising:
+    """A trainer that fails in a way of its own, beside a value that is nobody's business."""
+
+    error: Exception
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        patient = "ecilA"[::-1]
+        raise self.error if patient else AssertionError
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        raise self.error
+
+
+def test_a_failure_is_told_and_logged_on_this_device_with_its_place() -> None:
+    """File, line, type and words; the traceback without the values of variables."""
+    told: list[str] = []
+    client = ClientSession(ClientId(5), Raising(KeyError("0.weight")), on_failure=told.append)
+    with structlog.testing.capture_logs() as logs:
+        reply, _ = client.handle(train_request(), b"")
+    assert decode(reply) == Failure("KeyError")
+    (words,) = told
+    assert words.startswith(f"{__file__}:")
+    assert words.endswith(", in train: KeyError: '0.weight'")
+    (line,) = [each for each in logs if each["event"] == "request_failed"]
+    assert "raise self.error" in line["exception"]
+    assert "Alice" not in line["exception"]
+
+
+def test_another_model_is_named_to_the_coordinator() -> None:
+    """Names and shapes are no data."""
+    error = ModelMismatch(theirs={"0.weight": (128, 64)}, mine={"weight": (10, 64)})
+    with structlog.testing.capture_logs() as logs:
+        reply = decode(ClientSession(ClientId(5), Raising(error)).handle(train_request(), b"")[0])
+    assert reply == Failure(
+        "the coordinator's model has 0.weight [128, 64], this trainer's has weight [10, 64]; "
+        "use the same model on both sides"
+    )
+    assert "exception" not in logs[0], "its words say it all"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The trainer that comes with the framework."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from fedlearn.client.trainer import TrainContext
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import DataError
+from fedlearn.errors import DataError, ModelMismatch
 
 LOCAL = LocalSgd(
     epochs=2, batch_size=None, learning_rate=0.1, momentum=0.9, shuffle=False, keep_momentum=True
@@ -124,8 +126,47 @@ def test_a_client_without_examples_is_an_error(num_features: int, num_labels: in
         trainer_on(examples(9)[0][:num_features], examples(9)[1][:num_labels])
 
 
-def test_a_missing_tensor_is_an_error() -> None:
-    """The session turns it into a failure."""
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"weight": (3, 5)}, "has no such tensor, this trainer's has bias [3]; use the same"),
+        ({"weight": (3, 5), "bias": (1,)}, "has bias [1], this trainer's has bias [3]"),
+        (
+            {"0.weight": (9, 5), "0.bias": (9,), "2.weight": (3, 9)},
+            "has 0.weight [9, 5] (and 2 more), this trainer's has weight [3, 5] (and 1 more)",
+        ),
+        (
+            {"weight": (3, 5), "bias": (3,), "2.weight": (3, 9)},
+            "has 2.weight [3, 9], this trainer's has no such tensor",
+        ),
+    ],
+    ids=["missing", "would be broadcast", "other names", "one more"],
+)
+def test_another_model_is_refused_before_it_is_loaded(
+    tensors: dict[str, tuple[int, ...]], words: str
+) -> None:
+    """With names and shapes of both; control: the trainer's own model is taken."""
     trainer = trainer_on(*examples(6))
-    with pytest.raises(KeyError, match="bias"):
-        trainer.train({"weight": torch.zeros(3, 5)}, context=context())
+    others = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    with pytest.raises(ModelMismatch, match=re.escape(words)):
+        trainer.train(others, context=context())
+    with pytest.raises(ModelMismatch, match=re.escape(words)):
+        trainer.evaluate(others)
+    own = {"weight": torch.zeros(3, 5), "bias": torch.zeros(3)}
+    assert trainer.evaluate({**own, "count": torch.tensor(1)}).num_examples == 6
+
+
+@pytest.mark.parametrize(
+    ("num_features", "label", "error"), [(4, 2, RuntimeError), (5, 3, IndexError), (5, 2, None)]
+)
+@pytest.mark.parametrize("is_test", [False, True])
+def test_what_does_not_go_through_the_model_is_found_without_weights(
+    num_features: int, label: int, error: type[Exception] | None, *, is_test: bool
+) -> None:
+    """Features of another width, labels the model has no output for; the last is the control."""
+    bad = torch.zeros(8, num_features, dtype=torch.float64), torch.full((8,), label)
+    fine = examples(6)
+    data, test = (fine, bad) if is_test else (bad, fine)
+    trainer = TorchTrainer.of(make_model, *data, test=test, device="cpu")
+    with nullcontext() if error is None else pytest.raises(error):
+        trainer.try_out()

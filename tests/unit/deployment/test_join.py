@@ -45,6 +45,26 @@ def test_the_file_is_looked_at_before_the_network(tmp_path: Path, text: str, lin
     assert "door TLS" in out.getvalue()
 
 
+@pytest.mark.usefixtures("own_path")
+def test_a_trainer_beside_the_user_is_found_before_joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is by joining; one that is nowhere is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("fedlearn_test_beside.py").write_text(TRAINER)
+    out = io.StringIO()
+    with FakeCoordinator() as coordinator:
+        invitation = coordinator.invite("clinic-a")
+
+        def check(task: str) -> None:
+            check_before(invitation, task=task, home=tmp_path / "home", config=None, out=out)
+
+        check("fedlearn_test_beside:trainer")
+        with pytest.raises(DeploymentError, match="cannot take part yet: data;"):
+            check("fedlearn_test_nowhere:trainer")
+    assert "there is no module fedlearn_test_nowhere" in out.getvalue()
+
+
 def test_without_a_file_nothing_is_said_of_it(tmp_path: Path) -> None:
     """The defaults are fine."""
     out = io.StringIO()

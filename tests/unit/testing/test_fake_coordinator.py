@@ -120,6 +120,15 @@ def test_a_client_that_is_not_eligible_is_not_asked() -> None:
         asyncio.run(waits(coordinator))
 
 
+def test_asking_nobody_is_an_error() -> None:
+    """Not an answer without replies, in which a test would look for a client."""
+    with FakeCoordinator() as coordinator:
+        with pytest.raises(DeploymentError, match="no client is connected; call `wait_for`"):
+            coordinator.train(network(), SETTINGS)
+        with pytest.raises(DeploymentError, match="no client is connected"):
+            coordinator.evaluate(network())
+
+
 def test_nothing_is_left_behind() -> None:
     """Neither the folder nor the ports."""
     with FakeCoordinator() as coordinator:

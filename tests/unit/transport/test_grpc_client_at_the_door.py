@@ -85,6 +85,33 @@ def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
+def test_a_client_that_only_looks_is_welcomed_and_not_asked(
+    door: Door, authority: Authority, registry: MemoryRegistry
+) -> None:
+    """Control: the same client without the word may be asked."""
+    invitation, identity = invited(door, authority, registry), Identity.create()
+    channel = door.channel()
+
+    async def test() -> None:
+        certificate_pem, client_id = await enrol(door.enrolment_address, invitation, identity)
+        credentials = Credentials(
+            ca_pem=authority.ca_pem,
+            certificate_pem=certificate_pem,
+            tls_key_pem=identity.tls_key_pem,
+            server_name=invitation.server_name,
+        )
+        look = Hello(protocol=wire.PROTOCOL, software="test", only_looks=True)
+        for hello, may_be_asked in ((look, ()), (HELLO, (client_id,))):
+            async with (
+                DoorConnection(door.address, credentials) as connection,
+                connection.session(hello) as session,
+            ):
+                assert session.welcome.client_id == client_id
+                assert channel.available() == may_be_asked
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
 def test_an_invitation_works_for_one_client_only(
     door: Door, authority: Authority, registry: MemoryRegistry
 ) -> None:
