@@ -1,23 +1,25 @@
 """Taking part from inside an application: starts at once, trains in a process of its own."""
 
+import logging
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
-
-import structlog
+from typing import Any, Self
 
 from fedlearn.client.backoff import Backoff
-from fedlearn.client.conditions import Conditions, Facts, Probes
+from fedlearn.client.callbacks import Caller, LatestFacts
+from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.loading import name_of
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
-from fedlearn.client.process import Exit, TrainingProcess
+from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
 from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
@@ -29,10 +31,9 @@ _STEADY_S = 60.0
 #: Seconds that another process of this client gets to see that there is no consent any more.
 _ALONE_S = 30.0
 
-ParamT = ParamSpec("ParamT")
-ResultT = TypeVar("ResultT")
-
-_log = structlog.get_logger(__name__)
+# In the application's process: what becomes of a line is the application's to say; if it says
+# nothing, warnings and errors go to standard error.
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,10 @@ class Agent:
     """Lets an application's device take part in federated learning.
 
     Nothing connects before :meth:`give_consent`. The training process ends with the
-    application, however that ends, and is started again when it crashes.
+    application, however that ends, and is started again when it crashes. A script starts its
+    agent under ``if __name__ == "__main__":`` if its trainer lies in the same file, which the
+    training process imports. An agent works in the process that has started it: a worker forked
+    from there cannot use it.
 
     Args:
         home: The client's folder: its keys, the user's consent, what it works on.
@@ -72,14 +76,16 @@ class Agent:
         conditions: What must hold before and during training.
         policy: What is refused, whatever the coordinator asks.
         probes: What the application knows of the device.
-        on_progress: Called with each event, one at a time, on a thread of its own.
+        on_progress: Called with each event, one at a time, on a thread of its own; what it
+            raises is reported as of any thread (:func:`threading.excepthook`).
         num_threads: Threads that torch may use.
         niceness: 0 is a program like any other, 19 gives way to all others.
         roster: The operator's list of identity keys, checked with the other users: in secure
             aggregation these clients are believed and no others.
 
     Raises:
-        DeploymentError: The trainer cannot be made in another process.
+        DeploymentError: The trainer cannot be made in another process, or there is no Python
+            to start one with.
 
     Example:
         ::
@@ -115,22 +121,27 @@ class Agent:
             niceness=niceness,
             roster=None if roster is None else Path(roster).expanduser().resolve(),
         )
+        self._python = interpreter()
         self._probes, self._on_progress = probes, on_progress
         self._status = AgentStatus()
         self._changed = threading.Condition()
-        self._is_stopping = self._is_hopeless = False
+        self._is_stopping = self._is_hopeless = self._is_revoked = False
         self._child: TrainingProcess | None = None
         self._thread: threading.Thread | None = None
-        # Of the application's code, each on a thread of its own: it may fail, or take its time.
-        self._callbacks = ThreadPoolExecutor(1, thread_name_prefix="fedlearn-progress")
-        self._polls = ThreadPoolExecutor(1, thread_name_prefix="fedlearn-probes")
-        self._poll: Future[Facts] | None = None
+        self._pid: int | None = None  # of the process that has started it
 
     def start(self) -> None:
-        """Begin in the background; returns at once. An agent that runs goes on."""
+        """Begin in the background; returns at once. An agent that runs goes on.
+
+        Raises:
+            DeploymentError: This is the training process, which has imported the application's
+                script, or a process forked from that in which the agent was started.
+        """
+        self._require_own_process()
         with self._changed:
-            if self._thread is not None:
+            if self._thread is not None and self._thread.is_alive():
                 return
+            self._pid = os.getpid()
             self._is_stopping = self._is_hopeless = False
             # It ends with the application, and the training process with its socket.
             self._thread = threading.Thread(
@@ -139,7 +150,12 @@ class Agent:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the training process at its next batch; what it has done so far is kept."""
+        """End the training process at its next batch; what it has done so far is kept.
+
+        In a forked process there is none to end.
+        """
+        if self._is_forked():
+            return
         with self._changed:
             thread, self._is_stopping = self._thread, True
             self._changed.notify_all()
@@ -147,17 +163,19 @@ class Agent:
             return
         self._end_child()
         thread.join()
-        self._thread = None
+        self._thread = self._pid = None
 
     def give_consent(self) -> None:
         """Note that the user agrees; an agent that was started connects now.
 
         Raises:
-            DeploymentError: It cannot be written.
+            DeploymentError: It cannot be written, what an earlier revocation has left cannot be
+                erased, or the process is a wrong one, as for :meth:`start`.
         """
+        self._require_own_process()
         self._home.set_consent(granted=True)
         with self._changed:
-            self._is_hopeless = False
+            self._is_hopeless = self._is_revoked = False
             self._changed.notify_all()
 
     def revoke_consent(self) -> None:
@@ -167,13 +185,19 @@ class Agent:
         If the application dies inside this, the next start erases the rest.
 
         Raises:
-            DeploymentError: It cannot be written, or another process works in the folder and
-                does not end.
+            DeploymentError: It cannot be written, which this agent obeys all the same; another
+                process works in the folder and does not end; something cannot be erased; or
+                the process is a wrong one, as for :meth:`start`.
         """
-        self._home.set_consent(granted=False)
-        self._end_child()
-        with self._home.locked(timeout_s=_ALONE_S):
-            self._home.erase()
+        self._require_own_process()
+        with self._changed:
+            self._is_revoked = True
+        try:
+            self._home.set_consent(granted=False)
+        finally:
+            self._end_child()
+            with self._home.locked(timeout_s=_ALONE_S):
+                self._home.erase()
 
     def forget(self) -> None:
         """Revoke consent and remove everything, keys included.
@@ -186,9 +210,14 @@ class Agent:
             self._home.forget()
 
     def status(self) -> AgentStatus:
-        """Return where the agent stands."""
+        """Return where the agent stands.
+
+        Raises:
+            DeploymentError: The process is a wrong one, as for :meth:`start`.
+        """
+        self._require_own_process()
         with self._changed:
-            return replace(self._status, has_consent=self._home.has_consent())
+            return replace(self._status, has_consent=self._has_consent())
 
     def __enter__(self) -> Self:
         self.start()
@@ -202,32 +231,57 @@ class Agent:
     ) -> None:
         self.stop()
 
+    def _is_forked(self) -> bool:
+        """Return whether threads, locks and training process are those of another process."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    def _require_own_process(self) -> None:
+        if is_training_process():
+            raise DeploymentError(
+                "this is the training process, which has imported the file that the trainer lies "
+                "in; put what starts the agent under `if __name__ == '__main__':`, or the trainer "
+                "into a file of its own"
+            )
+        if self._is_forked():
+            raise DeploymentError(
+                f"this agent was started in process {self._pid}, and process {os.getpid()} is "
+                "forked from there; use it there, or start it only after the fork, in one of the "
+                "workers"
+            )
+
+    def _has_consent(self) -> bool:
+        """Return whether the user agrees, as far as that can be read."""
+        try:
+            return not self._is_revoked and self._home.has_consent()
+        except (OSError, UnicodeDecodeError) as error:
+            _log.error("the user's consent cannot be read, so there is none: %s", error)
+            return False
+
     # The supervising thread
 
     def _supervise(self) -> None:
-        backoff, clock = Backoff(), SystemClock()
-        if not self._home.has_consent():
+        if not self._has_consent():
             self._erase_leftovers()
-        while self._wait_until_wanted():
-            begin_s = clock.now_s()
-            code = self._run_child()
-            if clock.now_s() - begin_s > _STEADY_S:
-                backoff.reset()
-            if code == Exit.STOPPED or self._is_stopping or not self._home.has_consent():
-                continue
-            if code == Exit.HOPELESS:
-                self._is_hopeless = True  # its last event says what to do
-                continue
-            _log.error("training_process_crashed", exit_code=code)
-            self._hear(AgentEvent(kind=EventKind.CRASHED, message=f"exit code {code}"))
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_stopping, timeout=backoff.next_s())
+        backoff, clock = Backoff(), SystemClock()
+        with _caller("fedlearn-progress") as progress, _caller("fedlearn-probes") as asking:
+            facts = LatestFacts(self._probes, caller=asking, clock=clock)
+            while self._wait_until_wanted():
+                begin_s = clock.now_s()
+                crash = self._run_child(facts, progress)
+                if clock.now_s() - begin_s > _STEADY_S:
+                    backoff.reset()
+                if crash is None or self._is_stopping or not self._has_consent():
+                    continue
+                _log.error("the training process has ended: %s", crash)
+                self._hear(AgentEvent(kind=EventKind.CRASHED, message=crash), progress)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_stopping, timeout=backoff.next_s())
 
     def _wait_until_wanted(self) -> bool:
         """Return once a child is wanted; false: the agent stops."""
         with self._changed:
             while not self._is_stopping:
-                if not self._is_hopeless and self._home.has_consent():
+                if not self._is_hopeless and self._has_consent():
                     return True
                 self._changed.wait()
         return False
@@ -240,30 +294,39 @@ class Agent:
             with self._home.locked(timeout_s=_ALONE_S):
                 self._home.erase()
         except DeploymentError as error:
-            _log.error("local_state_not_erased", error=str(error))
+            _log.error("local state is not erased: %s", error)
 
-    def _run_child(self) -> int:
-        """Run one training process to its end; returns its exit code."""
+    def _run_child(self, facts: LatestFacts, progress: Caller) -> str | None:
+        """Run one training process to its end.
+
+        Returns:
+            What it ended of; ``None``: it was asked to, or has said that to go on is no use.
+        """
         try:
-            child = TrainingProcess.start(self._options)
+            child = TrainingProcess.start(self._options, python=self._python)
         except OSError as error:
-            _log.error("training_process_not_started", error=str(error))
-            return Exit.NOT_STARTED
+            return f"it cannot be started: {error}"
         self._update(is_running=True, pid=child.process.pid)
         with self._changed:
             self._child = child
-        if self._is_stopping or not self._home.has_consent():
+        if self._is_stopping or not self._has_consent():
             child.ask_to_stop()
+        is_final, words = False, ""
         try:
-            for event in child.events(self._facts):
-                self._hear(event)
-            return child.process.wait()
+            for event in child.events(facts.now):
+                if event.kind is EventKind.CRASHED:
+                    words = f": {event.message}"  # told with the exit code
+                    continue
+                is_final = is_final or event.is_final
+                self._hear(event, progress)
+            code = child.process.wait()
         finally:
             child.close()
             with self._changed:
                 self._child = None
                 self._changed.notify_all()
             self._update(is_running=False, pid=None, is_connected=False)
+        return None if is_final or child.was_asked_to_stop else f"exit code {code}{words}"
 
     def _end_child(self) -> None:
         """Return when there is no child any more."""
@@ -276,7 +339,7 @@ class Agent:
             self._child.process.kill()
             self._changed.wait_for(lambda: self._child is None, timeout=_STOP_S)
 
-    def _hear(self, event: AgentEvent) -> None:
+    def _hear(self, event: AgentEvent, progress: Caller) -> None:
         if event.kind is not EventKind.PROGRESS:
             self._update(last=event)
         if event.kind is EventKind.ACCEPTED:
@@ -285,39 +348,22 @@ class Agent:
             self._update(is_connected=True)
         if event.kind is EventKind.DISCONNECTED:
             self._update(is_connected=False)
+        if event.is_final:
+            with self._changed:
+                self._is_hopeless = True
         if self._on_progress is not None:
-            _call_in(self._callbacks, self._on_progress, event)
-
-    def _facts(self) -> Facts:
-        """Return what the application's probes have found lately; never waits for them."""
-        found = Facts()
-        if self._poll is not None and self._poll.done() and self._poll.exception() is None:
-            found = self._poll.result()
-        if self._poll is None or self._poll.done():
-            self._poll = _call_in(self._polls, self._probes.facts)
-        return found
+            progress.call(partial(self._on_progress, event))
 
     def _update(self, **changes: Any) -> None:  # Any: a value of any field
         with self._changed:
             self._status = replace(self._status, **changes)
 
 
-def _call_in(
-    executor: ThreadPoolExecutor,
-    function: Callable[ParamT, ResultT],
-    *args: ParamT.args,
-    **kwargs: ParamT.kwargs,
-) -> "Future[ResultT] | None":
-    """Call the application's code; its failure is logged, not ours."""
+@contextmanager
+def _caller(name: str) -> Iterator[Caller]:
+    """Call the application's code while the block runs."""
+    caller = Caller(name)
     try:
-        call = executor.submit(function, *args, **kwargs)
-    except RuntimeError:
-        return None  # the interpreter is shutting down
-    call.add_done_callback(_report_failure)
-    return call
-
-
-def _report_failure(call: "Future[Any]") -> None:  # Any: of whatever function
-    error = None if call.cancelled() else call.exception()
-    if error is not None:
-        _log.warning("callback_failed", error=repr(error))
+        yield caller
+    finally:
+        caller.close()

@@ -8,10 +8,13 @@ application is gone, and so is this process. SIGTERM ends it at the next batch.
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 from dataclasses import asdict
+from types import TracebackType
 
 import structlog
 
@@ -19,12 +22,14 @@ from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.process import Exit
 from fedlearn.client.runtime import Runtime, make_runtime
-from fedlearn.errors import DeploymentError, EnrolmentRefused
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 
 #: Seconds that the process of an application that has died may take to end.
 _PREDECESSOR_S = 15.0
+#: Seconds that this process gets to end in order when its application has gone.
+_END_S = 12.0
 
 
 class _Application:
@@ -33,6 +38,18 @@ class _Application:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._writer: asyncio.StreamWriter | None = None
+        # It must come to its end with this process, whatever the trainer starts or forks.
+        link.set_inheritable(False)
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def _let_go(self) -> None:
+        """Be a worker of the trainer's: one that ends when it is told to, as at our exit.
+
+        The event loop's handler would keep it alive, and tell the loop instead.
+        """
+        self._link.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def tell(self, event: AgentEvent) -> None:
         """Send one event; an application that has gone does not hear it."""
@@ -44,6 +61,33 @@ class _Application:
             self._link.sendall(line)
         except OSError:
             return
+
+    def tell_end(self, error: FedlearnError) -> None:
+        """Say why this process ends: it would end so again."""
+        self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
+
+    def tell_crash(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Say what this process ends of, without the words: they may tell of the data."""
+        self.tell(AgentEvent(kind=EventKind.CRASHED, message=kind.__name__))
+        sys.__excepthook__(kind, error, trace)
+
+    def watch(self) -> None:
+        """End this process when the application goes, in order if there is one; on a thread."""
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(self._link, 0)  # that the other end is closed is always told
+            poll.poll()
+            if self._writer is not None:  # it is heard there, too
+                SystemClock().sleep(_END_S)
+            os._exit(0)
+
+        threading.Thread(target=wait, name="fedlearn-watch", daemon=True).start()
 
     async def listen(self, runtime: Runtime) -> None:
         """Hear what the application knows until it is gone."""
@@ -66,27 +110,31 @@ async def _run(runtime: Runtime, application: _Application) -> bool:
         await asyncio.gather(listening, return_exceptions=True)
 
 
-def main() -> int:
+def main() -> None:
     """Serve one application until it stops or goes away; the argument is the socket's number."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the application
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     application = _Application(socket.socket(fileno=int(sys.argv[1])))
+    application.watch()
+    sys.excepthook = application.tell_crash
     options = RuntimeOptions.from_json(sys.stdin.read())
     try:
         with Home(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # the process of an application that has just died ends within a batch
         runtime = make_runtime(options, on_event=application.tell)
+    except FedlearnError as error:  # the trainer's, perhaps: there is no data
+        application.tell_end(error)
+        return
+    try:
         is_over = asyncio.run(_run(runtime, application))
     except (DeploymentError, EnrolmentRefused) as error:
-        application.tell(AgentEvent(kind=EventKind.FAILED, message=str(error)))
-        return Exit.HOPELESS
+        application.tell_end(error)
+        return
     if not is_over:
-        os._exit(Exit.STOPPED)  # a thread that does not end would keep the process
-    return Exit.STOPPED
+        os._exit(0)  # a thread that does not end would keep the process
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

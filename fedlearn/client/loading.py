@@ -37,12 +37,15 @@ def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
         )
     if module.__name__ != "__main__":
         return f"{module.__name__}:{name}"
-    if module.__file__ is None:
+    if module.__spec__ is not None and module.__spec__.name != "__main__":
+        return f"{module.__spec__.name}:{name}"  # python -m: it may import its neighbours
+    file: str | None = getattr(module, "__file__", None)
+    if file is None:
         raise DeploymentError(
             f"{name} was typed into an interactive session, where the training process cannot "
             'find it; put it into a file and pass "path/file.py:' + name + '"'
         )
-    return f"{Path(module.__file__).resolve()}:{name}"
+    return f"{Path(file).resolve()}:{name}"
 
 
 def make_trainer(name: str) -> LocalTrainer:
@@ -77,8 +80,8 @@ def _module(place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and place.startswith(error.name):
             raise DeploymentError(
-                f"there is no module {place}; check its spelling, and that it is installed or in "
-                "the working directory"
+                f"there is no module {place}; check its spelling, and that it is installed or "
+                "where this program finds its own modules"
             ) from error
         raise
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fedlearn.client.home import Home
 from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
+from fedlearn.errors import DeploymentError
 from fedlearn.testing.fake_coordinator import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
 from fedlearn.transport.identity import Invitation
@@ -38,14 +39,16 @@ MODEL = {"weight": torch.zeros(4)}
 
 #: Trains in steps of a hundredth of a second until a file ``free`` lies beside it.
 SOURCE = """
+import multiprocessing
 import os
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 from fedlearn.client import LocalEvaluation, LocalResult, TorchTrainer
-from fedlearn.errors import Cancelled
+from fedlearn.errors import Cancelled, DataError
 
 HERE = Path(__file__).parent
 
@@ -101,6 +104,28 @@ class Deaf(Trainer):
     def train(self, tensors, *, context):
         (HERE / "begun-at-0").touch()
         time.sleep(3600)
+
+class Prefetching(Trainer):
+    def train(self, tensors, *, context):
+        if not (HERE / "worker").exists():
+            fork = multiprocessing.get_context("fork")
+            worker = fork.Process(target=time.sleep, args=(3600,), daemon=True)
+            worker.start()
+            (HERE / "worker").write_text(str(worker.pid))
+        return super().train(tensors, context=context)
+
+def slow():
+    (HERE / "making").touch()
+    time.sleep(3600)
+
+def exits():
+    sys.exit(0)
+
+def without_data():
+    raise DataError("PART is not set")
+
+def without_library():
+    import no_such_library
 """
 
 
@@ -322,6 +347,47 @@ def test_an_agent_that_is_stopped_and_started_delivers_once(
 
 
 @pytest.mark.slow
+def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """Neither its end from the agent nor the folder from the next."""
+    trainer = f"{application.trainer}:Prefetching"
+    with taking_part(application, coordinator, trainer=trainer) as agent:
+        with training(coordinator, deadline_s=4 * SHORT_S):
+            application.wait_for(EventKind.PROGRESS)
+            worker = int((application.folder / "worker").read_text())
+            try:
+                os.kill(pid_of(agent), signal.SIGKILL)
+                assert "exit code -9" in application.wait_for(EventKind.CRASHED).message
+                application.wait_for(EventKind.CONNECTED)
+                assert is_alive(worker)
+                agent.revoke_consent()
+            finally:
+                os.kill(worker, signal.SIGKILL)
+        assert not (application.home / "task").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_the_training_process_that_ends_in_order(
+    application: Application, coordinator: FakeCoordinator
+) -> None:
+    """It is told to at the process' exit, which waits for it."""
+    trainer = f"{application.trainer}:Prefetching"
+    with (
+        taking_part(application, coordinator, trainer=trainer) as agent,
+        training(coordinator, deadline_s=SHORT_S),
+    ):
+        application.wait_for(EventKind.PROGRESS)
+        worker = int((application.folder / "worker").read_text())
+        agent.stop()
+        try:
+            assert not is_alive(worker)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_a_task_that_crashes_its_process_ends_as_a_failure(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
@@ -480,8 +546,12 @@ def test_an_offline_client_is_quiet(
     assert "GRPC_VERBOSITY" not in os.environ or verbosity is not None
 
 
-def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
-    """It is logged, and the next event is told as well."""
+def test_a_callback_that_fails_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread reports it, and the next event is told as well."""
+    reported: queue.Queue[threading.ExceptHookArgs] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", reported.put)
     heard: queue.Queue[str] = queue.Queue()
 
     def careless(event: AgentEvent) -> None:
@@ -497,3 +567,161 @@ def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
         assert "no module no.such" in last.message
         agent.give_consent()
         assert heard.get(timeout=WAIT_S)
+    assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
+
+
+def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Application) -> None:
+    """The training process ends and what there is is erased; then the application is told."""
+    home = Home(application.home)
+    home.set_consent(granted=True)
+    with Agent(home.folder, trainer=f"{application.trainer}:slow") as agent:
+        eventually((application.folder / "making").exists)
+        pid, state = pid_of(agent), home.folder / "state"
+        state.mkdir()
+        (home.folder / "consent").unlink()
+        (home.folder / "consent" / "in the way").mkdir(parents=True)
+        with pytest.raises(DeploymentError, match="cannot remove"):
+            agent.revoke_consent()
+        assert not is_alive(pid)
+        assert not state.exists()
+        (home.folder / "consent" / "in the way").rmdir()
+        (home.folder / "consent").rmdir()
+        home.set_consent(granted=True)
+        assert not agent.status().has_consent
+
+
+def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Path) -> None:
+    """The agent waits for it."""
+    consent = tmp_path / "home" / "consent"
+    consent.mkdir(parents=True)
+    heard: queue.Queue[AgentEvent] = queue.Queue()
+    with Agent(tmp_path / "home", trainer="no.such:Trainer", on_progress=heard.put) as agent:
+        assert not agent.status().has_consent
+        consent.rmdir()
+        agent.give_consent()
+        assert "no module no.such" in heard.get(timeout=WAIT_S).message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forks", [False, True])
+def test_an_application_that_is_killed_takes_a_process_with_it_that_still_starts(
+    application: Application, *, forks: bool
+) -> None:
+    """Also where a forked worker of the application lives on; Ctrl-C is for the application."""
+    script = f"""
+import os, time
+from fedlearn.client import Agent
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:slow"!r})
+agent.give_consent()
+agent.start()
+while not agent.status().pid:
+    pass
+worker = os.fork() if {forks} else 0
+if {forks} and not worker:
+    time.sleep(3600)
+print(agent.status().pid, worker, flush=True)
+time.sleep(3600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid, worker = map(int, process.stdout.readline().split())
+        try:
+            assert os.getpgid(pid) != os.getpgid(process.pid)
+            eventually((application.folder / "making").exists)
+            process.kill()
+            eventually(lambda: not is_alive(pid))
+            assert not forks or is_alive(worker)
+        finally:
+            if worker:
+                os.kill(worker, signal.SIGKILL)
+            process.kill()
+
+
+def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
+    """The training process, which imports it, starts no other; nor does it agree in its name."""
+    script = application.folder / "script.py"
+    script.write_text(f"""
+from fedlearn.client import Agent
+class Trainer:
+    def train(self, tensors, *, context): ...
+    def evaluate(self, tensors, *, control): ...
+agent = Agent({str(application.home)!r}, trainer=__file__ + ":Trainer",
+              on_progress=lambda event: print(event.message, flush=True))
+agent.give_consent()
+agent.start()
+input()
+""")
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert "under `if __name__ == '__main__':`" in process.stdout.readline()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_forked_worker_is_told_that_the_agent_is_anothers(application: Application) -> None:
+    """It can neither start it, nor speak for the user, nor end the other's training process."""
+    script = f"""
+import os
+from fedlearn.client import Agent
+from fedlearn.errors import DeploymentError
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:slow"!r})
+agent.give_consent()
+agent.start()
+while not agent.status().pid:
+    pass
+if not os.fork():
+    agent.stop()
+    for use in (agent.start, agent.give_consent, agent.revoke_consent, agent.status):
+        try:
+            use()
+        except DeploymentError as error:
+            print(error, flush=True)
+    os._exit(0)
+os.wait()
+print(agent.status().is_running, flush=True)
+agent.stop()
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    *told, is_running = found.stdout.splitlines()
+    assert len(told) == 4
+    assert all("start it only after the fork" in line for line in told)
+    assert is_running == "True"
+
+
+def test_an_end_that_nobody_asked_for_is_a_crash(
+    application: Application, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the exit code; nothing of it is on the application's standard output."""
+    with Agent(
+        application.home,
+        trainer=f"{application.trainer}:exits",
+        on_progress=application.events.put,
+    ) as agent:
+        agent.give_consent()
+        assert application.wait_for(EventKind.CRASHED).message == "exit code 0"
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [("without_data", "PART is not set"), ("without_library", "ModuleNotFoundError")],
+)
+def test_the_application_hears_why_the_trainer_cannot_be_made(
+    application: Application, trainer: str, words: str
+) -> None:
+    """An error of ours in its words, and it is not tried again; another by its type at least."""
+    with Agent(
+        application.home,
+        trainer=f"{application.trainer}:{trainer}",
+        on_progress=application.events.put,
+    ) as agent:
+        agent.give_consent()
+        event = application.events.get(timeout=WAIT_S)
+        assert words in event.message
+        assert event.is_final or trainer != "without_data"

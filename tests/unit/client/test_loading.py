@@ -1,7 +1,10 @@
 """A trainer's name, and the trainer of a name."""
 
 import functools
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,6 +59,38 @@ def test_what_another_process_cannot_import_is_refused(trainer: Any) -> None:  #
     """At once, not when the process starts."""
     with pytest.raises(DeploymentError, match="top level of a module"):
         name_of(trainer)
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program that runs, with a trainer in it."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    vars(main)["Trainer"] = type("Trainer", (), {"__module__": "__main__"})
+    return main
+
+
+def test_a_trainer_typed_into_a_session_is_refused(main: ModuleType) -> None:
+    """No other process can find it."""
+    with pytest.raises(DeploymentError, match="interactive session"):
+        name_of(main.Trainer)
+
+
+def test_a_trainer_in_a_module_that_is_run_is_found_by_its_name(main: ModuleType) -> None:
+    """By ``python -m``: as a file alone it could not import its neighbours."""
+    main.__file__ = "/app/my_package/app.py"
+    main.__spec__ = ModuleSpec("my_package.app", None)
+    assert name_of(main.Trainer) == "my_package.app:Trainer"
+
+
+def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
+    """A folder that is run has no other name either."""
+    main.__file__ = "/app/app.py"
+    main.__spec__ = None
+    assert name_of(main.Trainer) == "/app/app.py:Trainer"
+    main.__file__ = "/app/__main__.py"
+    main.__spec__ = ModuleSpec("__main__", None)
+    assert name_of(main.Trainer) == "/app/__main__.py:Trainer"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""How a training process is started."""
+
+import multiprocessing
+import multiprocessing.spawn
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client.conditions import Conditions, Facts
+from fedlearn.client.events import EventKind
+from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.policy import Policy
+from fedlearn.client.process import TrainingProcess, interpreter
+from fedlearn.errors import DeploymentError
+
+
+@pytest.fixture
+def _named_again() -> Iterator[None]:
+    """Give multiprocessing its interpreter back."""
+    named = os.fsdecode(multiprocessing.spawn.get_executable())
+    yield
+    multiprocessing.set_executable(named)
+
+
+def test_a_training_process_runs_in_the_applications_python() -> None:
+    """Which is this one."""
+    assert interpreter() == sys.executable
+
+
+@pytest.mark.usefixtures("_named_again")
+@pytest.mark.parametrize(
+    ("program", "is_frozen"), [("/usr/bin/uwsgi", False), ("/app/python", True)]
+)
+def test_an_application_that_is_its_own_interpreter_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, program: str, *, is_frozen: bool
+) -> None:
+    """It would start itself again without end; it may name an interpreter."""
+    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
+    multiprocessing.set_executable(program)
+    with pytest.raises(DeploymentError, match=f"{program}.*multiprocessing.set_executable"):
+        interpreter()
+    multiprocessing.set_executable("/opt/app/bin/python3")
+    assert interpreter() == "/opt/app/bin/python3"
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> RuntimeOptions:
+    """Of a client whose trainer is not there."""
+    return RuntimeOptions(
+        home=tmp_path / "home",
+        trainer="no.such:Trainer",
+        invitation=None,
+        conditions=Conditions(),
+        policy=Policy(),
+        num_threads=1,
+        niceness=0,
+    )
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    options: RuntimeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application may be started in a folder of downloads; what the process says is heard."""
+    (tmp_path / "structlog.py").write_text("open('imported', 'w').close()\nraise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    child = TrainingProcess.start(options, python=sys.executable)
+    try:
+        (event,) = child.events(Facts)
+        assert (event.kind, event.is_final) == (EventKind.FAILED, True)
+        assert "no module no.such" in event.message
+        assert child.process.wait() == 0
+    finally:
+        child.close()
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_process_has_ended_although_what_it_started_holds_the_socket(
+    options: RuntimeOptions, tmp_path: Path
+) -> None:
+    """What it said before is heard; what is no event is left out."""
+    worker, ended = tmp_path / "worker", tmp_path / "ended"
+    program = tmp_path / "python"
+    program.write_text(f"""#!{sys.executable}
+import os, socket, subprocess, sys
+fileno = int(sys.argv[-1])
+program = "import time; time.sleep(60); open({str(ended)!r}, 'w')"
+worker = subprocess.Popen([sys.executable, "-c", program], pass_fds=[fileno])
+open({str(worker)!r}, "w").write(str(worker.pid))
+link = socket.socket(fileno=fileno)
+link.sendall(b'{{"kind": "from tomorrow"}}\\n{{"kind": "waiting"}}\\n')
+os._exit(5)
+""")
+    program.chmod(0o700)
+    child = TrainingProcess.start(options, python=str(program))
+    try:
+        assert [event.kind for event in child.events(Facts)] == [EventKind.WAITING]
+        assert child.process.wait() == 5
+    finally:
+        child.close()
+        os.kill(int(worker.read_text()), signal.SIGKILL)
+    assert not ended.exists()
