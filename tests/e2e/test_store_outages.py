@@ -18,7 +18,7 @@ import torch
 
 from fedlearn.coordinator.journal import OpenRound
 from fedlearn.coordinator.patience import PatientStore
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.coordinator.store import Database, StoredRun, unguarded
 from fedlearn.coordinator.store_journal import StoredJournal
 from fedlearn.coordinator.store_lease import Lease, deploy, deployment
@@ -26,17 +26,8 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import Fenced, StoreUnavailable
+from tests.records import RUN
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
 REPORT = Participation(ClientId(4), Status.REPORTED, 1.0, 10, 0.5, "")
 ROUND = RoundRecord(
     round_num=0,

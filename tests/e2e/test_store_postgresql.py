@@ -8,23 +8,14 @@ import psycopg
 import pytest
 import torch
 
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.coordinator.store import Database
 from fedlearn.core.collecting import Participations
 from fedlearn.errors import StoreError
+from tests.records import RUN
 
 pytestmark = pytest.mark.xdist_group("postgresql")
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
 ROUND = RoundRecord(
     round_num=0,
     attempt=0,

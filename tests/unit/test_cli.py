@@ -16,7 +16,7 @@ from fedlearn.cli.app import main
 from fedlearn.cli.commands import FollowedProgress
 from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, resume_command
 from fedlearn.cli.logs import configure_logs
-from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.errors import (
     Aborted,
     BudgetExhausted,
@@ -36,17 +36,7 @@ from fedlearn.errors import (
     TooFewReports,
 )
 from fedlearn.experiment.comparison import Summary
-
-RECORD = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
+from tests.records import RUN
 
 
 class Silence:
@@ -168,7 +158,7 @@ def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | No
 
 def follow_run_ending_in(error: BaseException) -> None:
     with FollowedProgress(Silence(), runs_dir=None) as progress:
-        progress.start(RECORD, Path(), ())
+        progress.start(RUN, Path(), ())
         raise error
 
 

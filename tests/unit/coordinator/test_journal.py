@@ -8,24 +8,15 @@ import pytest
 
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.coordinator.journal import JournaledSampler, MemoryJournal, OpenRound, RoundJournal
-from fedlearn.coordinator.records import RunRecord, RunStatus
+from fedlearn.coordinator.records import RunStatus
 from fedlearn.coordinator.store import Database, sqlite_url, unguarded
 from fedlearn.coordinator.store_journal import StoredJournal
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CohortTooSmall, StoreError
+from tests.records import RUN
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
 OPENED = OpenRound(
     round_num=3, attempt=1, cohort=(ClientId(7), ClientId(2)), opened_unix_s=1_800_000_000.25
 )

@@ -30,7 +30,6 @@ from fedlearn.coordinator.records import (
     Checkpoint,
     Outcome,
     RoundRecord,
-    RunRecord,
     RunStatus,
     RunStore,
 )
@@ -41,13 +40,10 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError, StoreUnavailable
+from tests import records
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
+RUN = replace(
+    records.RUN,
     config={"seed": 1, "cohort": {"num_wanted": 10}, "floor": math.inf},
     config_hash="0" * 64,
     versions={"fedlearn": "0.1.0"},

@@ -11,7 +11,7 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from fedlearn.coordinator.journal import OpenRound
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.coordinator.store import Database
 from fedlearn.coordinator.store_journal import StoredJournal
 from fedlearn.coordinator.store_lease import Lease, deploy, deployment, deployments, set_control
@@ -19,17 +19,8 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, Fenced, StoreError
+from tests.records import RUN
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
 ROUND = RoundRecord(
     round_num=0,
     attempt=0,

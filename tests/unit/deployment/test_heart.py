@@ -6,24 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.records import RunRecord, RunStatus
 from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.coordinator.store_lease import Lease, deploy, deployment, set_control
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.heart import Heart
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import Aborted, StoreError
+from tests.records import RUN
 
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
 WAIT_S = 60.0
 
 

@@ -11,17 +11,7 @@ from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.errors import FedlearnError, Parked, RoundError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import outcome_told
-
-RUN = RunRecord(
-    name="calm-otter-17",
-    status=RunStatus.RUNNING,
-    error="",
-    created_utc="2026-01-02T03:04:05Z",
-    num_rounds=20,
-    config={},
-    config_hash="",
-    versions={},
-)
+from tests.records import RUN
 
 
 @dataclass
