@@ -294,8 +294,8 @@ class StoredRun:
         """Go back to the checkpoint before the last and return it; forget what came after.
 
         What clients of a deployed run still hold or work on may answer the model that is
-        dropped. So from here on it is another run to them: it has another
-        :attr:`~fedlearn.coordinator.journal.Deployment.run_id`, and no round of it is open.
+        dropped. So from here on it is another run to them: it has another ``run_id``, and no
+        round of it is open.
 
         Raises:
             CorruptCheckpoint: That one is damaged too; nothing is forgotten.
