@@ -15,7 +15,6 @@
 
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import Any, BinaryIO
 
 import structlog
 
+from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.pins import PinFile, Pins
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.clock import SystemClock
@@ -131,7 +131,7 @@ class Home:
         with (self.folder / "lock").open("wb", buffering=0) as stream:
             # The lock belongs to the open file, which a forked child of a trainer would share:
             # one that outlives this process would keep the folder from the next.
-            os.register_at_fork(after_in_child=stream.close)
+            keep_from_forks(stream)
             while not _lock(stream):
                 if clock.now_s() > until_s:
                     raise DeploymentError(

@@ -15,6 +15,7 @@ from typing import Self
 
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent
+from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.errors import DeploymentError
 
@@ -57,7 +58,7 @@ class TrainingProcess:
         """
         own, other = socket.socketpair()
         # A forked worker of the application that outlives it must not keep the socket open.
-        os.register_at_fork(after_in_child=own.close)
+        keep_from_forks(own)
         try:
             with other:
                 process = _spawn(python, other)

@@ -11,6 +11,7 @@ from fedlearn.coordinator.authority import Authority
 from fedlearn.coordinator.registry import MemoryRegistry
 from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
 from fedlearn.transport import wire
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
@@ -59,19 +60,27 @@ def invited(door: Door, authority: Authority, registry: MemoryRegistry) -> Invit
     )
 
 
+async def enrolled(
+    door: Door, authority: Authority, invitation: Invitation, identity: Identity
+) -> tuple[Credentials, ClientId]:
+    """Redeem an invitation; return what the client connects with, and its number."""
+    certificate_pem, client_id = await enrol(door.enrolment_address, invitation, identity)
+    credentials = Credentials(
+        ca_pem=authority.ca_pem,
+        certificate_pem=certificate_pem,
+        tls_key_pem=identity.tls_key_pem,
+        server_name=invitation.server_name,
+    )
+    return credentials, ClientId(client_id)
+
+
 def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
     door: Door, authority: Authority, registry: MemoryRegistry
 ) -> None:
     invitation, identity = invited(door, authority, registry), Identity.create()
 
     async def test() -> None:
-        certificate_pem, client_id = await enrol(door.enrolment_address, invitation, identity)
-        credentials = Credentials(
-            ca_pem=authority.ca_pem,
-            certificate_pem=certificate_pem,
-            tls_key_pem=identity.tls_key_pem,
-            server_name=invitation.server_name,
-        )
+        credentials, client_id = await enrolled(door, authority, invitation, identity)
         async with DoorConnection(door.address, credentials) as connection:
             async with connection.session(HELLO) as session:
                 assert (session.welcome.client_id, session.welcome.run_id) == (client_id, "run")
@@ -93,13 +102,7 @@ def test_a_client_that_only_looks_is_welcomed_and_not_asked(
     channel = door.channel()
 
     async def test() -> None:
-        certificate_pem, client_id = await enrol(door.enrolment_address, invitation, identity)
-        credentials = Credentials(
-            ca_pem=authority.ca_pem,
-            certificate_pem=certificate_pem,
-            tls_key_pem=identity.tls_key_pem,
-            server_name=invitation.server_name,
-        )
+        credentials, client_id = await enrolled(door, authority, invitation, identity)
         look = Hello(protocol=wire.PROTOCOL, software="test", only_looks=True)
         for hello, may_be_asked in ((look, ()), (HELLO, (client_id,))):
             async with (
