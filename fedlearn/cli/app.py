@@ -29,6 +29,7 @@ from fedlearn.cli.options import (
     RunArgument,
     RunsDir,
 )
+from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 # Where rich is installed, typer escapes "[required]" for its markup, which is off here: without
 # this, help shows the backslash.
@@ -292,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     reporter = _reporter(given, os.environ)
     configure_logs(debug=reporter.debug, quiet=reporter.rank > 0)
+    prepare_for_grpc(os.environ, verbosity="ERROR")  # or every stranger at a port writes a line
     command = typer.main.get_command(app)
     try:
         with _only_rank_0_speaks(reporter.rank):

@@ -1,7 +1,6 @@
 """Logs go to standard error, so that standard output is for results alone."""
 
 import logging
-import os
 import sys
 
 import structlog
@@ -14,8 +13,6 @@ def configure_logs(*, debug: bool, quiet: bool) -> None:
         debug: Whether to show what is of use for finding errors only.
         quiet: Whether to say nothing at all, as a worker of torchrun does.
     """
-    # Heeded if it stands before gRPC is imported; else every stranger at a port writes a line.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     level = logging.DEBUG if debug else logging.INFO
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():

@@ -18,11 +18,10 @@ from fedlearn.client.events import AgentEvent
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.errors import DeploymentError
+from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
-#: gRPC writes each handshake that fails to standard error; what matters is an event.
-_QUIET = {"GRPC_VERBOSITY": "NONE"}
 _CHILD = "fedlearn.client.child"
 
 # In the application's process: what becomes of a line is the application's to say.
@@ -152,8 +151,15 @@ def _spawn(python: str, link: socket.socket) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         pass_fds=[link.fileno()],
         process_group=0,  # Ctrl-C in a terminal is for the application, from the first moment
-        env={**_QUIET, **os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+        env=_environ(),
     )
+
+
+def _environ() -> dict[str, str]:
+    environ = dict(os.environ)
+    # gRPC would write each handshake that fails; what matters is an event.
+    prepare_for_grpc(environ, verbosity="NONE")
+    return environ | {"PYTHONPATH": os.pathsep.join(_import_path())}
 
 
 def _event(line: bytes) -> AgentEvent | None:

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-#: gRPC need not tell of every client that leaves; and as in the files in ``server/``, threads
-#: share their free memory.
-_ENVIRON = {"GRPC_VERBOSITY": "ERROR", "MALLOC_ARENA_MAX": "2"}
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 #: Seconds between two looks at a process whose highest memory is wanted.
 _LOOK_S = 0.02
@@ -131,6 +129,13 @@ class Process:
         return float(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
+def _environ() -> dict[str, str]:
+    # As in the files in ``server/``, threads share their free memory.
+    environ = os.environ | {"MALLOC_ARENA_MAX": "2"}
+    prepare_for_grpc(environ, verbosity="ERROR")  # or each client that leaves writes a line
+    return environ
+
+
 @contextmanager
 def started(script: str, *arguments: str) -> Iterator[Process]:
     """Run a script beside this one until the context is left.
@@ -142,7 +147,7 @@ def started(script: str, *arguments: str) -> Iterator[Process]:
         [sys.executable, str(Path(__file__).with_name(script)), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | _ENVIRON,
+        env=_environ(),
         text=True,
     )
     try:

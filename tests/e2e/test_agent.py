@@ -363,7 +363,8 @@ def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
                 assert is_alive(worker)
                 agent.revoke_consent()
             finally:
-                os.kill(worker, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
         assert not (application.home / "task").exists()
 
 
@@ -379,6 +380,7 @@ def test_a_worker_ends_with_the_training_process_that_ends_in_order(
     ):
         application.wait_for(EventKind.PROGRESS)
         worker = int((application.folder / "worker").read_text())
+        assert b"GRPC_ENABLE_FORK_SUPPORT=false" in Path(f"/proc/{worker}/environ").read_bytes()
         agent.stop()
         try:
             assert not is_alive(worker)

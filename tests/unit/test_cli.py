@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,6 +200,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """With the name, as usual."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("fedlearn 0.")
+
+
+def test_a_command_is_ready_for_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is imported: what a trainer forks must live, and strangers write no lines."""
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    assert main(["--version"]) == 0
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "false"
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What becomes of the children that a process with a busy connection forks."""
+
+import os
+import subprocess
+import sys
+
+from fedlearn.transport.grpc_environment import prepare_for_grpc
+
+#: Prints how many of the workers that it forks, while messages go to and fro, end in order.
+FORKING = """
+import asyncio, multiprocessing, threading, time
+import grpc
+
+ECHO, NUM_WORKERS = "/echo/Echo", 24
+ready, done = threading.Event(), threading.Event()
+
+async def echo(requests, context):
+    async for request in requests:
+        yield request
+
+async def requests():
+    while not done.is_set():
+        yield bytes(1000)
+        await asyncio.sleep(0.001)
+
+async def connection():
+    server = grpc.aio.server()
+    method = grpc.stream_stream_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("echo", {"Echo": method}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async for _ in channel.stream_stream(ECHO)(requests()):
+            ready.set()
+    await server.stop(None)
+
+busy = threading.Thread(target=asyncio.run, args=(connection(),))
+busy.start()
+assert ready.wait(30.0)
+fork = multiprocessing.get_context("fork")
+workers = [fork.Process(target=time.sleep, args=(0.3,)) for _ in range(NUM_WORKERS)]
+for worker in workers:
+    worker.start()
+    time.sleep(0.01)
+for worker in workers:
+    worker.join()
+done.set()
+busy.join()
+print(sum(worker.exitcode == 0 for worker in workers))
+"""
+
+
+def test_workers_that_are_forked_beside_a_busy_connection_live() -> None:
+    """As a data loader's in a training process; with gRPC's default about a third are killed."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    prepare_for_grpc(environ, verbosity="ERROR")
+    command = [sys.executable, "-c", FORKING]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("24\n", "")
+
+
+def test_what_the_environment_says_already_stays() -> None:
+    """Who sets a variable means it."""
+    environ = {"GRPC_ENABLE_FORK_SUPPORT": "true"}
+    prepare_for_grpc(environ, verbosity="NONE")
+    assert environ == {"GRPC_ENABLE_FORK_SUPPORT": "true", "GRPC_VERBOSITY": "NONE"}
