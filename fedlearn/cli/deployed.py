@@ -84,6 +84,10 @@ def coordinator(
         bool,
         typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged."),
     ] = False,
+    restored: Annotated[
+        bool,
+        typer.Option("--restored", help="All comes from a backup: drop what clients sent since."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Coordinate a deployed run: serve its clients until it is done or told to stop.
@@ -99,6 +103,7 @@ def coordinator(
         insecure=insecure,
         serve_on=serve_on,
         from_previous=from_previous,
+        restored=restored,
         as_json=as_json,
     )
 

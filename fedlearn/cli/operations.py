@@ -50,11 +50,13 @@ def do_coordinator(
     insecure: bool,
     serve_on: bool,
     from_previous: bool,
+    restored: bool,
     as_json: bool,
 ) -> None:
     """Coordinate; the progress prints the rounds."""
-    from fedlearn.deployment.coordinator import coordinate  # noqa: PLC0415 (it loads gRPC)
+    from fedlearn.deployment.coordinator import Start, coordinate  # noqa: PLC0415 (it loads gRPC)
 
+    start = Start.RESTORED if restored else Start.WHERE_IT_IS
     places = Places.of(load(file, overrides=overrides), environ=os.environ, data_dir=data_dir)
     again = shlex.join(["fedlearn", "coordinator", str(file)])
     followed = FollowedProgress(
@@ -65,7 +67,7 @@ def do_coordinator(
             places,
             insecure=insecure,
             serve_on=serve_on,
-            from_previous=from_previous,
+            start=Start.FROM_PREVIOUS if from_previous else start,
             progress=progress,
         )
 

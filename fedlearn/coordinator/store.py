@@ -314,14 +314,28 @@ class StoredRun:
                 later = table.c.round_num >= checkpoint.round_num
                 session.execute(delete(table).where(table.c.run_id == self._run_id, later))
             self._drop_checkpoint(session, round_num=files[-1].round_num)
-            session.execute(delete(OpenRoundRow).where(OpenRoundRow.run_id == self._run_id))
-            session.execute(
-                update(DeploymentRow)
-                .where(DeploymentRow.run_id == self._run_id)
-                .values(uuid=new_run_id())
-            )
+            self._renew(session)
         self._buffer, self._attempted = [], None
         return checkpoint
+
+    def renew(self) -> None:
+        """Be another run to the clients, as one that is restored from a backup must be.
+
+        They may have answered rounds since that are about to be repeated with another model.
+
+        Raises:
+            StoreError: The database cannot be written.
+        """
+        with self._writing() as session:
+            self._renew(session)
+
+    def _renew(self, session: Session) -> None:
+        session.execute(delete(OpenRoundRow).where(OpenRoundRow.run_id == self._run_id))
+        session.execute(
+            update(DeploymentRow)
+            .where(DeploymentRow.run_id == self._run_id)
+            .values(uuid=new_run_id())
+        )
 
     def checkpoints(self) -> list[CheckpointFile]:
         """Return the checkpoints that are kept, oldest first.

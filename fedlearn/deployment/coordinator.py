@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,8 +63,28 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOLDER_BYTES = 4
 
 
+class Start(StrEnum):
+    """Where a deployed run goes on.
+
+    Attributes:
+        WHERE_IT_IS: Inside its round, with the replies that have come.
+        FROM_PREVIOUS: At the checkpoint before the last, which is damaged.
+        RESTORED: At the last checkpoint of a backup. Clients may have answered rounds since
+            that are repeated with another model, so it is another run to them.
+    """
+
+    WHERE_IT_IS = "where it is"
+    FROM_PREVIOUS = "from previous"
+    RESTORED = "restored"
+
+
 def coordinate(
-    places: Places, *, insecure: bool, serve_on: bool, from_previous: bool, progress: Progress
+    places: Places,
+    *,
+    insecure: bool,
+    serve_on: bool,
+    start: Start,
+    progress: Progress,
 ) -> None:
     """Serve the deployment until its run is done or it is told to stop.
 
@@ -73,7 +94,7 @@ def coordinate(
         places: Where its parts are.
         insecure: Plaintext on loopback, clients named by themselves: for trying things out.
         serve_on: Whether to stay when the run is done, and tell clients to come back later.
-        from_previous: Drop the last checkpoint first: it is damaged.
+        start: Where the run goes on.
         progress: Told of the run.
 
     Raises:
@@ -95,7 +116,7 @@ def coordinate(
         pieces,
         insecure=insecure,
         serve_on=serve_on,
-        from_previous=from_previous,
+        start=start,
         progress=progress,
     )
     _raise_open_files()
@@ -163,7 +184,7 @@ class Coordinator:
         *,
         insecure: bool,
         serve_on: bool,
-        from_previous: bool,
+        start: Start,
         progress: Progress,
     ) -> None:
         self.interruption = Interruption()
@@ -177,7 +198,7 @@ class Coordinator:
         self._pieces = pieces
         self._insecure = insecure
         self._serve_on = serve_on
-        self._from_previous = from_previous
+        self._start = start
         self._progress = progress
         self._clock = InterruptibleClock(self.interruption)
         self._paused = threading.Event()
@@ -234,8 +255,8 @@ class Coordinator:
         """Run the rounds that are due, and record how that ended."""
         stored = database.run(self._places.run_name, guard=lease.guard)
         record = self._patiently(lambda: stored.record)
-        if self._from_previous and record.status is not RunStatus.DONE:
-            self._go_back(database, stored)
+        if self._start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
+            self._begin_anew(database, stored)
         run_id = self._patiently(lambda: deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
@@ -259,12 +280,15 @@ class Coordinator:
                 self._log.info("serving_on", run=record.name)
                 self._wait_for_a_stop()
 
-    def _go_back(self, database: Database, stored: StoredRun) -> None:
-        """Drop the last checkpoint, and what clients have sent since: it answers that model."""
+    def _begin_anew(self, database: Database, stored: StoredRun) -> None:
+        """Drop what clients have sent and, if it is damaged, the model that it answers."""
         dropped = deployment(database, stored.name).run_id
-        checkpoint = self._patiently(stored.rewind)
+        if self._start is Start.FROM_PREVIOUS:
+            self._patiently(stored.rewind)
+        else:
+            self._patiently(stored.renew)
         self._remove_spool(dropped)
-        self._log.info("gone_back", run=stored.name, num_finished=checkpoint.round_num)
+        self._log.info("another_run_to_clients", run=stored.name, start=self._start)
 
     def _remove_spool(self, run_id: str) -> None:
         shutil.rmtree(self._spool(run_id), ignore_errors=True)

@@ -370,9 +370,10 @@ def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
 
 @pytest.mark.slow
 def test_a_worker_ends_with_the_training_process_that_ends_in_order(
-    application: Application, coordinator: FakeCoordinator
+    application: Application, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told to at the process' exit, which waits for it."""
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
     trainer = f"{application.trainer}:Prefetching"
     with (
         taking_part(application, coordinator, trainer=trainer) as agent,

@@ -1,5 +1,6 @@
 """A coordinator's process from start to end: stopped, killed, paused, aborted, and gone on with."""
 
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,35 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     with site.database() as database:
         assert deployment(database, "federation").run_id != dropped
     assert list(spool.iterdir()) == []
+
+
+def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
+    """As another run to its clients, which come back with the keys that they had."""
+    first = site.coordinator()
+    for number in range(NUM_CLIENTS):
+        site.join(number)
+    site.until_round(first, 2)
+    first.send_signal(signal.SIGTERM)
+    first.wait(LONG_S)
+    kept = [site.folder / name for name in ("runs", "coordinator")]
+    for folder in kept:
+        shutil.copytree(folder, tmp_path / "backup" / folder.name)
+    with site.database() as database:
+        dropped = deployment(database, "federation").run_id
+    num_finished = len(stored_rounds(site)[1])
+    second = site.coordinator()
+    site.until_round(second, num_finished + 1)
+    second.kill()
+    second.wait()
+    for folder in kept:
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "backup" / folder.name, folder)
+    third = site.coordinator("--restored")
+    third.wait(LONG_S)
+    assert third.returncode == 0, site.log()[-3000:]
+    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    with site.database() as database:
+        assert deployment(database, "federation").run_id != dropped
 
 
 def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:

@@ -1,7 +1,7 @@
 """One coordinator at a time: whoever was taken over changes nothing any more."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from fedlearn.coordinator.journal import OpenRound
 from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunStatus
-from fedlearn.coordinator.store import Database
+from fedlearn.coordinator.store import Database, StoredRun
 from fedlearn.coordinator.store_journal import StoredJournal
 from fedlearn.coordinator.store_lease import Lease, deploy, deployment, deployments, set_control
 from fedlearn.core.clock import VirtualClock
@@ -276,7 +276,10 @@ def test_a_holder_that_stood_still_removes_no_checkpoint_of_its_successor(
     assert sorted((run.path / "checkpoints").iterdir()) == kept
 
 
-def test_a_run_that_goes_back_is_another_one_to_its_clients(database: Database) -> None:
+@pytest.mark.parametrize("begin_anew", [StoredRun.rewind, StoredRun.renew])
+def test_a_run_that_begins_anew_is_another_one_to_its_clients(
+    database: Database, begin_anew: Callable[[StoredRun], Checkpoint | None]
+) -> None:
     """What they hold answers the model that was dropped; nobody of a dropped cohort is asked."""
     lease = a_lease(database, "holder")
     assert lease.try_acquire()
@@ -288,7 +291,8 @@ def test_a_run_that_goes_back_is_another_one_to_its_clients(database: Database) 
         run.commit(checkpoint_after(round_num))
     journal.open(replace(OPENED, round_num=2, cohort=(ClientId(0),)))
     assert deployment(database, RUN.name).run_id == dropped
-    assert run.rewind().round_num == 1
+    begin_anew(run)
+    assert len(run.checkpoints()) == (1 if begin_anew is StoredRun.rewind else 2)
     assert journal.last() is None
     assert deployment(database, RUN.name).run_id != dropped
     assert deployment(database, "other") == other

@@ -11,7 +11,7 @@ from fedlearn.config import from_mapping
 from fedlearn.coordinator.store import Database
 from fedlearn.coordinator.store_lease import Lease, deployment
 from fedlearn.core.clock import SystemClock
-from fedlearn.deployment.coordinator import Coordinator
+from fedlearn.deployment.coordinator import Coordinator, Start
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
@@ -69,7 +69,7 @@ def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
         pieces,
         insecure=True,
         serve_on=False,
-        from_previous=False,
+        start=Start.WHERE_IT_IS,
         progress=JsonProgress(StringIO()),
     )
     coordinator.interruption = StoppedAsItLeads(holder)
