@@ -178,7 +178,7 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
 
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
-    """List the enrolled clients."""
+    """List the enrolled clients, and who is invited and has not joined."""
     from fedlearn.cli import operations
 
     operations.do_clients(config=config, as_json=as_json)

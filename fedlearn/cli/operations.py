@@ -7,16 +7,17 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from fedlearn.cli.commands import FollowedProgress
 from fedlearn.config import load
 from fedlearn.coordinator.records import RunStatus
-from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.coordinator.registry import EnrolledClient, InvitationRecord
 from fedlearn.coordinator.store_lease import deployment
 from fedlearn.coordinator.store_rounds import RoundSummary
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.operator import Operator, expires_in_days
@@ -165,18 +166,17 @@ def do_pins(client: str, *, forget: int | None, as_json: bool) -> None:
 
 
 def do_clients(*, config: Path, as_json: bool) -> None:
-    """Print all clients."""
+    """Print all clients, then those that are invited."""
     with _operator(config) as operator:
-        found = operator.clients()
+        found, invited = operator.clients(), operator.open_invitations()
     if as_json:
-        for client in found:
-            _print(json.dumps(_client_values(client)))
-    elif found:
+        for values in chain(map(_client_values, found), map(_invited_values, invited)):
+            _print(json.dumps(values))
+    elif found or invited:
         now_s = SystemClock().unix_s()
-        _table(
-            ("id", "name", "status", "tags", "enrolled", "certificate"),
-            [_client_row(client, now_unix_s=now_s) for client in found],
-        )
+        rows = [_client_row(client, now_unix_s=now_s) for client in found]
+        rows += [_invited_row(invitation, now_unix_s=now_s) for invitation in invited]
+        _table(("id", "name", "status", "tags", "enrolled", "certificate"), rows)
     else:
         _print("no clients yet; `fedlearn invite NAME` invites one")
 
@@ -276,6 +276,20 @@ def _client_values(client: EnrolledClient) -> dict[str, object]:
         "enrolled_utc": client.enrolled_utc,
         "certificate_expires_utc": client.certificate_expires_utc,
         "fingerprint": client.fingerprint,
+        "invitation_expires_utc": None,
+    }
+
+
+def _invited_values(invitation: InvitationRecord) -> dict[str, object]:
+    return {
+        "client_id": None,
+        "name": invitation.name,
+        "status": "invited",
+        "tags": list(invitation.tags),
+        "enrolled_utc": None,
+        "certificate_expires_utc": None,
+        "fingerprint": None,
+        "invitation_expires_utc": utc(invitation.expires_unix_s),
     }
 
 
@@ -293,6 +307,18 @@ def _client_row(client: EnrolledClient, *, now_unix_s: float) -> tuple[str, ...]
         printable(" ".join(client.tags)) or "-",
         client.enrolled_utc,
         ends,
+    )
+
+
+def _invited_row(invitation: InvitationRecord, *, now_unix_s: float) -> tuple[str, ...]:
+    verb = "ends" if invitation.expires_unix_s > now_unix_s else "ended"
+    return (
+        "-",
+        printable(invitation.name),
+        "invited",
+        printable(" ".join(invitation.tags)) or "-",
+        f"invitation {verb} {utc(invitation.expires_unix_s)}",
+        "-",
     )
 
 

@@ -10,7 +10,7 @@ class EventKind(StrEnum):
 
     ENROLLED = "enrolled"  # certified by the coordinator
     CONNECTED = "connected"
-    DISCONNECTED = "disconnected"
+    DISCONNECTED = "disconnected"  # if by the coordinator's wish, the message says why
     EXPIRING = "expiring"  # the certificate ends soon: the message says what to do
     OFFLINE = "offline"  # told once; it is tried again, ever less often
     WAITING = "waiting"  # a condition does not hold

@@ -179,6 +179,7 @@ class Runtime:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._may_connect = asyncio.Event()
         self._backoff, self._pause_s = Backoff(), 0.0
+        self._farewell = ""
         self._is_offline = False
         self._link: _Link | None = None
         self._control: WorkControl | None = None
@@ -645,7 +646,7 @@ class Runtime:
         self._is_offline = True
 
     async def _converse(self, link: _Link, address: str) -> None:
-        self._is_offline = False
+        self._is_offline, self._farewell = False, ""
         self._forget_other_runs(link.session.welcome.run_id)
         _log.info("connected", address=address, run_id=link.session.welcome.run_id)
         self._emit(EventKind.CONNECTED, message=address)
@@ -660,7 +661,8 @@ class Runtime:
         finally:
             self._link = None
             self._masks.drop()
-            self._emit(EventKind.DISCONNECTED)
+            _log.info("disconnected", address=address, reason=self._farewell)
+            self._emit(EventKind.DISCONNECTED, message=self._farewell)
             self._events.put_nowait(Disconnected())
             await link.close()
             await _cancel(ends)
@@ -685,6 +687,7 @@ class Runtime:
                     self._events.put_nowait(Withdrawn(key, message.cancel.reason))
                 case "come_back":
                     self._pause_s = min(max(0.0, message.come_back.after_s), _MAX_PAUSE_S)
+                    self._farewell = message.come_back.reason
                     return
                 case "receipt":
                     self._take_receipt(message.receipt)

@@ -189,9 +189,9 @@ class Door:
             self._end()
             raise
 
-    def stop(self, *, grace_s: float) -> None:
-        """Tell clients to come back, give calls ``grace_s`` to end, and close the ports."""
-        self._loop.call(self._close(grace_s)).result()
+    def stop(self, *, grace_s: float, reason: str = "the coordinator is stopping") -> None:
+        """Tell clients to come back and why, give calls ``grace_s`` to end, close the ports."""
+        self._loop.call(self._close(grace_s, reason)).result()
         self._end()
 
     def channel(self, *, check: Check = lambda: None) -> DoorChannel:
@@ -383,12 +383,12 @@ class Door:
             require_client_authentication=mutual,
         )
 
-    async def _close(self, grace_s: float) -> None:
+    async def _close(self, grace_s: float, reason: str) -> None:
         self._poll.cancel()
         self._report_refusals()
         self._desk.abandon()
         for session in self._hall.sessions():
-            self._hall.send_away(session, "the coordinator is stopping", after_s=1.0)
+            self._hall.send_away(session, reason, after_s=1.0)
         servers = [each for each in (self._server, self._enrolment_server) if each is not None]
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in servers]
         # gRPC waits on for calls whose client is gone without a word: until its keepalive ends.

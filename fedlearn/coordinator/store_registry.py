@@ -127,6 +127,13 @@ class StoredRegistry:
             rows = session.scalars(select(ClientRow).order_by(ClientRow.client_id))
             return [_client(row) for row in rows]
 
+    def open_invitations(self) -> list[InvitationRecord]:
+        """Return the invitations that nobody has used, by name; some may have expired."""
+        unused = InvitationRow.redeemed_by == b""
+        with self._database.reading() as session:
+            rows = session.scalars(select(InvitationRow).where(unused).order_by(InvitationRow.name))
+            return [_invitation(row) for row in rows]
+
     def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
         """Return the client whose present certificate has this fingerprint."""
         with self._database.reading() as session:

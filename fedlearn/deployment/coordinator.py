@@ -335,11 +335,13 @@ class Coordinator:
         try:
             yield door
         finally:
-            if self.board.phase is not Phase.DONE:
+            is_done = self.board.phase is Phase.DONE
+            if not is_done:
                 self.board.phase = Phase.STOPPING
             with self._door_lock:
                 self._door = None
-            door.stop(grace_s=section.shutdown_grace_s)
+            reason = "the run is done" if is_done else "the coordinator is stopping"
+            door.stop(grace_s=section.shutdown_grace_s, reason=reason)
 
     # ---- The run --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 from fedlearn.config import TAG_PATTERN
 from fedlearn.coordinator.journal import Control, Deployment
 from fedlearn.coordinator.records import RunStatus
-from fedlearn.coordinator.registry import EnrolledClient
+from fedlearn.coordinator.registry import EnrolledClient, InvitationRecord
 from fedlearn.coordinator.store import Database
 from fedlearn.coordinator.store_lease import deployment, set_control
 from fedlearn.coordinator.store_registry import StoredRegistry
@@ -104,6 +104,10 @@ class Operator:
     def clients(self) -> list[EnrolledClient]:
         """Return all clients, by number."""
         return self.registry.clients()
+
+    def open_invitations(self) -> list[InvitationRecord]:
+        """Return the invitations that nobody has used, by name; some may have expired."""
+        return self.registry.open_invitations()
 
     def roster(self, path: Path) -> IdentityRoster:
         """Write the identity keys of all active clients to a file, and return what is in it.

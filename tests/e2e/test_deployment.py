@@ -49,6 +49,7 @@ def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
     third.wait(LONG_S)
     assert third.returncode == 0
     assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    site.until(lambda: site.log("client-*").count("the run is done") == NUM_CLIENTS)
 
 
 def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
@@ -118,7 +119,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     for number in range(NUM_CLIENTS):
         site.type("invite", f"client-{number}")
         site.join(number)
-    site.until(lambda: len(site.type("clients", "--json").splitlines()) == NUM_CLIENTS)
+    site.until(lambda: site.type("clients", "--json").count('"active"') == NUM_CLIENTS)
     site.type("resume")
     site.until_round(coordinator, 1)
     site.type("abort")

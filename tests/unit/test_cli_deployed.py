@@ -1,6 +1,7 @@
 """The commands about a deployment: what they print and exit with, without a coordinator."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,9 +88,31 @@ def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixtur
     assert "no clients yet" in typed(capsys, "clients")
     typed(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")
     assert json.loads(Path("a.json").read_text())["name"] == "clinic-a"
-    assert typed(capsys, "clients", "--json") == ""
+    (listed,) = typed(capsys, "clients", "--json").splitlines()
+    invited = json.loads(listed)
+    assert invited["client_id"] is None
+    assert (invited["name"], invited["status"]) == ("clinic-a", "invited")
+    ends = invited["invitation_expires_utc"]
+    line = typed(capsys, "clients").splitlines()[-1]
+    assert line.split(maxsplit=4) == [
+        *("-", "clinic-a", "invited", "country=ch"),
+        f"invitation ends {ends}  -",
+    ]
     assert "never joined" in typed(capsys, "revoke", "clinic-a")
     assert "no client called 'clinic-a'" in typed(capsys, "revoke", "clinic-a", code=2)
+    assert "no clients yet" in typed(capsys, "clients")
+
+
+def test_an_invitation_that_has_ended_is_listed_as_such(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It says why nobody joins with it."""
+    typed(capsys, "init")
+    file = Path("coordinator.toml")
+    line = re.compile(r"^.*invitation_valid_h = .*$", re.MULTILINE)
+    file.write_text(line.sub("invitation_valid_h = 1e-9", file.read_text()))
+    typed(capsys, "invite", "clinic-b", "-o", "b.json")
+    assert "invitation ended" in typed(capsys, "clients")
 
 
 @pytest.mark.parametrize("name", ["heart_disease", "image_classification", "next_character"])

@@ -1016,11 +1016,12 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoo
 
 
 def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -> None:
-    """For as long as it was told."""
+    """For as long as it was told, and its user hears why."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
         begin_s = SystemClock().now_s()
-        door.push(come_back=wire_pb2.ComeBack(after_s=1.5))
+        door.push(come_back=wire_pb2.ComeBack(after_s=1.5, reason="the run is done"))
+        assert running.wait_for(EventKind.DISCONNECTED).message == "the run is done"
         running.wait_for(EventKind.CONNECTED)
         assert SystemClock().now_s() - begin_s >= 1.4
 

@@ -259,6 +259,24 @@ def test_a_token_is_not_in_the_database(database: Database) -> None:
         assert repr(token) not in repr(vars(row))
 
 
+def test_an_invitation_is_open_until_it_is_used_or_withdrawn(
+    database: Database, authority: Authority
+) -> None:
+    """One that has expired is still listed: it says why nobody joins with it."""
+    registry = StoredRegistry(database, SystemClock())
+    enrol(registry, "joined", KEY_A, authority.certify)
+    registry.invite("withdrawn", tags=[], valid_s=60.0)
+    registry.revoke("withdrawn")
+    registry.invite("late", tags=["country=ch"], valid_s=-60.0)
+    registry.invite("early", tags=[], valid_s=60.0)
+    registry.invite("early", tags=["country=at"], valid_s=60.0)
+    found = registry.open_invitations()
+    assert [(each.name, each.tags) for each in found] == [
+        ("early", ("country=at",)),
+        ("late", ("country=ch",)),
+    ]
+
+
 def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database) -> None:
     """Each over connections of its own, as several doors would."""
     registry = StoredRegistry(database, SystemClock())
