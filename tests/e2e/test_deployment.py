@@ -32,15 +32,20 @@ def stored_rounds(site: Site) -> tuple[RunStatus, list[int]]:
         return run.record.status, [record.round_num for record in run.rounds()]
 
 
-def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
-    """Clients come back without being told; every round is there once."""
-    first = site.coordinator()
+def parked_after(site: Site, num_rounds: int) -> None:
+    """Have clients, and a coordinator that is told to stop when a round is finished."""
+    coordinator = site.coordinator()
     for number in range(NUM_CLIENTS):
         site.join(number)
-    site.until_round(first, 2)
-    first.send_signal(signal.SIGTERM)
-    first.wait(LONG_S)
-    assert first.returncode == 0
+    site.until_round(coordinator, num_rounds)
+    coordinator.send_signal(signal.SIGTERM)
+    coordinator.wait(LONG_S)
+    assert coordinator.returncode == 0
+
+
+def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
+    """Clients come back without being told; every round is there once."""
+    parked_after(site, 2)
     second = site.coordinator()
     site.until_round(second, 4)
     second.kill()
@@ -55,12 +60,7 @@ def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
 def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     """As another run to its clients, with every round once; nothing of either is in the spool."""
     spool = site.folder / "coordinator" / "spool"
-    first = site.coordinator()
-    for number in range(NUM_CLIENTS):
-        site.join(number)
-    site.until_round(first, 3)
-    first.send_signal(signal.SIGTERM)
-    first.wait(LONG_S)
+    parked_after(site, 3)
     with site.database() as database:
         last = database.run("federation").checkpoints()[-1].path
         dropped = deployment(database, "federation").run_id
@@ -81,12 +81,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
 
 def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
     """As another run to its clients, which come back with the keys that they had."""
-    first = site.coordinator()
-    for number in range(NUM_CLIENTS):
-        site.join(number)
-    site.until_round(first, 2)
-    first.send_signal(signal.SIGTERM)
-    first.wait(LONG_S)
+    parked_after(site, 2)
     kept = [site.folder / name for name in ("runs", "coordinator")]
     for folder in kept:
         shutil.copytree(folder, tmp_path / "backup" / folder.name)
