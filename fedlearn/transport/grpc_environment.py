@@ -3,17 +3,19 @@
 from collections.abc import MutableMapping
 
 
-def prepare_for_grpc(environ: MutableMapping[str, str], *, verbosity: str) -> None:
+def prepare_for_grpc(environ: MutableMapping[str, str], *, verbosity: str | None) -> None:
     """Set what is not set yet in the environment of a process that connects or serves.
 
     ``GRPC_ENABLE_FORK_SUPPORT`` is ``false``: with the wheels' default, gRPC starts a thread in
-    forked children, such as the workers of a trainer's data loader, that ends many of them with
-    SIGSEGV while messages are under way (https://github.com/grpc/grpc/issues/43055). No child of
-    ours uses the gRPC of its parent.
+    forked children, such as the workers of a trainer's data loader, that ends about a third of
+    them with SIGSEGV (https://github.com/grpc/grpc/issues/43055). No child of ours uses the gRPC
+    of its parent.
 
     Args:
         environ: Environment of this process or of one that is about to start.
-        verbosity: What gRPC writes to standard error, a value of ``GRPC_VERBOSITY``.
+        verbosity: What gRPC writes to standard error, a value of ``GRPC_VERBOSITY``; ``None``:
+            what it writes by itself.
     """
     environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    environ.setdefault("GRPC_VERBOSITY", verbosity)
+    if verbosity is not None:
+        environ.setdefault("GRPC_VERBOSITY", verbosity)

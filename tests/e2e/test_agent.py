@@ -27,7 +27,7 @@ from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.errors import DeploymentError
-from fedlearn.testing.fake_coordinator import FakeCoordinator
+from fedlearn.testing import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
 from fedlearn.transport.identity import Invitation
 

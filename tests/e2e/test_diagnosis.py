@@ -15,7 +15,7 @@ from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
-from fedlearn.testing.fake_coordinator import FakeCoordinator
+from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Invitation, expires_unix_s

@@ -12,7 +12,7 @@ import torch
 
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.core.messages import TrainReply
-from fedlearn.testing.fake_coordinator import FakeCoordinator
+from fedlearn.testing import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
 from fedlearn.transport.identity import Identity, Invitation
 

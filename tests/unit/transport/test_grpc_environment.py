@@ -52,13 +52,29 @@ print(sum(worker.exitcode == 0 for worker in workers))
 """
 
 
+def _without_grpc() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+
+
 def test_workers_that_are_forked_beside_a_busy_connection_live() -> None:
     """As a data loader's in a training process; with gRPC's default about a third are killed."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    environ = _without_grpc()
     prepare_for_grpc(environ, verbosity="ERROR")
     command = [sys.executable, "-c", FORKING]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("24\n", "")
+
+
+def test_an_applications_tests_are_prepared_before_they_import_grpc() -> None:
+    """What they fork lives beside their coordinator; how much gRPC writes is their own choice."""
+    script = (
+        "import os, sys; import fedlearn.testing; assert 'grpc' not in sys.modules; "
+        "fedlearn.testing.FakeCoordinator; assert 'grpc' in sys.modules; "
+        "print(sorted(name for name in os.environ if name.startswith('GRPC_')))"
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=_without_grpc(), capture_output=True, text=True, check=True)
+    assert ended.stdout == "['GRPC_ENABLE_FORK_SUPPORT']\n"
 
 
 def test_what_the_environment_says_already_stays() -> None:
