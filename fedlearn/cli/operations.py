@@ -20,11 +20,12 @@ from fedlearn.coordinator.store_rounds import RoundSummary
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.words import printable
 from fedlearn.deployment.operator import Operator, expires_in_days
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.starter import write_client_starter, write_starter
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.comparison import duration_text, headline, number_text, printable
+from fedlearn.experiment.comparison import duration_text, headline, number_text
 from fedlearn.experiment.progress import progress_to
 from fedlearn.secagg.succession import fingerprint
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedlearn.coordinator.checkpoints import CheckpointFile
+from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     History,
     Summary,
     best_point,
     number_text,
-    printable,
     series,
     summarize,
 )

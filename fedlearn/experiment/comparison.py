@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 
 from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.collecting import Status
+from fedlearn.core.words import printable
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
 Kind: TypeAlias = Literal["metric", "count", "duration"]
@@ -20,20 +21,6 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 # ---- Words --------------------------------------------------------------------------------
-
-
-def printable(text: str) -> str:
-    r"""Return ``text`` with U+FFFD for what could steer a terminal or reorder a line.
-
-    Names and reasons come from users and clients: an escape sequence among them is data.
-
-    Example:
-        >>> printable("lost\x1b[2J power") == "lost\ufffd[2J power"
-        True
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def number_text(value: float | None) -> str:

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from fedlearn.coordinator.records import RoundRecord
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
+from fedlearn.core.words import printable
 from fedlearn.errors import StoreError
 from fedlearn.experiment.comparison import (
     Counts,
@@ -25,7 +26,6 @@ from fedlearn.experiment.comparison import (
     TimeUnit,
     best_point,
     is_loss,
-    printable,
     series,
 )
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     Counts,
     Summary,
     duration_text,
     headline,
     number_text,
-    printable,
 )
 
 _TOP_REASONS = 3

@@ -25,6 +25,7 @@ from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
+from fedlearn.core.words import printable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import (
     CLIENT_PARTS,
@@ -34,7 +35,6 @@ from fedlearn.experiment.comparison import (
     TimeUnit,
     duration_text,
     number_text,
-    printable,
     series,
     summarize,
 )

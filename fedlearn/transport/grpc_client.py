@@ -27,6 +27,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from fedlearn.core.files import disk_errors
+from fedlearn.core.words import printable
 from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,
@@ -42,7 +43,8 @@ from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
 NAME_METADATA = "fedlearn-client"
 
 _STALL_TIMEOUT_S = 60.0
-_MAX_WORDS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
+_MAX_CHARACTERS = 500  # of a coordinator's explanation: it ends up in logs and dialogs
+_WITH_A_REASON = {"cancel", "come_back", "receipt"}
 
 _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -106,6 +108,8 @@ class DoorSession:
     async def receive(self) -> wire_pb2.FromCoordinator | None:
         """Return the next message, however long it takes; None: the coordinator ended the stream.
 
+        The reason in it is short and printable, whatever was sent.
+
         Cancelling it ends the session: to wait for something else as well, keep the task.
 
         Raises:
@@ -113,7 +117,11 @@ class DoorSession:
             ConnectionRefused: The coordinator has turned the client away.
             ProtocolError: It is not a message.
         """
-        return await self._call.read(wire_pb2.FromCoordinator)
+        message = await self._call.read(wire_pb2.FromCoordinator)
+        if message is not None and (what := message.WhichOneof("what")) in _WITH_A_REASON:
+            part = getattr(message, what)
+            part.reason = _words(part.reason)
+        return message
 
 
 class DoorConnection:
@@ -286,7 +294,7 @@ class DoorConnection:
             raise ConnectionRefused(
                 f"{self._address} speaks protocol {first.welcome.protocol}, this client "
                 f"{wire.PROTOCOL}; install the coordinator's version of fedlearn "
-                f"({first.welcome.software[:_MAX_WORDS]!r})"
+                f"({_words(first.welcome.software)!r})"
             )
         return first.welcome
 
@@ -295,7 +303,12 @@ class DoorConnection:
             raise ConnectionError(f"{self._address} ended an upload without a receipt")
         if status.WhichOneof("what") != "receipt":
             raise ProtocolError(f"{self._address} sent {status.WhichOneof('what')}, not a receipt")
+        status.receipt.reason = _words(status.receipt.reason)
         return status.receipt
+
+
+def _words(text: str) -> str:
+    return printable(text[:_MAX_CHARACTERS])
 
 
 async def enrol(
@@ -440,8 +453,8 @@ class _Call:
         if code is grpc.StatusCode.OK:
             return _Ended(f"{self._address} has ended the call")
         if code in _REFUSALS:
-            return ConnectionRefused(f"{self._address} refuses: {words[:_MAX_WORDS]}")
-        return ConnectionError(f"{self._address}: {code.name}: {words[:_MAX_WORDS]}")
+            return ConnectionRefused(f"{self._address} refuses: {_words(words)}")
+        return ConnectionError(f"{self._address}: {code.name}: {_words(words)}")
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

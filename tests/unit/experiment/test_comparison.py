@@ -20,7 +20,6 @@ from fedlearn.experiment.comparison import (
     TimeUnit,
     compare,
     duration_text,
-    printable,
     series,
     summarize,
 )
@@ -219,15 +218,6 @@ def test_a_hostile_name_cannot_steer_the_terminal() -> None:
     text = compare((run("\x1b[2J", {"k\n": "\x1b[31m"}), []), B).render()
     assert "\x1b" not in text
     assert "k\n" not in text
-
-
-@given(st.text())
-def test_printable_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
-    """One replacement a character, so nothing else moves."""
-    shown = printable(text)
-    assert len(shown) == len(text)
-    assert all(each.isprintable() for each in shown)
-    assert all(a == b for a, b in zip(text, shown, strict=True) if a.isprintable())
 
 
 @given(st.floats(0, 86400.0 * 99))

@@ -256,6 +256,42 @@ def test_what_was_sent_before_the_end_is_received_after_it() -> None:
     run(test)
 
 
+HOSTILE = "\x1b[2J" + "x" * 100_000
+LEGIBLE = "\ufffd[2J" + "x" * 496
+
+
+def test_a_reason_is_short_and_steers_no_terminal(tmp_path: Path) -> None:
+    """It ends up in logs, in an application's dialog and on the screen of `fedlearn join`."""
+
+    async def explains(door: Door, context: Context) -> None:
+        await _welcomes(door, context)
+        await tell(
+            context,
+            FromCoordinator(cancel=Cancel(reason=HOSTILE)),
+            FromCoordinator(receipt=Receipt(reason=HOSTILE)),
+            FromCoordinator(come_back=ComeBack(reason=HOSTILE)),
+        )
+
+    async def refuses(door: Door, context: Context) -> None:
+        await tell(context, UploadStatus(receipt=Receipt(reason=HOSTILE)))
+
+    async def test() -> None:
+        (tmp_path / "reply").write_bytes(CONTENT)
+        door = Door(session=explains, upload=refuses)
+        async with (
+            serving(door) as address,
+            connecting(address) as connection,
+            connection.session(HELLO) as session,
+        ):
+            assert await session.receive() == FromCoordinator(cancel=Cancel(reason=LEGIBLE))
+            assert await session.receive() == FromCoordinator(receipt=Receipt(reason=LEGIBLE))
+            assert await session.receive() == FromCoordinator(come_back=ComeBack(reason=LEGIBLE))
+            receipt = await connection.upload(ENVELOPE, tmp_path / "reply")
+            assert receipt == Receipt(reason=LEGIBLE)
+
+    run(test)
+
+
 REFUSALS = [
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
