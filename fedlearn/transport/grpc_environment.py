@@ -7,8 +7,8 @@ def prepare_for_grpc(environ: MutableMapping[str, str], *, verbosity: str | None
     """Set what is not set yet in the environment of a process that connects or serves.
 
     ``GRPC_ENABLE_FORK_SUPPORT`` is ``false``: with the wheels' default, gRPC starts a thread in
-    forked children, such as the workers of a trainer's data loader, that ends about a third of
-    them with SIGSEGV (https://github.com/grpc/grpc/issues/43055). No child of ours uses the gRPC
+    forked children, such as the workers of a trainer's data loader, that ends up to a third of
+    them with a signal (https://github.com/grpc/grpc/issues/43055). No child of ours uses the gRPC
     of its parent.
 
     Args:
