@@ -142,6 +142,18 @@ class Application:
         settings: dict[str, Any] = {"trainer": f"{self.trainer}:Trainer", **options}
         return Agent(self.home, invitation=invitation, on_progress=self.events.put, **settings)
 
+    def starting(self) -> str:
+        """Return the lines of a script that start an agent and wait for its process."""
+        trainer = f"{self.trainer}:slow"
+        return f"""
+from fedlearn.client import Agent
+agent = Agent({str(self.home)!r}, trainer={trainer!r})
+agent.give_consent()
+agent.start()
+while not agent.status().pid:
+    pass
+"""
+
     def wait_for(self, kind: EventKind) -> AgentEvent:
         while True:
             event = self.events.get(timeout=WAIT_S)
@@ -613,12 +625,7 @@ def test_an_application_that_is_killed_takes_a_process_with_it_that_still_starts
     """Also where a forked worker of the application lives on; Ctrl-C is for the application."""
     script = f"""
 import os, time
-from fedlearn.client import Agent
-agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:slow"!r})
-agent.give_consent()
-agent.start()
-while not agent.status().pid:
-    pass
+{application.starting()}
 worker = os.fork() if {forks} else 0
 if {forks} and not worker:
     time.sleep(3600)
@@ -669,13 +676,8 @@ def test_a_forked_worker_is_told_that_the_agent_is_anothers(application: Applica
     """It can neither start it, nor speak for the user, nor end the other's training process."""
     script = f"""
 import os
-from fedlearn.client import Agent
 from fedlearn.errors import DeploymentError
-agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:slow"!r})
-agent.give_consent()
-agent.start()
-while not agent.status().pid:
-    pass
+{application.starting()}
 if not os.fork():
     agent.stop()
     for use in (agent.start, agent.give_consent, agent.revoke_consent, agent.status):

@@ -142,9 +142,7 @@ LOADER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORKER
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_what_a_trainers_own_processes_use_is_not_somebody_elses(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_own: bool,  # noqa: FBT001 - a case
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_own: bool
 ) -> None:
     """Those that load its data, and theirs; control: as much used by others."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)

@@ -50,9 +50,10 @@ def test_without_a_line_of_the_users_the_librarys_is_named() -> None:
     compiled = compile("json.loads('')", "<string>", "exec")
     with pytest.raises(json.JSONDecodeError) as caught:
         exec(compiled, {"json": json})  # noqa: S102 - code without a file
-    library = caught.traceback[-1]
-    caught.value.__traceback__ = library._rawentry  # noqa: SLF001 - without this test's own frame
-    assert described(caught.value).startswith(f"{json.decoder.__file__}:")
+    library = caught.tb
+    while library.tb_next is not None:  # to the innermost, past this test's own frame
+        library = library.tb_next
+    assert described(caught.value.with_traceback(library)).startswith(f"{json.decoder.__file__}:")
 
 
 def test_without_any_line_there_are_the_words_alone() -> None:

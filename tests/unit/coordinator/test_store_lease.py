@@ -224,6 +224,7 @@ def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
 def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None:
     """Neither rounds, nor how the run ended, nor the journal; and it learns of it."""
     old, new = taken_over(database)
+    run_id = deployment(database, RUN.name).run_id
     run = database.run(RUN.name, guard=old.guard)
     journal = StoredJournal(database, RUN.name, guard=old.guard)
     run.append(ROUND)
@@ -238,6 +239,8 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
     with pytest.raises(Fenced):
         run.set_running()
     with pytest.raises(Fenced):
+        run.renew()
+    with pytest.raises(Fenced):
         journal.open(OPENED)
     with pytest.raises(Fenced):
         journal.forget(before_round=1)
@@ -247,7 +250,8 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
     assert run.checkpoints() == []
     assert run.record.status is RunStatus.RUNNING
     assert journal.last() is None
-    assert deployment(database, RUN.name).status == {}
+    found = deployment(database, RUN.name)
+    assert (found.run_id, found.status) == (run_id, {})
     assert new.renew({}) == "run"
 
 
