@@ -28,8 +28,8 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.randomness import Seed
+from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import behaviour as devices

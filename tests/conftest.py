@@ -15,8 +15,8 @@ import psycopg
 import pytest
 from hypothesis import settings
 
-from fedlearn.coordinator.store import sqlite_url
 from fedlearn.core.clock import SystemClock
+from fedlearn.store.runs import sqlite_url
 
 # A busy machine is slow at an example now and then; that says nothing of what is tested.
 settings.register_profile("fedlearn", deadline=None)

@@ -1,6 +1,6 @@
 """What tests of several folders record."""
 
-from fedlearn.coordinator.records import RunRecord, RunStatus
+from fedlearn.rounds.records import RunRecord, RunStatus
 
 #: A run that was begun and has no round yet.
 RUN = RunRecord(

@@ -14,8 +14,6 @@ from fedlearn.build import algorithm, deployment, secure_plan
 from fedlearn.cli.failures import RunEnded, resume_command
 from fedlearn.cli.overview import run_line, run_object, run_page, runs_table
 from fedlearn.config import Config, NoData, load, render, resolve_addresses
-from fedlearn.coordinator.records import RoundRecord, RunRecord
-from fedlearn.coordinator.store import Database
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import write_durably
 from fedlearn.errors import ConfigError, StoreError
@@ -23,6 +21,8 @@ from fedlearn.experiment.comparison import Summary, compare
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import open_run
 from fedlearn.experiment.simulate import Site, resolve_config, resume, run_config
+from fedlearn.rounds.records import RoundRecord, RunRecord
+from fedlearn.store.runs import Database
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,6 @@ from typing import Literal
 
 from fedlearn.cli.commands import FollowedProgress
 from fedlearn.config import load
-from fedlearn.coordinator.records import RunStatus
-from fedlearn.coordinator.registry import EnrolledClient, InvitationRecord
-from fedlearn.coordinator.store_lease import deployment
-from fedlearn.coordinator.store_rounds import RoundSummary
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
@@ -27,7 +23,11 @@ from fedlearn.deployment.starter import write_client_starter, write_starter
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.comparison import duration_text, headline, number_text
 from fedlearn.experiment.progress import progress_to
-from fedlearn.secagg.succession import fingerprint
+from fedlearn.identity.lineage import fingerprint
+from fedlearn.identity.registry import EnrolledClient, InvitationRecord
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.lease import deployment
+from fedlearn.store.rounds import RoundSummary
 
 _SOON_DAYS = 30
 

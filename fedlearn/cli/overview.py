@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fedlearn.coordinator.checkpoints import CheckpointFile
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     History,
@@ -17,6 +16,7 @@ from fedlearn.experiment.comparison import (
 )
 from fedlearn.experiment.progress import next_command
 from fedlearn.experiment.run import Run
+from fedlearn.store.checkpoints import CheckpointFile
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 _TABLES = ("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices")

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from fedlearn.client.agent import Agent
     from fedlearn.client.conditions import Conditions
     from fedlearn.client.policy import Policy, SecureAggregationPolicy
-    from fedlearn.client.torch_trainer import TorchTrainer
-    from fedlearn.client.trainer import (
+    from fedlearn.training.torch_trainer import TorchTrainer
+    from fedlearn.training.trainer import (
         LocalEvaluation,
         LocalResult,
         LocalTrainer,
@@ -34,22 +34,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "Agent": "agent",
-    "Conditions": "conditions",
-    "LocalEvaluation": "trainer",
-    "LocalResult": "trainer",
-    "LocalTrainer": "trainer",
-    "Policy": "policy",
-    "SecureAggregationPolicy": "policy",
-    "TaskControl": "trainer",
-    "TorchTrainer": "torch_trainer",
-    "TrainContext": "trainer",
+    "Agent": "client.agent",
+    "Conditions": "client.conditions",
+    "LocalEvaluation": "training.trainer",
+    "LocalResult": "training.trainer",
+    "LocalTrainer": "training.trainer",
+    "Policy": "client.policy",
+    "SecureAggregationPolicy": "client.policy",
+    "TaskControl": "training.trainer",
+    "TorchTrainer": "training.torch_trainer",
+    "TrainContext": "training.trainer",
 }
 
 
 def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
     if name in _HOME:
-        return getattr(importlib.import_module(f"fedlearn.client.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"fedlearn.{_HOME[name]}"), name)
     raise AttributeError(f"module 'fedlearn.client' has no attribute {name!r}")
 
 

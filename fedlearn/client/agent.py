@@ -20,9 +20,9 @@ from fedlearn.client.loading import name_of
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
-from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
+from fedlearn.training.trainer import LocalTrainer
 
 #: Seconds that the process gets to end by itself; it gives its own training thread less.
 _STOP_S = 15.0

@@ -20,7 +20,7 @@ _REPORT_SPACING_S = 0.1
 
 
 class WorkControl:
-    """The :class:`~fedlearn.client.trainer.TaskControl` of a deployed client.
+    """The :class:`~fedlearn.training.trainer.TaskControl` of a deployed client.
 
     Args:
         home: Where checkpoints lie.

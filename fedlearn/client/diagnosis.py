@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from fedlearn.client.credentials import credentials_of
-from fedlearn.client.faults import in_users_code
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.renewal import renewal_advice
 from fedlearn.core.clock import SystemClock, WallClock, utc
 from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
+from fedlearn.session.faults import in_users_code
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection
 from fedlearn.transport.identity import Invitation

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from fedlearn.client.secure import Kept
 from fedlearn.errors import AggregationAborted, Cancelled
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import Shared
 from fedlearn.secagg.fixed_point import Lane, Words
+from fedlearn.session.secure import Kept
 
 #: Masks that would take more memory are expanded when they are needed, into the vector itself.
 MAX_EXPANDED_BYTES = 256 << 20

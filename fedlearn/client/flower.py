@@ -7,23 +7,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedlearn.client.pins import PinFile, Pins
 from fedlearn.client.policy import Policy
-from fedlearn.client.secure import after_failure
-from fedlearn.client.session import ClientSession, log_refusal
-from fedlearn.client.trainer import (
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import Failure, settings_in
+from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
+from fedlearn.identity.lineage import fingerprint
+from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.secagg.client import SecureClient
+from fedlearn.session.pins import PinFile, Pins
+from fedlearn.session.secure import after_failure
+from fedlearn.session.session import ClientSession, log_refusal
+from fedlearn.training.trainer import (
     LocalEvaluation,
     LocalResult,
     LocalTrainer,
     TaskControl,
     TrainContext,
 )
-from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import Failure, settings_in
-from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
-from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.identity_roster import IdentityRoster
-from fedlearn.secagg.succession import fingerprint
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Keys, Node
 

@@ -27,14 +27,14 @@ from typing import Any, BinaryIO
 import structlog
 
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.pins import PinFile, Pins
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
-from fedlearn.secagg.identity_roster import IdentityRoster
-from fedlearn.secagg.succession import MAX_SUCCESSIONS, Lineage, fingerprint
+from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage, fingerprint
+from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.session.pins import PinFile, Pins
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import IDENTITY_FILE, Identity, Invitation
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from fedlearn.client.trainer import LocalTrainer
 from fedlearn.errors import DeploymentError
+from fedlearn.training.trainer import LocalTrainer
 
 
 def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:

@@ -7,10 +7,10 @@ import structlog
 
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Enrolment, Home
-from fedlearn.client.secure import is_in_session
 from fedlearn.core.clock import Clock
 from fedlearn.errors import EnrolmentRefused, ProtocolError
-from fedlearn.secagg.succession import fingerprint
+from fedlearn.identity.lineage import fingerprint
+from fedlearn.session.secure import is_in_session
 from fedlearn.transport.grpc_client import enrol
 
 #: Seconds that a session of secure aggregation under way is given to end: it is signed for with

@@ -55,9 +55,7 @@ from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.renewal import missing_key_advice, renewal_advice
 from fedlearn.client.rotation import KeyRotation
-from fedlearn.client.session import ClientSession, log_refusal
 from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
-from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.cores import num_cores
@@ -78,8 +76,10 @@ from fedlearn.errors import (
     PolicyViolation,
     ProtocolError,
 )
+from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.identity_roster import IdentityRoster
+from fedlearn.session.session import ClientSession, log_refusal
+from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol

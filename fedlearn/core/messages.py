@@ -1,7 +1,7 @@
 """What the coordinator and a client say to each other.
 
 These frozen dataclasses are the whole protocol: :mod:`fedlearn.core.codec` turns them
-into bytes, :mod:`fedlearn.transport` moves the bytes, and :mod:`fedlearn.client.session`
+into bytes, :mod:`fedlearn.transport` moves the bytes, and :mod:`fedlearn.session.session`
 answers them. Nothing else crosses the wire.
 """
 
@@ -79,7 +79,7 @@ class SecureRequest:
             and attempt.
         lanes: With ``train``: by lane of the sum the tensors that are laid end to end in it.
         directory: In the first stage of a deployment, the cohort's identity keys, for clients to
-            pin: each a lineage in bytes (:mod:`fedlearn.secagg.succession`), whose last 32 bytes
+            pin: each a lineage in bytes (:mod:`fedlearn.identity.lineage`), whose last 32 bytes
             are the key.
         notice: In the first stage, what will be trained: a client whose policy forbids it says so
             before others have shared secrets with it.

@@ -25,31 +25,31 @@ import structlog
 
 from fedlearn import build
 from fedlearn.config import Config
-from fedlearn.coordinator.journal import JournaledSampler
-from fedlearn.coordinator.patience import PatientJournal, PatientStore, patient
-from fedlearn.coordinator.records import RunRecord, RunStatus
-from fedlearn.coordinator.service import Door, DoorSettings
-from fedlearn.coordinator.store import Database, StoredRun
-from fedlearn.coordinator.store_journal import StoredJournal
-from fedlearn.coordinator.store_lease import Lease, deployment
-from fedlearn.coordinator.store_registry import StoredRegistry
-from fedlearn.coordinator.telemetry import Snapshot, Telemetry
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import SecretBytes
-from fedlearn.deployment.board import Board, Phase
 from fedlearn.deployment.gate import Announced, Gate
-from fedlearn.deployment.heart import Heart
+from fedlearn.deployment.heartbeat import Heart
 from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
 from fedlearn.deployment.interruption import Interruption, StopSignals
+from fedlearn.deployment.live_status import Board, Phase
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
 from fedlearn.deployment.rounds import require_plain, run_over
+from fedlearn.door.server import Door, DoorSettings
+from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
+from fedlearn.rounds.journal import JournaledSampler
+from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.cluster import one_thread
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.patience import PatientJournal, PatientStore, patient
+from fedlearn.store.registry import StoredRegistry
+from fedlearn.store.runs import Database, StoredRun
 
 ResultT = TypeVar("ResultT")
 

@@ -2,10 +2,10 @@
 
 import os
 
-from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.config import load
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.part import part_trainer
+from fedlearn.training.torch_trainer import TorchTrainer
 
 #: Environment variables that say which client this process is.
 CONFIG, CLIENT = "FEDLEARN_DEMO_CONFIG", "FEDLEARN_DEMO_CLIENT"

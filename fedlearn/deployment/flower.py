@@ -13,8 +13,6 @@ import structlog
 
 from fedlearn import build
 from fedlearn.config import Config, resolve_addresses
-from fedlearn.coordinator.records import RunRecord
-from fedlearn.coordinator.store import Database, StoredRun
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.flower_config import configuration, number
@@ -23,8 +21,10 @@ from fedlearn.deployment.rounds import run_over
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import Site, new_record, outcome_told
+from fedlearn.rounds.records import RunRecord
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.cluster import one_thread
+from fedlearn.store.runs import Database, StoredRun
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Federation, FlowerChannel
 from fedlearn.transport.identity import Identity

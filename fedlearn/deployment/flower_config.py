@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.config import Config, load
 from fedlearn.core.messages import Settings
 from fedlearn.deployment.part import part_trainer
 from fedlearn.errors import ConfigError
+from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.transport.flower import Node
 
 

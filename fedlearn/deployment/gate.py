@@ -9,8 +9,8 @@ from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.deployment.board import Board, Phase
 from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.live_status import Board, Phase
 from fedlearn.errors import CohortTooSmall
 
 #: Seconds between two looks at what is waited for.

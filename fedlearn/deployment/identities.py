@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger
 
-from fedlearn.coordinator.patience import patient
-from fedlearn.coordinator.registry import Registry
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
+from fedlearn.identity.registry import Registry
 from fedlearn.secagg.keys import Signer
+from fedlearn.store.patience import patient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class DeployedIdentities:
         run_id: Of the run, 16 bytes.
         signer: The coordinator's identity.
         directory: Returns the clients' keys as they are now, each as a lineage in bytes
-            (:mod:`fedlearn.secagg.succession`).
+            (:mod:`fedlearn.identity.lineage`).
     """
 
     run_id: bytes

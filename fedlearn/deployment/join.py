@@ -12,13 +12,13 @@ from typing import TextIO
 
 from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.faults import in_users_code
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime, make_runtime
 from fedlearn.config import ClientConfig, load_client
 from fedlearn.errors import ConfigError, DeploymentError
+from fedlearn.session.faults import in_users_code
 from fedlearn.transport.identity import Invitation
 
 #: What the process ends with when the user's training does not listen.

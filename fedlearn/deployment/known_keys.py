@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedlearn.client.home import Enrolment, Home
-from fedlearn.client.pins import Pins
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.join import default_home
 from fedlearn.errors import DeploymentError
+from fedlearn.session.pins import Pins
 
 
 def client_home(client: str, *, environ: Mapping[str, str]) -> Home:

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from fedlearn.config import TAG_PATTERN
-from fedlearn.coordinator.journal import Control, Deployment
-from fedlearn.coordinator.records import RunStatus
-from fedlearn.coordinator.registry import EnrolledClient, InvitationRecord
-from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import deployment, set_control
-from fedlearn.coordinator.store_registry import StoredRegistry
-from fedlearn.coordinator.store_rounds import RoundSummary
 from fedlearn.core.clock import Clock, SystemClock, utc
 from fedlearn.core.messages import EvaluateRequest
-from fedlearn.deployment.board import Phase
+from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
-from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
-from fedlearn.secagg.succession import Lineage
+from fedlearn.identity.lineage import Lineage
+from fedlearn.identity.registry import EnrolledClient, InvitationRecord
+from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.rounds.journal import Control, Deployment
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.lease import deployment, set_control
+from fedlearn.store.registry import StoredRegistry
+from fedlearn.store.rounds import RoundSummary
+from fedlearn.store.runs import Database
 from fedlearn.transport.identity import Invitation
 
 _HOUR_S = 3600.0

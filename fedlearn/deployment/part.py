@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from fedlearn import build
-from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DataError
+from fedlearn.training.torch_trainer import TorchTrainer
 
 
 def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedlearn.config import Addresses, Config, resolve_addresses
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.store import Database, sqlite_url
+from fedlearn.door.authority import Authority
+from fedlearn.store.runs import Database, sqlite_url
 
 #: What a deployed run is called that the configuration does not name.
 DEFAULT_NAME = "federation"

@@ -8,14 +8,14 @@ from typing import Any, Final
 from fedlearn import build
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
-from fedlearn.coordinator.journal import OpenRound, RoundJournal
-from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
-from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import deploy
 from fedlearn.core.clock import Clock
-from fedlearn.deployment.board import Board
+from fedlearn.deployment.live_status import Board
 from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
 from fedlearn.experiment.simulate import new_record
+from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
+from fedlearn.store.lease import deploy
+from fedlearn.store.runs import Database
 
 #: Tables that say where and how a run is served, not what it computes: a restart may change them.
 _MAY_CHANGE: Final = ("coordinator", "store", "engine", "devices")

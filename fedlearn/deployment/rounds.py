@@ -9,13 +9,6 @@ import torch
 from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.build import Deployment, measures_accuracy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStore
-from fedlearn.coordinator.round import RoundPlan
-from fedlearn.coordinator.run import EarlyStopping, RunPlan, RunState, train
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
 from fedlearn.core.cores import num_cores
@@ -24,8 +17,15 @@ from fedlearn.core.randomness import Seed
 from fedlearn.deployment.identities import DeployedIdentities
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.assemble import initial_params
+from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
+from fedlearn.rounds.round import RoundPlan
+from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.evaluation import CentralEvaluator
+from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
 _CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def run_over(
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
         progress: Told of each finished round.
-        first_attempts: See :class:`~fedlearn.coordinator.run.RunPlan`; ``None``: none.
+        first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`; ``None``: none.
         identities: For secure aggregation.
 
     Raises:

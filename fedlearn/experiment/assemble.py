@@ -11,12 +11,6 @@ from torch import nn
 
 from fedlearn.algorithms.aggregators import Aggregator, WeightedSum
 from fedlearn.build import Simulation, measures_accuracy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.coordinator.round import RoundPlan
-from fedlearn.coordinator.run import EarlyStopping, RunPlan
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Collector
 from fedlearn.core.cores import num_cores
@@ -24,6 +18,11 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.errors import EngineError
+from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan
+from fedlearn.rounds.run import EarlyStopping, RunPlan
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.choice import (
     Choice,
@@ -43,6 +42,7 @@ from fedlearn.simulation.evaluation import (
 )
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.memory import MemoryChannel
 
 #: A job of fewer floating-point operations is done before a second worker has started.

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, TypeAlias
 
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.collecting import Status
 from fedlearn.core.words import printable
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
 Kind: TypeAlias = Literal["metric", "count", "duration"]

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fedlearn.coordinator.records import RoundRecord
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.words import printable
@@ -28,6 +27,7 @@ from fedlearn.experiment.comparison import (
     is_loss,
     series,
 )
+from fedlearn.rounds.records import RoundRecord
 
 # Okabe and Ito's palette, told apart with any colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")

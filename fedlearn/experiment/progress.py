@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     Counts,
@@ -23,6 +22,7 @@ from fedlearn.experiment.comparison import (
     headline,
     number_text,
 )
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 _TOP_REASONS = 3
 _REASON_CHARACTERS = 100

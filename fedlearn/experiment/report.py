@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
@@ -38,6 +37,7 @@ from fedlearn.experiment.comparison import (
     series,
     summarize,
 )
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedlearn.coordinator.records import RoundRecord, RunRecord
-from fedlearn.coordinator.store import Database, StoredRun
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.report import report
+from fedlearn.rounds.records import RoundRecord, RunRecord
+from fedlearn.store.runs import Database, StoredRun
 
 
 @dataclass(frozen=True)

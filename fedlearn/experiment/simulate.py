@@ -18,9 +18,6 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.build import Deployment, Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
-from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
-from fedlearn.coordinator.run import train
-from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
@@ -28,8 +25,11 @@ from fedlearn.experiment.assemble import Resolved, assemble, resolve, worker_dev
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
+from fedlearn.rounds.run import train
 from fedlearn.simulation.cluster import Cluster, launch, one_thread
 from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
 
 #: The key under which a run that was started from Python records what it was made of.
 PYTHON_PIECES = "python"

@@ -19,15 +19,15 @@ from torch import nn
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors import fused, sequential, stacked
+from fedlearn.simulation.executors import sequential, stacked
 from fedlearn.simulation.executors.base import Executor, Work
-from fedlearn.simulation.executors.chain import Chain, NotAChain, as_chain
-from fedlearn.simulation.executors.fused import FusedExecutor, misfit
+from fedlearn.simulation.executors.fused import executor as fused
+from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
+from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import (
     StackedExecutor,
@@ -36,6 +36,7 @@ from fedlearn.simulation.executors.stacked import (
 )
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.work import work_of
+from fedlearn.training.resident import Precision, ResidentModel
 
 #: A run that takes longer than this without compiling is worth compiling for, in seconds.
 _WORTH_COMPILING_S = 60.0

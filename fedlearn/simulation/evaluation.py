@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.client.resident import ResidentModel
 from fedlearn.core.distribution import distribution
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.cluster import Cluster
 from fedlearn.simulation.population import Population
+from fedlearn.training.resident import ResidentModel
 
 #: Clients whose examples are held in memory at a time.
 _CLIENTS_AT_ONCE = 64

@@ -12,18 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.client.local_data import TensorData
-from fedlearn.client.resident import ResidentModel
-from fedlearn.client.session import ClientSession
-from fedlearn.client.torch_trainer import TorchTrainer
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest, training_in
 from fedlearn.core.randomness import Seed
+from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.simulation.timeline import DROPPED_OUT
+from fedlearn.training.local_data import TensorData
+from fedlearn.training.resident import ResidentModel
+from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 

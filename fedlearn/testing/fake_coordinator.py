@@ -8,10 +8,6 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.eligibility import Requirements
-from fedlearn.coordinator.registry import MemoryRegistry
-from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import (
     ClientId,
@@ -26,7 +22,11 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
+from fedlearn.door.authority import Authority
+from fedlearn.door.eligibility import Requirements
+from fedlearn.door.server import Door, DoorSettings
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.registry import MemoryRegistry
 from fedlearn.transport.identity import Invitation
 
 _VALID_S = 3600.0

@@ -22,12 +22,12 @@ from torch import nn
 
 from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Block, RoundRequest, Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.base import Arrival, as_reply
 
 #: Different updates; the cohort sends them again and again.

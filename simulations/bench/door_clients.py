@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from door_coordinator import AUTHORITY, CLIENTS, model
 
-from fedlearn.coordinator.authority import Authority
 from fedlearn.core.clock import Clock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import TrainReply
+from fedlearn.door.authority import Authority
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession

@@ -24,16 +24,16 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.registry import MemoryRegistry
-from fedlearn.coordinator.round import RoundPlan, ServerState, run_round
-from fedlearn.coordinator.service import Door, DoorChannel, DoorSettings
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.door.authority import Authority
+from fedlearn.door.server import Door, DoorChannel, DoorSettings
+from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 
 #: Where ``door.py`` leaves the certificate authority and the list of clients.
 AUTHORITY, CLIENTS = "authority", "clients.json"

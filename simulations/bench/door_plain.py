@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 from door_coordinator import AUTHORITY
 
-from fedlearn.coordinator.authority import Authority
 from fedlearn.core.clock import SystemClock
+from fedlearn.door.authority import Authority
 from fedlearn.transport import wire
 from fedlearn.transport.identity import SERVER_NAME
 

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 import fedlearn as fl
 from fedlearn.build import around
 from fedlearn.config import Addresses
-from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import Site, config_around, run_pieces
+from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation

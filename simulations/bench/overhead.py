@@ -26,18 +26,18 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.build import Simulation, around
-from fedlearn.coordinator.run import train
-from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Block
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.experiment.simulate import config_around, new_record
+from fedlearn.rounds.run import train
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.population import ClientRows, Population
+from fedlearn.store.runs import Database, sqlite_url
 
 
 @dataclass

@@ -15,26 +15,26 @@ BIN = Path(sys.executable).parent
 
 #: Per contract: a module, and what it must not import.
 VIOLATIONS = [
-    ("Floors", "core/params.py", "import fedlearn.client.session"),
+    ("Floors", "core/params.py", "import fedlearn.session.session"),
     ("Floors", "errors.py", "import fedlearn.core.clock"),
     ("Floors", "algorithms/local.py", "import fedlearn.transport.base"),
-    ("Floors", "coordinator/round.py", "import fedlearn.simulation.engine"),
-    ("Floors", "simulation/engine.py", "import fedlearn.coordinator.round"),
-    ("Floors", "coordinator/run.py", "import fedlearn.config"),
+    ("Floors", "rounds/round.py", "import fedlearn.simulation.engine"),
+    ("Floors", "simulation/engine.py", "import fedlearn.rounds.round"),
+    ("Floors", "rounds/run.py", "import fedlearn.config"),
     ("Floors", "stray.py", ""),
     ("No cycles anywhere", "core/messages.py", "import fedlearn.core.codec"),
-    ("Only the store knows SQLAlchemy", "coordinator/run.py", "import sqlalchemy"),
+    ("Only the store knows SQLAlchemy", "rounds/run.py", "import sqlalchemy"),
     ("Only the store knows SQLAlchemy", "core/codec.py", "import alembic"),
     (
         "The coordinator knows clients by their messages only",
-        "coordinator/collection.py",
-        "import fedlearn.client.session",
+        "rounds/plain.py",
+        "import fedlearn.session.session",
     ),
-    ("Only the door and its client know gRPC", "client/session.py", "import grpc"),
+    ("Only the door and its client know gRPC", "session/session.py", "import grpc"),
     ("Keys are made where it is stated", "core/codec.py", "import cryptography"),
-    ("Digests are made in one place", "coordinator/spool.py", "import blake3"),
-    ("Only one package knows Flower", "coordinator/run.py", "import flwr"),
-    ("Only telemetry speaks HTTP", "client/session.py", "import aiohttp"),
+    ("Digests are made in one place", "door/spool.py", "import blake3"),
+    ("Only one package knows Flower", "rounds/run.py", "import flwr"),
+    ("Only telemetry speaks HTTP", "session/session.py", "import aiohttp"),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),
 ]
@@ -42,7 +42,7 @@ VIOLATIONS = [
 #: A module, and what it must not import: each has one door.
 BANNED = [
     ("simulation/behaviour.py", "import time"),
-    ("coordinator/run.py", "from time import perf_counter"),
+    ("rounds/run.py", "from time import perf_counter"),
     ("algorithms/sampling.py", "import random"),
     ("core/codec.py", "import secrets"),
     ("simulation/engine.py", "import torch.distributed"),

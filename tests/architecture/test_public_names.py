@@ -76,7 +76,7 @@ def test_the_package_alone_loads_nothing_heavy() -> None:
 def test_the_engine_needs_torch_and_little_else() -> None:
     """A machine that has torch and numpy can run a simulation."""
     assert not loaded_after("import fedlearn.simulation.engine") & set(HEAVY)
-    sessions = "import fedlearn.simulation.sessions, fedlearn.coordinator.run"
+    sessions = "import fedlearn.simulation.sessions, fedlearn.rounds.run"
     assert not loaded_after(sessions) & set(HEAVY)
 
 
@@ -87,5 +87,5 @@ def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
 
 def test_a_heavy_import_would_be_noticed() -> None:
     """The control: the store does load SQLAlchemy, and curves matplotlib."""
-    loaded = loaded_after("import fedlearn.coordinator.store, fedlearn.experiment.plot")
+    loaded = loaded_after("import fedlearn.store.runs, fedlearn.experiment.plot")
     assert {"sqlalchemy", "matplotlib"} <= loaded

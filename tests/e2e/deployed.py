@@ -13,12 +13,12 @@ from urllib.request import urlopen
 
 from fedlearn.client.home import Enrolment, Home
 from fedlearn.config import Config, IdealDevices, load, render
-from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment import demo_client
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.starter import starter
+from fedlearn.store.runs import Database, sqlite_url
 from tests.addresses import free_addresses
 
 LONG_S = 300.0

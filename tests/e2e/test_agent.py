@@ -23,9 +23,9 @@ from fedlearn.client.agent import Agent, AgentStatus
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
-from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
+from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import DeploymentError
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol

@@ -16,16 +16,16 @@ from torch import nn
 from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.build import deployment
 from fedlearn.client.loading import make_trainer
-from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import UNATTENDED, LocalTrainer
 from fedlearn.config import load
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Request
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.session.session import ClientSession
+from fedlearn.training.trainer import UNATTENDED, LocalTrainer
 from fedlearn.transport.memory import MemoryChannel
 
 ROOT = Path(__file__).parents[2]

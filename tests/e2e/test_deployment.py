@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.records import RunStatus
-from fedlearn.coordinator.store_lease import deployment
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.lease import deployment
 from tests.addresses import free_addresses
 from tests.e2e.deployed import LONG_S, OK, UNAVAILABLE, Site, asked, site_in
 

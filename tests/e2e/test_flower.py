@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from fedlearn import build
 from fedlearn.client.flower import Node
-from fedlearn.client.session import ClientSession
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord, RunStatus
-from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.rounds import run_over
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.secagg.fixed_point import QuantisationError
+from fedlearn.session.session import ClientSession
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.records import RoundRecord
-from fedlearn.coordinator.store_registry import StoredRegistry
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
+from fedlearn.rounds.records import RoundRecord
+from fedlearn.store.registry import StoredRegistry
 from fedlearn.transport.identity import Identity
 from tests.e2e.deployed import LONG_S, SECURE, Site, site_in
 

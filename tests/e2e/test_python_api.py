@@ -11,11 +11,11 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.config import Config, resolve_addresses
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import Site, resume
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 ALGORITHM = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, keep_momentum=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlearn.coordinator.records import RoundRecord, RunStatus
 from fedlearn.core.collecting import Status
 from fedlearn.experiment.run import Run
+from fedlearn.rounds.records import RoundRecord, RunStatus
 from fedlearn.transport import wire
 from tests.e2e.deployed import LONG_S, SECURE, Site, site_in
 

@@ -16,16 +16,16 @@ import pytest
 import structlog
 import torch
 
-from fedlearn.coordinator.journal import OpenRound
-from fedlearn.coordinator.patience import PatientStore
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord
-from fedlearn.coordinator.store import Database, StoredRun, unguarded
-from fedlearn.coordinator.store_journal import StoredJournal
-from fedlearn.coordinator.store_lease import Lease, deploy, deployment
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import Fenced, StoreUnavailable
+from fedlearn.rounds.journal import OpenRound
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.lease import Lease, deploy, deployment
+from fedlearn.store.patience import PatientStore
+from fedlearn.store.runs import Database, StoredRun, unguarded
 from tests.records import RUN
 
 REPORT = Participation(ClientId(4), Status.REPORTED, 1.0, 10, 0.5, "")
@@ -50,9 +50,9 @@ import sys
 from pathlib import Path
 from threading import Thread
 import torch
-from fedlearn.coordinator.records import Checkpoint
-from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import Lease
+from fedlearn.rounds.records import Checkpoint
+from fedlearn.store.runs import Database
+from fedlearn.store.lease import Lease
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import Fenced
 

@@ -8,10 +8,10 @@ import psycopg
 import pytest
 import torch
 
-from fedlearn.coordinator.records import Checkpoint, Outcome, RoundRecord
-from fedlearn.coordinator.store import Database
 from fedlearn.core.collecting import Participations
 from fedlearn.errors import StoreError
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.store.runs import Database
 from tests.records import RUN
 
 pytestmark = pytest.mark.xdist_group("postgresql")

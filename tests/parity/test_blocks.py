@@ -13,10 +13,9 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.resident import Precision
-from fedlearn.coordinator.round import RoundPlan, ServerState, run_round
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone
@@ -24,6 +23,7 @@ from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision
 
 SIZES = [9, 14, 3, 11, 12, 1, 15, 6, 8, 10, 5, 23]
 NUM_CLIENTS = len(SIZES)

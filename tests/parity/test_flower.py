@@ -24,17 +24,15 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.client.torch_trainer import TorchTrainer
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.round import RoundPlan, run_round
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import Collector, RoundRequest, Status
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.secagg.graph import Topology
@@ -47,6 +45,8 @@ from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.transport.flower import FlowerChannel
 from fedlearn.transport.identity import Identity
 

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.executors.base import Trained, Work
-from fedlearn.simulation.executors.chain import Chain, FlattenLayer, NotAChain, as_chain
-from fedlearn.simulation.executors.fused import FusedExecutor, misfit, preferred_block
+from fedlearn.simulation.executors.fused.chain import Chain, FlattenLayer, NotAChain, as_chain
+from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit, preferred_block
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
+from fedlearn.training.resident import Precision, ResidentModel
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 5

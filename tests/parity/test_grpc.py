@@ -23,24 +23,24 @@ from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.policy import Policy
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.client.runtime import Runtime
-from fedlearn.client.torch_trainer import TorchTrainer
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.eligibility import Requirements
-from fedlearn.coordinator.registry import MemoryRegistry
-from fedlearn.coordinator.round import RoundPlan, run_round
-from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Collector, Status
 from fedlearn.core.messages import EvaluateReply, EvaluateRequest, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.door.authority import Authority
+from fedlearn.door.eligibility import Requirements
+from fedlearn.door.server import Door, DoorSettings
+from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport.base import Channel
 from fedlearn.transport.identity import Invitation
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fedlearn import build
 from fedlearn.config import load
-from fedlearn.coordinator.round import run_round
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.assemble import assemble, resolve
+from fedlearn.rounds.round import run_round
 from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.simulation.cluster import Alone
 

@@ -21,18 +21,18 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.registry import MemoryRegistry
-from fedlearn.coordinator.secure_collection import SecureCollector
-from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Collected, RoundRequest, Status
 from fedlearn.core.params import Params
 from fedlearn.deployment.identities import EnrolledKeys
+from fedlearn.door.authority import Authority
+from fedlearn.door.server import Door, DoorSettings
+from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire
 from fedlearn.transport.identity import Invitation
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, MeanSquaredError, Objective
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -30,6 +29,7 @@ from fedlearn.simulation.executors.stacked_gradient import Batch, BlockGradient,
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
+from fedlearn.training.resident import Precision, ResidentModel
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]

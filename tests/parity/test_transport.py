@@ -14,12 +14,11 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg, FedAvgM, FedProx
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.round import RoundPlan, ServerState, run_round
 from fedlearn.core.collecting import Collected, Collector, Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import (
     Behaviour,
     Dropout,
@@ -32,6 +31,7 @@ from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.training.resident import Precision, ResidentModel
 
 NUM_ROUNDS = 4
 SIZES = [8, 14, 3, 11, 12, 2, 15, 6, 7, 10, 4, 23]  # no last batch of one, for BatchNorm

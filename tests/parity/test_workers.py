@@ -23,11 +23,10 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.behaviour import (
     Behaviour,
     Dropout,
@@ -40,6 +39,7 @@ from fedlearn.simulation.evaluation import CentralEvaluator, ClientEvaluator
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision, ResidentModel
 
 NUM_ROUNDS = 4
 SIZES = [8, 14, 3, 11, 12, 1, 15, 6, 9, 10, 5, 23]

@@ -14,20 +14,20 @@ from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import Collected, RoundRequest, Status
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport.flower import FlowerChannel
 from fedlearn.transport.identity import Identity
 

@@ -18,11 +18,6 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.collection import MAX_EXAMPLES, MAX_REASON, PlainCollector
-from fedlearn.coordinator.evaluation import ChannelEvaluator
-from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
 from fedlearn.core.collecting import UNSOUND_DELTA, Participation, Status
@@ -35,6 +30,11 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.rounds.plain import MAX_EXAMPLES, MAX_REASON, PlainCollector
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.session.session import ClientSession
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4

@@ -7,8 +7,8 @@ from torch import nn
 
 from fedlearn.build import Deployment, deployment, simulation
 from fedlearn.config import from_mapping
-from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.deployment.rounds import watched_metric
+from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 
 _USER_FILE = """

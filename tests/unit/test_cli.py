@@ -17,7 +17,6 @@ from fedlearn.cli.app import main
 from fedlearn.cli.commands import FollowedProgress
 from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, resume_command
 from fedlearn.cli.logs import configure_logs
-from fedlearn.coordinator.records import RoundRecord, RunRecord
 from fedlearn.errors import (
     Aborted,
     BudgetExhausted,
@@ -37,6 +36,7 @@ from fedlearn.errors import (
     TooFewReports,
 )
 from fedlearn.experiment.comparison import Summary
+from fedlearn.rounds.records import RoundRecord, RunRecord
 from tests.records import RUN
 
 

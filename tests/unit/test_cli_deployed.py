@@ -12,14 +12,14 @@ import torch
 from fedlearn.build import deployment
 from fedlearn.cli.app import main
 from fedlearn.client.home import Home
-from fedlearn.client.pins import Pins
 from fedlearn.config import ClientConfig, load, load_client
-from fedlearn.coordinator.records import Checkpoint, RunStatus
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
-from fedlearn.secagg.succession import fingerprint
+from fedlearn.identity.lineage import fingerprint
+from fedlearn.rounds.records import Checkpoint, RunStatus
+from fedlearn.session.pins import Pins
 from fedlearn.transport.identity import Invitation
 from tests.addresses import free_addresses
 

@@ -18,9 +18,7 @@ import typer
 
 import fedlearn
 from fedlearn.cli.app import app
-from fedlearn.client.session import ClientSession
 from fedlearn.config import ClientConfig, Config, Section, load, load_client
-from fedlearn.coordinator.door_counters import DoorCounters
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -29,13 +27,15 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.deployment.board import Board
+from fedlearn.deployment.live_status import Board
+from fedlearn.door.counters import DoorCounters
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Down, Up
 from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
+from fedlearn.session.session import ClientSession
 from fedlearn.transport import wire_pb2
 from tests.addresses import free_addresses
 

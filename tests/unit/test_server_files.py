@@ -21,11 +21,11 @@ import yaml
 
 from fedlearn.build import deployment, user_call
 from fedlearn.client.loading import make_trainer
-from fedlearn.client.trainer import UNATTENDED
 from fedlearn.config import Config, CoordinatorSection, load, resolve_addresses
-from fedlearn.coordinator.telemetry import Snapshot, Telemetry
 from fedlearn.core.params import Params
+from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, DataError, FedlearnError
+from fedlearn.training.trainer import UNATTENDED
 
 ROOT = Path(__file__).parents[2]
 SERVER = ROOT / "server"

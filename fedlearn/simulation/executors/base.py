@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.client.keyed_dropout import step_keys
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.schedule import Schedule
+from fedlearn.training.keyed_dropout import step_keys
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

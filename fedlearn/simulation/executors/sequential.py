@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.client.resident import Part, ResidentModel, weighted_mean
 from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.training.resident import Part, ResidentModel, weighted_mean
 
 #: Bytes of deltas that are summed up together, which is cheaper than one by one.
 _SUMMED_BYTES = 8 << 20

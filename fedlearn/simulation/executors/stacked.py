@@ -27,12 +27,10 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.client.keyed_dropout import untouched
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.executors import fused
 from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked_gradient import (
     REFUSALS,
@@ -47,6 +45,8 @@ from fedlearn.simulation.executors.stacked_gradient import (
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
+from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.resident import Precision, ResidentModel
 
 #: Bytes that the parameters of a block of convolutional models may take at 12 a parameter.
 _CACHE_BYTES_IMAGES = 8 << 20

@@ -16,10 +16,10 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.client.keyed_dropout import KeyedDropouts, global_generator, untouched
-from fedlearn.client.resident import Precision, autocast
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
+from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, untouched
+from fedlearn.training.resident import Precision, autocast
 
 #: What torch raises where a model cannot be vectorised, traced or compiled.
 REFUSALS = (

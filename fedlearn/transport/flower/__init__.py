@@ -6,7 +6,7 @@ small record of headers and one array, the encoded request or reply.
 
 Flower answers each message in a fresh process, so what a client remembers lies in its
 ``Context.state``, its private key included, unless its node is configured with a folder for it
-(``identity="/path"``): :mod:`fedlearn.transport.flower.drawer`.
+(``identity="/path"``): :mod:`fedlearn.transport.flower.node_store`.
 
 Guarantees:
     A reply counts only if it is signed, for this run, round, attempt and exchange, by the key

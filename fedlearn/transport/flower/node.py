@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from fedlearn.core.messages import ClientId, Settings
 from fedlearn.errors import DeploymentError, ProtocolError
-from fedlearn.transport.flower.drawer import Drawer, drawer_of, folder_of, read_key
+from fedlearn.transport.flower.node_store import Drawer, drawer_of, folder_of, read_key
 from fedlearn.transport.flower.records import (
     HELLO,
     KEY_BYTES,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.core.clock import SystemClock
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 
 MAX_ROUNDS, MAX_CLIENTS = 64, 8
 

@@ -23,12 +23,12 @@ import torch
 
 from fedlearn.client.home import Home
 from fedlearn.config import Config, from_mapping, render
-from fedlearn.coordinator.records import RoundRecord, RunStatus
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
+from fedlearn.rounds.records import RoundRecord, RunStatus
 from fedlearn.transport.grpc_client import enrol
 from tests.addresses import free_addresses
 from tests.e2e.survival import ballots

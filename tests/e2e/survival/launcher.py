@@ -117,7 +117,7 @@ def crash_at(target: str, when: str, nth: int, mark: str, by: int, *, is_armed: 
 
     replace(target, crashing)
     if not armed:
-        replace("fedlearn.coordinator.store:StoredRun.commit", arming)
+        replace("fedlearn.store.runs:StoredRun.commit", arming)
 
 
 def located(target: str) -> tuple[Any, str]:
@@ -209,14 +209,14 @@ def note(name: str, *values: object) -> None:
 
 #: Ways to behave differently: what is changed, and how.
 SABOTAGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "forget replies": ("fedlearn.coordinator.spool:_recovered", forget_replies),
-    "count twice": ("fedlearn.coordinator.service_channel:DoorChannel._logged", count_twice),
-    "share the log": ("fedlearn.coordinator.spool:_make_own", share_log),
+    "forget replies": ("fedlearn.door.spool:_recovered", forget_replies),
+    "count twice": ("fedlearn.door.channel:DoorChannel._logged", count_twice),
+    "share the log": ("fedlearn.door.spool:_make_own", share_log),
     "hurry": ("fedlearn.client.backoff:Backoff.next_s", hurry),
     "note adverts": ("fedlearn.secagg.server:Advertising.receive", note_adverts),
     "note releases": ("fedlearn.secagg.client:SecureClient.release", note_releases),
-    "linger": ("fedlearn.coordinator.store:StoredRun.load", linger),
-    "dawdle": ("fedlearn.coordinator.service_channel:DoorChannel._remaining_s", dawdle),
+    "linger": ("fedlearn.store.runs:StoredRun.load", linger),
+    "dawdle": ("fedlearn.door.channel:DoorChannel._remaining_s", dawdle),
 }
 
 if __name__ == "__main__":

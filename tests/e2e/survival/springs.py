@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 
 #: Of the point; it also classifies ten digits of 64 pixels, since a run measures its model.
 SIZE = 640

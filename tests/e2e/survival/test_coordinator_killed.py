@@ -14,56 +14,61 @@ from tests.e2e.survival.harness import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
 
-_C = "fedlearn.coordinator"
-_CHUNK = f"{_C}.service_transfers:Transfers._write_chunk"
+_CHUNK = "fedlearn.door.transfers:Transfers._write_chunk"
 _STEP = "fedlearn.algorithms.server_optimizers:ServerSgd.step"
 _EVALUATE = "fedlearn.simulation.evaluation:CentralEvaluator.evaluate"
 
 PHASES = [
-    Crash("before the journal", f"{_C}.store_journal:StoredJournal.open", "before"),
-    Crash("journaled, nothing sent", f"{_C}.store_journal:StoredJournal.open", "after"),
-    Crash("logs opened, nothing sent", f"{_C}.spool:ReplyLog.__init__", "after"),
-    Crash("sent", f"{_C}.service_desk:Desk.open", "after"),
+    Crash("before the journal", "fedlearn.store.journal:StoredJournal.open", "before"),
+    Crash("journaled, nothing sent", "fedlearn.store.journal:StoredJournal.open", "after"),
+    Crash("logs opened, nothing sent", "fedlearn.door.spool:ReplyLog.__init__", "after"),
+    Crash("sent", "fedlearn.door.tasks:Desk.open", "after"),
     Crash("in the middle of a download", _CHUNK, "after", 3),
-    Crash("clients train", f"{_C}.service_desk:Desk.progressed", "after", 2),
-    Crash("in the middle of an upload", f"{_C}.spool:PartialUpload.write", "after", 3),
-    Crash("upload complete, not logged", f"{_C}.spool:PartialUpload.finish", "after", 2),
-    Crash("before the log", f"{_C}.spool:ReplyLog.append", "before", 2),
-    Crash("logged, no receipt", f"{_C}.spool:ReplyLog.append", "after"),
-    Crash("read, not folded", f"{_C}.collection:validated", "after", 2),
-    Crash("folded, no receipt", f"{_C}.service_desk:Desk.consumed", "before"),
-    Crash("a receipt is on its way", f"{_C}.service_desk:Desk.consumed", "after"),
-    Crash("between folds", f"{_C}.collection:_Fold.add", "after", 2),
-    Crash("closing, not written down", f"{_C}.spool:ReplyLog.close", "before"),
-    Crash("closed", f"{_C}.spool:ReplyLog.close", "after"),
+    Crash("clients train", "fedlearn.door.tasks:Desk.progressed", "after", 2),
+    Crash("in the middle of an upload", "fedlearn.door.spool:PartialUpload.write", "after", 3),
+    Crash("upload complete, not logged", "fedlearn.door.spool:PartialUpload.finish", "after", 2),
+    Crash("before the log", "fedlearn.door.spool:ReplyLog.append", "before", 2),
+    Crash("logged, no receipt", "fedlearn.door.spool:ReplyLog.append", "after"),
+    Crash("read, not folded", "fedlearn.rounds.plain:validated", "after", 2),
+    Crash("folded, no receipt", "fedlearn.door.tasks:Desk.consumed", "before"),
+    Crash("a receipt is on its way", "fedlearn.door.tasks:Desk.consumed", "after"),
+    Crash("between folds", "fedlearn.rounds.plain:_Fold.add", "after", 2),
+    Crash("closing, not written down", "fedlearn.door.spool:ReplyLog.close", "before"),
+    Crash("closed", "fedlearn.door.spool:ReplyLog.close", "after"),
     Crash("before the server step", _STEP, "before"),
     Crash(
         "before the evaluation",
         _EVALUATE,
         "before",
     ),
-    Crash("clients evaluate", f"{_C}.service_desk:Desk.result", "after", 2),
-    Crash("before the commit", f"{_C}.store:StoredRun.commit", "before", 2),
-    Crash("half a checkpoint", f"{_C}.checkpoints:_serialize", "after"),
-    Crash("checkpoint without a row", f"{_C}.store:write_checkpoint", "after"),
-    Crash("rows that are not committed", f"{_C}.store:StoredRun._replace_checkpoints", "after"),
-    Crash("committed, journal not cleaned", f"{_C}.store_journal:StoredJournal.forget", "before"),
-    Crash("committed, spool not cleaned", f"{_C}.service_channel:forget_exchanges", "before"),
+    Crash("clients evaluate", "fedlearn.door.tasks:Desk.result", "after", 2),
+    Crash("before the commit", "fedlearn.store.runs:StoredRun.commit", "before", 2),
+    Crash("half a checkpoint", "fedlearn.store.checkpoints:_serialize", "after"),
+    Crash("checkpoint without a row", "fedlearn.store.runs:write_checkpoint", "after"),
+    Crash(
+        "rows that are not committed", "fedlearn.store.runs:StoredRun._replace_checkpoints", "after"
+    ),
+    Crash(
+        "committed, journal not cleaned", "fedlearn.store.journal:StoredJournal.forget", "before"
+    ),
+    Crash("committed, spool not cleaned", "fedlearn.door.channel:forget_exchanges", "before"),
 ]
 
 #: In the order of a round: what one kill has left is where the next one finds it.
 ONE_ROUND = [
-    Crash("before the journal", f"{_C}.store_journal:StoredJournal.open", "before"),
-    Crash("journaled, nothing sent", f"{_C}.store_journal:StoredJournal.open", "after"),
-    Crash("logs opened, nothing sent", f"{_C}.spool:ReplyLog.__init__", "after"),
-    Crash("sent", f"{_C}.service_desk:Desk.open", "after"),
-    Crash("before the log", f"{_C}.spool:ReplyLog.append", "before"),
-    Crash("logged, no receipt", f"{_C}.spool:ReplyLog.append", "after"),
-    Crash("read again, not folded", f"{_C}.collection:validated", "after"),
-    Crash("between folds", f"{_C}.collection:_Fold.add", "after", 2),
-    Crash("closed", f"{_C}.spool:ReplyLog.close", "after"),
-    Crash("rows that are not committed", f"{_C}.store:StoredRun._replace_checkpoints", "after"),
-    Crash("committed, spool not cleaned", f"{_C}.service_channel:forget_exchanges", "before"),
+    Crash("before the journal", "fedlearn.store.journal:StoredJournal.open", "before"),
+    Crash("journaled, nothing sent", "fedlearn.store.journal:StoredJournal.open", "after"),
+    Crash("logs opened, nothing sent", "fedlearn.door.spool:ReplyLog.__init__", "after"),
+    Crash("sent", "fedlearn.door.tasks:Desk.open", "after"),
+    Crash("before the log", "fedlearn.door.spool:ReplyLog.append", "before"),
+    Crash("logged, no receipt", "fedlearn.door.spool:ReplyLog.append", "after"),
+    Crash("read again, not folded", "fedlearn.rounds.plain:validated", "after"),
+    Crash("between folds", "fedlearn.rounds.plain:_Fold.add", "after", 2),
+    Crash("closed", "fedlearn.door.spool:ReplyLog.close", "after"),
+    Crash(
+        "rows that are not committed", "fedlearn.store.runs:StoredRun._replace_checkpoints", "after"
+    ),
+    Crash("committed, spool not cleaned", "fedlearn.door.channel:forget_exchanges", "before"),
 ]
 
 

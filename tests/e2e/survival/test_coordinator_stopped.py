@@ -79,16 +79,15 @@ def test_a_database_that_goes_away_in_a_round_is_waited_for(
     assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3
 
 
-_C = "fedlearn.coordinator"
 _FIRST_STEPS = [
-    Crash("database made, no run", f"{_C}.store:Database.create", "before"),
-    Crash("folder made, no file in it", f"{_C}.store:_write_config", "before"),
-    Crash("files made, no run", f"{_C}.store:_write_config", "after"),
-    Crash("run made, not deployed", f"{_C}.store:Database.create", "after"),
+    Crash("database made, no run", "fedlearn.store.runs:Database.create", "before"),
+    Crash("folder made, no file in it", "fedlearn.store.runs:_write_config", "before"),
+    Crash("files made, no run", "fedlearn.store.runs:_write_config", "after"),
+    Crash("run made, not deployed", "fedlearn.store.runs:Database.create", "after"),
     Crash("deployed, no lease", "fedlearn.deployment.record:deploy", "after"),
-    Crash("lease taken, no keys", f"{_C}.store_lease:Lease.try_acquire", "after"),
-    Crash("keys made, no door", f"{_C}.authority:Authority.open", "after"),
-    Crash("door open, no checkpoint", f"{_C}.store:StoredRun.commit", "before"),
+    Crash("lease taken, no keys", "fedlearn.store.lease:Lease.try_acquire", "after"),
+    Crash("keys made, no door", "fedlearn.door.authority:Authority.open", "after"),
+    Crash("door open, no checkpoint", "fedlearn.store.runs:StoredRun.commit", "before"),
 ]
 
 

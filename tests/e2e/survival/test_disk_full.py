@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.store import sqlite_url
+from fedlearn.store.runs import sqlite_url
 from tests.e2e.survival.harness import Site, audit, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]

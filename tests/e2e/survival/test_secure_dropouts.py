@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from fedlearn import build
-from fedlearn.client.session import ClientSession
-from fedlearn.coordinator.collection import PlainCollector
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunStatus
-from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.assemble import initial_params
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.secagg.messages import Release, Survivors, encode
 from fedlearn.secagg.session import Stage
+from fedlearn.session.session import ClientSession
 from fedlearn.transport.memory import MemoryChannel
 from tests.e2e.survival import springs
 from tests.e2e.survival.harness import (
@@ -345,7 +345,7 @@ KILLS = [
     Crash("shares are released", f"{_SERVER}:Unmasking.receive", "after", 2),
     Crash("before the masks come off", f"{_SERVER}:Unmasking.close", "before"),
     Crash("the sum is known", f"{_SERVER}:Unmasking.close", "after"),
-    Crash("the sum is not committed", "fedlearn.coordinator.store:StoredRun.commit", "before", 2),
+    Crash("the sum is not committed", "fedlearn.store.runs:StoredRun.commit", "before", 2),
 ]
 
 

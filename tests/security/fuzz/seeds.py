@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fedlearn.coordinator import spool
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import (
     ClientId,
@@ -20,6 +19,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
+from fedlearn.door import spool
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import Invitation, signed_bytes

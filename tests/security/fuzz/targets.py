@@ -14,20 +14,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 
-from fedlearn.coordinator import service, spool
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.door_counters import DoorCounters
-from fedlearn.coordinator.door_roster import Roster
-from fedlearn.coordinator.door_state import Docket, ExchangeState, Key
-from fedlearn.coordinator.eligibility import Requirements
-from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
-from fedlearn.coordinator.service_desk import Desk, LiveExchange, Offer
-from fedlearn.coordinator.service_enrolment import Enrolments
-from fedlearn.coordinator.service_hall import Hall, Session
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
 from fedlearn.core.messages import ClientId
+from fedlearn.door import server as service
+from fedlearn.door import spool
+from fedlearn.door.authority import Authority
+from fedlearn.door.connections import Hall, Session
+from fedlearn.door.counters import DoorCounters
+from fedlearn.door.eligibility import Requirements
+from fedlearn.door.enrolled import Roster
+from fedlearn.door.enrolment import Enrolments
+from fedlearn.door.exchange import Docket, ExchangeState, Key
+from fedlearn.door.tasks import Desk, LiveExchange, Offer
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, StoreError
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
 

@@ -12,13 +12,13 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime
-from fedlearn.client.trainer import LocalTrainer
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.eligibility import Requirements, Told
-from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
-from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import ClientId
+from fedlearn.door.authority import Authority
+from fedlearn.door.eligibility import Requirements, Told
+from fedlearn.door.server import Door, DoorSettings
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.identity import Invitation
 from tests.security.liars.harness import Fixed, Stand, plan_for
 

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.session import ClientSession
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Collected, Participation, RoundRequest, Status
@@ -33,6 +30,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import QuantisationError
@@ -42,7 +40,9 @@ from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.session import Stage, terms_text
 from fedlearn.secagg.shamir import NUM_LIMBS, SHARE_BYTES
 from fedlearn.secagg.terms import Terms
+from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport.base import Arrival, Channel
 from fedlearn.transport.memory import Handler, MemoryChannel
 

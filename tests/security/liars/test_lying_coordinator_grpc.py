@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
-from fedlearn.coordinator.eligibility import Told as DoorTold
-from fedlearn.coordinator.registry import EnrolledClient
 from fedlearn.core.messages import ClientId, Failure, SecureRequest
+from fedlearn.door.eligibility import Told as DoorTold
+from fedlearn.identity.registry import EnrolledClient
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.messages import Survivors
 from fedlearn.secagg.session import Stage

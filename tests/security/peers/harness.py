@@ -14,11 +14,6 @@ from typing import TypeVar
 import grpc
 import torch
 
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.door_loop import LoopThread
-from fedlearn.coordinator.door_settings import DoorSettings
-from fedlearn.coordinator.registry import MemoryRegistry, Registry
-from fedlearn.coordinator.service import Door
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -27,6 +22,11 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
+from fedlearn.door.authority import Authority
+from fedlearn.door.loop import LoopThread
+from fedlearn.door.server import Door
+from fedlearn.door.settings import DoorSettings
+from fedlearn.identity.registry import MemoryRegistry, Registry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol

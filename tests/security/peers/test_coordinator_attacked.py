@@ -16,9 +16,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from fedlearn.coordinator.door_loop import LoopThread
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
+from fedlearn.door.loop import LoopThread
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
 from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation
 from tests.e2e.deployed import Site, site_in

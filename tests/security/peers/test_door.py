@@ -16,14 +16,14 @@ import pytest
 import structlog
 import torch
 
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.door_state import Judgement, Standing
-from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
-from fedlearn.coordinator.service import Door
-from fedlearn.coordinator.service_desk import Desk, LiveExchange
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Reply, TrainRequest
+from fedlearn.door.authority import Authority
+from fedlearn.door.exchange import Judgement, Standing
+from fedlearn.door.server import Door
+from fedlearn.door.tasks import Desk, LiveExchange
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import SERVER_NAME, Identity, enrolment_bytes

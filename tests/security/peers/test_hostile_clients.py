@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fedlearn.coordinator import service_enrolment
-from fedlearn.coordinator.store import Database, sqlite_url
-from fedlearn.coordinator.store_registry import StoredRegistry
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
+from fedlearn.door import enrolment as service_enrolment
 from fedlearn.errors import EnrolmentRefused
+from fedlearn.store.registry import StoredRegistry
+from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
 from fedlearn.transport.identity import Identity

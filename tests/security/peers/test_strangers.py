@@ -11,10 +11,10 @@ from select import select
 import pytest
 import structlog
 
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.telemetry import Snapshot, Telemetry
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
+from fedlearn.door.authority import Authority
+from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConnectionRefused
 from fedlearn.transport.grpc_client import DoorSession
 from fedlearn.transport.identity import Identity

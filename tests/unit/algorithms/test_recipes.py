@@ -24,16 +24,16 @@ from fedlearn.algorithms.recipes import (
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import SecondMoment, ServerAdaptive
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.resident import Precision, ResidentModel
-from fedlearn.coordinator.round import RoundPlan, run_round
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision, ResidentModel
 
 CPU = torch.device("cpu")
 LOCAL = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)

@@ -8,7 +8,6 @@ import torch
 
 from fedlearn.client import expansion
 from fedlearn.client.expansion import MasksAhead, expanded_bytes
-from fedlearn.client.secure import Kept
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.errors import Cancelled
@@ -21,6 +20,7 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.terms import Contribution, Terms
+from fedlearn.session.secure import Kept
 from fedlearn.simulation.secure import SimulatedIdentities
 
 CLIENTS = [ClientId(i) for i in range(4)]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedlearn.client.loading import make_trainer, name_of
-from fedlearn.client.trainer import LocalEvaluation
 from fedlearn.errors import DeploymentError
+from fedlearn.training.trainer import LocalEvaluation
 
 SOURCE = """
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def test_a_trainer_is_made_from_a_file(file: Path) -> None:
 def test_a_class_is_named_by_its_module() -> None:
     """A name is its own name."""
     factory: Any = LocalEvaluation  # Any: no trainer, which is not looked at here
-    assert name_of(factory) == "fedlearn.client.trainer:LocalEvaluation"
+    assert name_of(factory) == "fedlearn.training.trainer:LocalEvaluation"
     assert name_of("a.b:C") == "a.b:C"
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from fedlearn.client.home import Enrolment
 from fedlearn.client.renewal import renewal_advice
-from fedlearn.coordinator.authority import Authority
 from fedlearn.core.messages import ClientId
-from fedlearn.secagg.succession import Lineage
+from fedlearn.door.authority import Authority
+from fedlearn.identity.lineage import Lineage
 from fedlearn.transport.identity import Identity, Invitation, expires_unix_s
 
 DAY_S = 86_400.0

@@ -10,22 +10,22 @@ import pytest
 from fedlearn.client.credentials import credentials_of
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Enrolment, Home
-from fedlearn.client.pins import Pins
 from fedlearn.client.renewal import missing_key_advice
 from fedlearn.client.rotation import KeyRotation
-from fedlearn.client.secure import Kept
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
+from fedlearn.identity.rosters import IdentityRoster, RosterEntry
 from fedlearn.secagg.client_state import Advertised, ClientState
 from fedlearn.secagg.fixed_point import weight_lane
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.identity_roster import IdentityRoster, RosterEntry
 from fedlearn.secagg.messages import Advert
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.succession import MAX_SUCCESSIONS, Lineage
 from fedlearn.secagg.terms import Terms
+from fedlearn.session.pins import Pins
+from fedlearn.session.secure import Kept
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, enrol

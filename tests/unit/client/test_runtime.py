@@ -23,10 +23,7 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
-from fedlearn.client.secure import Kept
 from fedlearn.client.tasks import OpenTask
-from fedlearn.client.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.coordinator.authority import Authority
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -41,6 +38,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
+from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState
@@ -48,6 +46,8 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash, tensors_of
 from fedlearn.secagg.server import open_session
+from fedlearn.session.secure import Kept
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify

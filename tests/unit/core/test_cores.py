@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregators import WeightedMean
-from fedlearn.coordinator.collection import Update, validated
 from fedlearn.core import cores
 from fedlearn.core.collecting import MAX_DELTA, UNSOUND_DELTA, Block
 from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.core.params import Layout
+from fedlearn.rounds.plain import Update, validated
 
 LARGE = 3 * (1 << 20) + 5
 

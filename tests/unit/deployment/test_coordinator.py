@@ -8,8 +8,6 @@ import pytest
 
 from fedlearn import build
 from fedlearn.config import from_mapping
-from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import Lease, deployment
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.coordinator import Coordinator, Start
 from fedlearn.deployment.interruption import Interruption
@@ -17,6 +15,8 @@ from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Parked
 from fedlearn.experiment.progress import JsonProgress
+from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.runs import Database
 
 
 @pytest.fixture

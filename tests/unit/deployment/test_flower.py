@@ -10,8 +10,6 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
-from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
-from fedlearn.coordinator.store import Database, sqlite_url
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
@@ -20,6 +18,8 @@ from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.flower_node import node_policy
 from fedlearn.errors import CohortTooSmall, ConfigError, DataError, RoundError
 from fedlearn.experiment.comparison import Summary
+from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport.flower import Federation
 
 FOLDER = Path(__file__).parents[3] / "server" / "flower" / "federation"

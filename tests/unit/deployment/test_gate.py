@@ -10,9 +10,9 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.deployment.board import Board, Phase
 from fedlearn.deployment.gate import Announced, Gate
 from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.live_status import Board, Phase
 from fedlearn.errors import Aborted
 
 

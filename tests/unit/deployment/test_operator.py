@@ -10,14 +10,11 @@ import pytest
 
 from fedlearn.build import deployment
 from fedlearn.config import Config, from_mapping
-from fedlearn.coordinator.journal import Control
-from fedlearn.coordinator.store import Database
-from fedlearn.coordinator.store_lease import Lease, set_control
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.board import Board, Phase
-from fedlearn.deployment.heart import Heart
+from fedlearn.deployment.heartbeat import Heart
 from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.live_status import Board, Phase
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
@@ -26,7 +23,10 @@ from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
-from fedlearn.secagg.identity_roster import IdentityRoster
+from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.rounds.journal import Control
+from fedlearn.store.lease import Lease, set_control
+from fedlearn.store.runs import Database
 from fedlearn.transport.identity import Invitation
 
 #: How long operators look for a beat, and what makes it come soon.

@@ -8,24 +8,24 @@ import structlog
 import torch
 
 from fedlearn.build import Deployment, Simulation, deployment, simulation
-from fedlearn.client.resident import Precision, ResidentModel
 from fedlearn.config import Config, from_mapping
-from fedlearn.coordinator.journal import MemoryJournal, OpenRound
-from fedlearn.coordinator.records import Checkpoint, RoundRecord, RunStatus
-from fedlearn.coordinator.registry import EnrolledClient, MemoryRegistry
-from fedlearn.coordinator.run import train
-from fedlearn.coordinator.secure_collection import SecureCollector
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.board import Board
 from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
+from fedlearn.deployment.live_status import Board
 from fedlearn.deployment.record import ForgettingStore, first_attempts
 from fedlearn.deployment.rounds import run_over, run_plan
 from fedlearn.errors import ConfigError, StoreUnavailable
 from fedlearn.experiment.assemble import assemble
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.rounds.journal import MemoryJournal, OpenRound
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
+from fedlearn.rounds.run import train
+from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.sessions import session_channel
+from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.memory import MemoryChannel
 
 NUM_ROUNDS = 3

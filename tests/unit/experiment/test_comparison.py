@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.experiment.comparison import (
@@ -23,6 +22,7 @@ from fedlearn.experiment.comparison import (
     series,
     summarize,
 )
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
 def run(name: str, config: Mapping[str, object] | None = None) -> RunRecord:

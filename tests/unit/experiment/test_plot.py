@@ -9,12 +9,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 from fedlearn.experiment.comparison import History
 from fedlearn.experiment.plot import draw, plot
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
 def history(

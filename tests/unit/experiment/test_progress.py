@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
@@ -24,6 +23,7 @@ from fedlearn.experiment.progress import (
     TerminalProgress,
     progress_to,
 )
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 PATH = Path("runs") / "brisk-otter-17"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from fedlearn.config import Config, config_hash
-from fedlearn.coordinator.records import Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 from fedlearn.experiment.report import page, report
+from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 HOSTILE = "</title></pre><script>alert(1)</script><img src=x onerror='a()'>\"&\x1b\ud800\u202e"
 VOID = {"meta", "link", "br", "img"}

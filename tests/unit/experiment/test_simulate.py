@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.records import RoundRecord, RunRecord, RunStatus
-from fedlearn.coordinator.store import Database, StoredRun, sqlite_url
 from fedlearn.errors import FedlearnError, Parked, RoundError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import outcome_told
+from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.records import RUN
 
 

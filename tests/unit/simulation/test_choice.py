@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.client.resident import Precision
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -27,11 +26,12 @@ from fedlearn.simulation.choice import (
     make_executor,
     named,
 )
-from fedlearn.simulation.executors.fused import FusedExecutor
+from fedlearn.simulation.executors.fused.executor import FusedExecutor
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import StackedExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision
 
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 

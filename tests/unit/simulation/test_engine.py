@@ -261,8 +261,8 @@ A_MILLION_CLIENTS = """
     from fedlearn.algorithms.recipes import FedAvg
     from fedlearn.algorithms.sampling import UniformSampler
     from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-    from fedlearn.client.resident import Precision, ResidentModel
-    from fedlearn.coordinator.round import RoundPlan, run_round
+    from fedlearn.training.resident import Precision, ResidentModel
+    from fedlearn.rounds.round import RoundPlan, run_round
     from fedlearn.core.collecting import Status
     from fedlearn.core.params import Params
     from fedlearn.core.randomness import Seed

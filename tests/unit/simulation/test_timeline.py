@@ -13,12 +13,12 @@ from torch import nn
 
 from fedlearn.algorithms.aggregators import WeightedMean
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.coordinator.collection import PlainCollector
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
 from fedlearn.core.collecting import UNSOUND_DELTA, Participation, RoundRequest, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.timeline import DROPPED_OUT, Timeline
 from fedlearn.transport.memory import Handler, MemoryChannel
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.client.session import ClientSession
-from fedlearn.client.torch_trainer import TorchTrainer
-from fedlearn.coordinator.eligibility import Requirements
 from fedlearn.core.messages import ClientId, EvaluateReply, Failure, TrainReply
+from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.session.session import ClientSession
 from fedlearn.testing import FakeCoordinator
+from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol

@@ -25,7 +25,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlearn.client.flower import Node
 from fedlearn.client.flower import client_app as trainer_app
 from fedlearn.client.policy import Policy
-from fedlearn.client.trainer import LocalTrainer
 from fedlearn.core.clock import Clock, SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -38,6 +37,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
+from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Arrival
 from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
 

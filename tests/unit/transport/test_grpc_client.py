@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from fedlearn.coordinator.authority import Authority
+from fedlearn.door.authority import Authority
 from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,

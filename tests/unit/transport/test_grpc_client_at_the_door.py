@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.coordinator.authority import Authority
-from fedlearn.coordinator.registry import MemoryRegistry
-from fedlearn.coordinator.service import Door, DoorSettings
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
+from fedlearn.door.authority import Authority
+from fedlearn.door.server import Door, DoorSettings
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.identity.registry import MemoryRegistry
 from fedlearn.transport import wire
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
 from fedlearn.transport.identity import Identity, Invitation

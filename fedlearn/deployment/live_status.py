@@ -1,0 +1,100 @@
+"""What a coordinator says of itself: the run loop writes it, operators and monitors read it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fedlearn.core.collecting import Status
+from fedlearn.rounds.records import RoundRecord
+
+
+class Phase(StrEnum):
+    """What a coordinator is about."""
+
+    STARTING = "starting"
+    STANDBY = "standby"
+    WAITING = "waiting"
+    ROUND = "round"
+    COMMITTING = "committing"
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    DONE = "done"
+
+
+@dataclass(kw_only=True)
+class Board:
+    """The state of a run in words and numbers; each attribute may be read at any time.
+
+    Attributes:
+        num_rounds: Rounds of the run.
+        num_wanted: Reports that close a round.
+        min_reports: Fewest that make one.
+        deadline_s: Seconds of a round; infinite: none.
+        phase: What the coordinator is about.
+        num_finished: Rounds finished.
+        attempt: Of the round that is next or under way.
+        num_needed: Clients that are waited for, while they are.
+        round_s: Seconds that the last round took; NaN before the first.
+        metrics: Of the last evaluation.
+        counts: Of all rounds in this process: clients by how they ended.
+    """
+
+    num_rounds: int = 0
+    num_wanted: int = 0
+    min_reports: int = 0
+    deadline_s: float = math.inf
+    phase: Phase = Phase.STARTING
+    num_finished: int = 0
+    attempt: int = 0
+    num_needed: int = 0
+    round_s: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
+
+    def finished(self, record: RoundRecord) -> None:
+        """Take note of a finished round; what follows is its commit."""
+        self.num_finished = record.round_num + 1
+        self.attempt = 0
+        self.round_s = record.seconds
+        self.metrics = record.metrics or self.metrics
+        for status in Status:
+            self.counts[status] += record.count(status)
+        self.phase = Phase.COMMITTING
+
+    def status(self) -> dict[str, object]:
+        """Return everything as JSON values, for operators."""
+        return {
+            "phase": self.phase.value,
+            "round": self.num_finished,
+            "rounds": self.num_rounds,
+            "attempt": self.attempt,
+            "wanted": self.num_wanted,
+            "min_reports": self.min_reports,
+            "deadline_s": self.deadline_s if math.isfinite(self.deadline_s) else None,
+            "needed": self.num_needed,
+            "round_s": self.round_s if math.isfinite(self.round_s) else None,
+            "metrics": {
+                name: value if math.isfinite(value) else None
+                for name, value in self.metrics.items()
+            },
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """Return what is of use in a graph, by name."""
+        phases = {f"phase{{phase={each}}}": float(each is self.phase) for each in Phase}
+        central = {name: self.metrics[name] for name in _CENTRAL if name in self.metrics}
+        return {
+            "round": float(self.num_finished),
+            "rounds": float(self.num_rounds),
+            "round_seconds": self.round_s,
+            **central,
+            **phases,
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Return how many clients ended how, by name."""
+        return {f"participations{{status={name}}}": n for name, n in self.counts.items()}
+
+
+_CENTRAL = ("accuracy", "loss", "clients/accuracy_mean", "clients/loss_mean")

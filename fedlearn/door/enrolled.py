@@ -1,0 +1,96 @@
+"""The enrolled clients in memory: a handshake cannot wait for a database."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import StoreError
+from fedlearn.identity.registry import EnrolledClient, Registry
+
+#: Seconds between two looks for certificates that are not known: who has an old one may call as
+#: fast as it likes.
+_LOOK_AGAIN_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Roster:
+    """A copy of the registry on the event loop, renewed when its revision changes.
+
+    Args:
+        registry: The original; only ever called in threads of its own.
+        changed: Told after each renewal.
+        clock: Monotonic.
+
+    Attributes:
+        is_away: Whether the registry could not be read when it was last looked at: then who is
+            not known need not be a stranger.
+    """
+
+    def __init__(self, registry: Registry, changed: Callable[[], None], clock: Clock) -> None:
+        self.is_away = True
+        self._registry = registry
+        self._changed = changed
+        self._clock = clock
+        self._revision: int | None = None
+        self._renewing = asyncio.Lock()
+        self._looking = asyncio.Lock()
+        self._looked_s = -math.inf
+        self._by_fingerprint: Mapping[str, EnrolledClient] = {}
+        self._by_name: Mapping[str, EnrolledClient] = {}
+        self._by_id: Mapping[ClientId, EnrolledClient] = {}
+
+    async def renew(self) -> None:
+        """Read the registry if it has changed; one that is away leaves the copy as it is."""
+        async with self._renewing:
+            try:
+                found = await asyncio.to_thread(self._read)
+            except StoreError as error:
+                _log.warning("registry_unreadable", reason=str(error))
+                self.is_away = True
+                return
+            self.is_away = False
+            if found is None:
+                return
+            self._revision, clients = found
+            self._by_fingerprint = {each.fingerprint: each for each in clients}
+            self._by_name = {each.name: each for each in clients}
+            self._by_id = {each.client_id: each for each in clients}
+        self._changed()
+
+    async def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
+        """Return the client with this certificate; a new one is looked up again."""
+        if fingerprint not in self._by_fingerprint:
+            await self._look_again()
+        return self._by_fingerprint.get(fingerprint)
+
+    async def by_name(self, name: str) -> EnrolledClient | None:
+        """Return the client called ``name``; a new one is looked up again."""
+        if name not in self._by_name:
+            await self.renew()
+        return self._by_name.get(name)
+
+    def by_id(self, client_id: ClientId) -> EnrolledClient | None:
+        """Return the client with this number."""
+        return self._by_id.get(client_id)
+
+    async def _look_again(self) -> None:
+        """Renew, at most once in a while: all that ask meanwhile wait for the next time."""
+        came_s = self._clock.now_s()
+        async with self._looking:
+            if self._looked_s > came_s:
+                return
+            await asyncio.sleep(self._looked_s + _LOOK_AGAIN_S - self._clock.now_s())
+            self._looked_s = self._clock.now_s()
+            await self.renew()
+
+    def _read(self) -> tuple[int, list[EnrolledClient]] | None:
+        """Return the revision and the clients; ``None`` if nothing has changed."""
+        revision = self._registry.revision()
+        if revision == self._revision:
+            return None
+        return revision, self._registry.clients()

@@ -1,0 +1,1 @@
+"""One round and a run of them, wherever the clients are."""

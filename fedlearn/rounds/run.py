@@ -1,0 +1,342 @@
+"""A run: rounds until the target, resumable after a crash at any line.
+
+The whole state of a run is one frozen value, :class:`RunState`. It becomes durable with
+:meth:`RunStore.commit` together with the records of all rounds so far; a run that was
+killed goes on from its last commit and, since every round is a function of the state and
+the seed, ends in the same model.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.stragglers import BelowMinimum
+from fedlearn.core.clock import Clock
+from fedlearn.core.collecting import Collected, Status
+from fedlearn.core.messages import ClientId, Scalar
+from fedlearn.core.params import Params
+from fedlearn.errors import ConfigError, TooFewReports
+from fedlearn.rounds.evaluation import Evaluator
+from fedlearn.rounds.records import (
+    Checkpoint,
+    Outcome,
+    RoundRecord,
+    RunStatus,
+    RunStore,
+)
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+
+StateT = TypeVar("StateT")
+Progress = Callable[[RoundRecord], None]
+
+#: How many reasons, and clients of each, the error of a round names.
+_TOLD_REASONS, _TOLD_CLIENTS = 3, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """When a run stops before its last round.
+
+    Attributes:
+        metric: Name of the evaluation metric that is watched.
+        patience_rounds: Stop when the metric has not improved for so many rounds.
+        min_improvement: What counts as an improvement, >= 0.
+        target: Stop as soon as the metric reaches this.
+    """
+
+    metric: str
+    patience_rounds: int | None
+    min_improvement: float
+    target: float | None
+
+    @property
+    def sign(self) -> float:
+        """1 where more is better, -1 for a loss."""
+        return -1.0 if "loss" in self.metric else 1.0
+
+    def improves(self, value: float, best: float) -> bool:
+        """Whether ``value`` beats ``best``; anything finite beats NaN."""
+        if math.isnan(value):
+            return False
+        return math.isnan(best) or self.sign * (value - best) > self.min_improvement
+
+    def is_over(self, state: "RunState") -> bool:
+        """Whether the run has reached its target or lost its patience."""
+        if self.target is not None and self.sign * (state.best_value - self.target) >= 0.0:
+            return True
+        waited = state.server.round_num - state.best_round
+        return self.patience_rounds is not None and waited >= self.patience_rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything that passes from one round of a run to the next.
+
+    Attributes:
+        server: The model and its optimiser.
+        virtual_s: Virtual seconds since the run began.
+        best_params: The model with the best watched metric; ``None`` before the first
+            evaluation.
+        best_value: Its metric; NaN before the first.
+        best_round: Rounds finished when it was evaluated.
+    """
+
+    server: ServerState
+    virtual_s: float
+    best_params: Params | None
+    best_value: float
+    best_round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(Generic[StateT]):
+    """The pieces of a run.
+
+    Attributes:
+        round: The pieces of each round.
+        evaluator: How the model is measured.
+        evaluate_every: Rounds between two evaluations; 0 measures the final model only.
+        early_stopping: When to stop early, and which metric makes the best model.
+        num_rounds: Rounds at the most.
+        checkpoint_every_s: Real seconds between two commits.
+        clock: Real time.
+        first_attempts: By round, the attempt to begin with where an earlier process has
+            tried and failed; all others begin with 0.
+    """
+
+    round: RoundPlan[StateT]
+    evaluator: Evaluator
+    evaluate_every: int
+    early_stopping: EarlyStopping
+    num_rounds: int
+    checkpoint_every_s: float
+    clock: Clock
+    first_attempts: Mapping[int, int] = field(default_factory=dict)
+
+    def is_over(self, state: RunState) -> bool:
+        """Whether no further round is due; a run stops early only where it was measured."""
+        round_num = state.server.round_num
+        stops_early = self.is_evaluated(round_num) and self.early_stopping.is_over(state)
+        return round_num >= self.num_rounds or stops_early
+
+    def is_evaluated(self, round_num: int) -> bool:
+        """Whether the model is measured after so many rounds."""
+        every = self.evaluate_every
+        return round_num == self.num_rounds or (every > 0 and round_num % every == 0)
+
+
+def train(
+    plan: RunPlan[StateT],
+    params: Params,
+    *,
+    checkpoint: Checkpoint | None,
+    store: RunStore,
+    progress: Progress,
+) -> RunState:
+    """Run rounds until none is due and return the final state.
+
+    Args:
+        plan: The pieces.
+        params: The initial model; only its shape matters when there is a checkpoint.
+        checkpoint: Where the run goes on; ``None`` begins it.
+        store: Where the run lives.
+        progress: Told of each finished round.
+
+    Raises:
+        ConfigError: The checkpoint is of another model than ``params``.
+        TooFewReports: A round stayed below its minimum and the policy says to fail.
+        CohortTooSmall: Fewer clients are available than a round asks.
+        StoreError: The run could not be made durable; its last commit still stands.
+    """
+    if checkpoint is None:
+        state = _initial(plan, params)
+        store.commit(_checkpoint(state, plan))
+    else:
+        state = _restored(checkpoint, plan, params)
+    committed_s = plan.clock.now_s()
+    while not plan.is_over(state):
+        started_s = plan.clock.now_s()
+        state, record = _next(state, plan, started_s)
+        store.append(record)
+        progress(record)
+        if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or plan.is_over(state):
+            store.commit(_checkpoint(state, plan))
+            committed_s = plan.clock.now_s()
+    store.finish(RunStatus.DONE, error="")
+    return state
+
+
+def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[RunState, RoundRecord]:
+    first = plan.first_attempts.get(state.server.round_num, 0)
+    server, collected, attempt, duration_s = _attempts(state.server, plan.round, first=first)
+    moved = server.round_num > state.server.round_num
+    server = replace(server, round_num=state.server.round_num + 1)
+    state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
+    metrics: Mapping[str, float] = {}
+    if plan.is_evaluated(server.round_num):
+        metrics = plan.evaluator.evaluate(server.params, round_num=server.round_num)
+        state = _with_best(state, metrics, plan.early_stopping)
+    record = RoundRecord(
+        round_num=server.round_num - 1,
+        attempt=attempt,
+        outcome=Outcome.AGGREGATED if moved else Outcome.SKIPPED,
+        participations=collected.participations,
+        train_loss=collected.participations.mean_loss(),
+        duration_s=duration_s,
+        virtual_s=state.virtual_s,
+        seconds=plan.clock.now_s() - started_s,
+        metrics=metrics,
+    )
+    return state, record
+
+
+def _attempts(
+    server: ServerState, plan: RoundPlan[StateT], *, first: int
+) -> tuple[ServerState, Collected[StateT], int, float]:
+    """Try a round until it succeeds or the policy gives up; add up its virtual time."""
+    duration_s = 0.0
+    for attempt in range(first, first + plan.policy.max_retries + 1):
+        after, collected = run_round(server, plan, attempt=attempt)
+        duration_s += collected.duration_s
+        if after is not server:
+            return after, collected, attempt, duration_s
+        if plan.policy.below_minimum is BelowMinimum.SKIP:
+            return server, collected, attempt, duration_s
+        if plan.policy.below_minimum is BelowMinimum.FAIL:
+            break
+    raise TooFewReports(
+        round_num=server.round_num,
+        received=collected.count(Status.REPORTED),
+        minimum=plan.policy.min_reports,
+        failures=_told(collected),
+    )
+
+
+def _told(collected: Collected[StateT]) -> str:
+    """Return how many were late, and who else failed and why: some of them, and how many more."""
+    failed: dict[str, list[ClientId]] = {}
+    for each in collected.participations:
+        if each.status is Status.FAILED:
+            failed.setdefault(each.reason or "no reason given", []).append(each.client_id)
+    reasons = sorted(failed, key=lambda reason: -len(failed[reason]))
+    told = [
+        f"; {len(failed[reason])} failed: {reason} ({_clients(failed[reason])})"
+        for reason in reasons[:_TOLD_REASONS]
+    ]
+    rest = sum(len(failed[reason]) for reason in reasons[_TOLD_REASONS:])
+    more = f"; and {rest} more failed" if rest else ""
+    return f"{collected.count(Status.LATE)} late{''.join(told)}{more}"
+
+
+def _clients(client_ids: Sequence[ClientId]) -> str:
+    """Return the first of some clients, and how many more there are."""
+    listed = ", ".join(str(each) for each in sorted(client_ids)[:_TOLD_CLIENTS])
+    more = len(client_ids) - _TOLD_CLIENTS
+    noun = "client" if len(client_ids) == 1 else "clients"
+    return f"{noun} {listed} and {more} more" if more > 0 else f"{noun} {listed}"
+
+
+def _with_best(
+    state: RunState, metrics: Mapping[str, float], early_stopping: EarlyStopping
+) -> RunState:
+    value = metrics.get(early_stopping.metric, math.nan)
+    if not early_stopping.improves(value, state.best_value):
+        return state
+    server = state.server
+    return replace(state, best_params=server.params, best_value=value, best_round=server.round_num)
+
+
+def _initial(plan: RunPlan[StateT], params: Params) -> RunState:
+    return RunState(
+        server=plan.round.init(params),
+        virtual_s=0.0,
+        best_params=None,
+        best_value=math.nan,
+        best_round=0,
+    )
+
+
+def _checkpoint(state: RunState, plan: RunPlan[StateT]) -> Checkpoint:
+    server = state.server
+    tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
+    tensors |= {f"server/{name}": value for name, value in server.optimizer_state.items()}
+    tensors |= {f"clients/{n}": t for n, t in plan.round.collector.state_tensors().items()}
+    if state.best_params is not None:
+        tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
+    values: dict[str, Scalar] = {
+        "virtual_s": state.virtual_s,
+        "best_value": None if math.isnan(state.best_value) else state.best_value,
+        "best_round": state.best_round,
+    }
+    return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
+
+
+def _exact(params: Params) -> dict[str, Tensor]:
+    """Return every tensor by name, in the dtype of the vector: a module's may be narrower."""
+    return {**params.layout.views(params.vector), **params.constants}
+
+
+def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> RunState:
+    """Return the state in ``checkpoint``, for a model shaped and placed like ``like``.
+
+    Raises:
+        ConfigError: It is the state of another model.
+    """
+    device = like.vector.device
+    _require_same_model(_part(checkpoint, "params/", device), like)
+    plan.round.collector.restore(_part(checkpoint, "clients/", device))
+    server = ServerState(
+        round_num=checkpoint.round_num,
+        params=_params(_part(checkpoint, "params/", device), like),
+        optimizer_state=_part(checkpoint, "server/", device),
+    )
+    best = _part(checkpoint, "best/", device)
+    values = checkpoint.values
+    return RunState(
+        server=server,
+        virtual_s=_number(values["virtual_s"]),
+        best_params=_params(best, like) if best else None,
+        best_value=_number(values["best_value"]),
+        best_round=int(_number(values["best_round"])),
+    )
+
+
+def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
+    """Compare names and shapes: a tensor must neither be left out nor broadcast."""
+    before = {name: list(value.shape) for name, value in begun.items()}
+    now = {name: list(value.shape) for name, value in _exact(like).items()}
+    changed = [name for name in now | before if before.get(name) != now.get(name)]
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"the model has {_shape(now, name)}, but the run was begun with "
+            f"{_shape(before, name)} (they differ in {len(changed)} of {len(before | now)} "
+            "tensors); put back the file or the settings that build the model, or begin a run "
+            "of another name"
+        )
+
+
+def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
+    return f"{name} {shapes[name]}" if name in shapes else f"no {name}"
+
+
+def _part(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value.to(device)
+        for name, value in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _params(tensors: Mapping[str, Tensor], like: Params) -> Params:
+    vector = like.layout.pack(tensors, out=torch.empty_like(like.vector))
+    constants = {name: tensors[name] for name in like.constants}
+    return Params(like.layout, vector, constants)
+
+
+def _number(value: Scalar) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -1,0 +1,238 @@
+"""The identity keys of other clients that this one knows, and what may change them.
+
+A key is pinned where it is first seen, or from a roster before that. It then changes in one way:
+a chain of statements leads from the pinned key to another (:mod:`fedlearn.identity.lineage`).
+Whatever else a coordinator tells is refused, until this client's user accepts it: with
+``fedlearn pins FOLDER --forget ID``, or a new roster.
+
+A client with a folder keeps its pins there for as long as it is enrolled, whatever becomes of runs
+(:class:`PinFile`); one without keeps them in its state of the run.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedlearn.core.files import disk_errors, write_private
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
+from fedlearn.identity.lineage import Lineage, fingerprint, newest_key
+from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.secagg.keys import KEY_BYTES
+
+RULE = "pinned identity keys"
+
+_FORMAT = 1
+_ID_BYTES, _COUNT_BYTES = 8, 4
+_ROW_BYTES = _ID_BYTES + _COUNT_BYTES + KEY_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """What this client holds of another.
+
+    Attributes:
+        key: Its identity key, Ed25519, 32 bytes.
+        num_rotations: How often that had been replaced; it never goes back.
+        name: From a roster; empty: the coordinator alone told of it.
+    """
+
+    key: bytes
+    num_rotations: int
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """All that this client holds of others.
+
+    Attributes:
+        clients: By number.
+        roster: Digest of the roster that they are from; then nobody else is known. Empty: none,
+            and a client that is new is pinned.
+    """
+
+    clients: Mapping[ClientId, Pin] = field(default_factory=dict)
+    roster: str = ""
+
+    @classmethod
+    def of(cls, roster: IdentityRoster) -> "Pins":
+        """Return the pins of exactly the clients of a roster."""
+        clients = {
+            client_id: Pin(key=entry.key, num_rotations=entry.num_rotations, name=entry.name)
+            for client_id, entry in roster.clients.items()
+        }
+        return cls(clients=clients, roster=roster.digest)
+
+    @property
+    def keys(self) -> dict[ClientId, bytes]:
+        """The keys by client: whom to believe."""
+        return {client_id: pin.key for client_id, pin in self.clients.items()}
+
+    def following(self, told: Mapping[ClientId, bytes]) -> "Pins":
+        """Return the pins after a coordinator has told of clients.
+
+        Args:
+            told: By client its lineage in bytes: a key, or one with its successions.
+
+        Raises:
+            PolicyViolation: It names a client: a chain is false or leads from no pinned key, the
+                key is one from before the pinned one, or a roster does not have the client.
+        """
+        found = {client_id: self._followed(client_id, data) for client_id, data in told.items()}
+        return replace(self, clients={**self.clients, **found})
+
+    def without(self, client_id: ClientId) -> "Pins":
+        """Return the pins without one client's: what is seen next of it is pinned.
+
+        With a roster it is a stranger from then on.
+
+        Raises:
+            DeploymentError: None of this client is pinned.
+        """
+        if client_id not in self.clients:
+            known = ", ".join(map(str, sorted(self.clients))) or "none"
+            raise DeploymentError(f"no key of client {client_id} is pinned; pinned are: {known}")
+        kept = {each: pin for each, pin in self.clients.items() if each != client_id}
+        return replace(self, clients=kept)
+
+    def to_bytes(self) -> bytes:
+        """Return the pins as bytes, for a client's state; names and roster stay behind."""
+        return b"".join(
+            client_id.to_bytes(_ID_BYTES, "little")
+            + pin.num_rotations.to_bytes(_COUNT_BYTES, "little")
+            + pin.key
+            for client_id, pin in self.clients.items()
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Pins":
+        """Return what :meth:`to_bytes` wrote.
+
+        Raises:
+            ProtocolError: It is of an impossible length.
+        """
+        if len(data) % _ROW_BYTES:
+            raise ProtocolError(f"{len(data)} bytes of pinned keys are of another version")
+        clients = {}
+        for begin in range(0, len(data), _ROW_BYTES):
+            row = data[begin : begin + _ROW_BYTES]
+            count, key = row[_ID_BYTES:-KEY_BYTES], row[-KEY_BYTES:]
+            client_id = ClientId(int.from_bytes(row[:_ID_BYTES], "little"))
+            clients[client_id] = Pin(key=key, num_rotations=int.from_bytes(count, "little"))
+        return cls(clients=clients)
+
+    def _followed(self, client_id: ClientId, data: bytes) -> Pin:
+        pin = self.clients.get(client_id)
+        if pin is None and self.roster:
+            raise PolicyViolation(
+                rule=RULE,
+                asked=f"client {client_id}, who is not in the roster",
+                limit="those in it; ask the operator for a new one (`fedlearn roster`)",
+            )
+        try:
+            lineage = Lineage.from_bytes(data)
+            if pin == _pin(lineage, name=pin.name if pin else ""):
+                return pin  # the usual case: nothing to check
+            lineage.check(client_id)
+        except ProtocolError as error:
+            raise self._violation(client_id, newest_key(data), because=str(error)) from error
+        if pin is None:
+            return _pin(lineage, name="")
+        if lineage.key_after(pin.num_rotations) != pin.key:
+            earlier = lineage.num_rotations < pin.num_rotations
+            because = "it is from before the pinned one" if earlier else "no chain leads to it"
+            raise self._violation(client_id, lineage.key, because=because)
+        return _pin(lineage, name=pin.name)
+
+    def _violation(self, client_id: ClientId, key: bytes, *, because: str) -> PolicyViolation:
+        pin = self.clients.get(client_id)
+        if pin is None:
+            asked = f"a key of client {client_id}, {fingerprint(key)}: {because}"
+            return PolicyViolation(rule=RULE, asked=asked, limit="a key, or a valid chain of keys")
+        named = f" ({pin.name})" if pin.name else ""
+        remedy = "a new roster" if self.roster else f"`fedlearn pins FOLDER --forget {client_id}`"
+        return PolicyViolation(
+            rule=RULE,
+            asked=f"another key of client {client_id}{named}, {fingerprint(key)}: {because}",
+            limit=f"{fingerprint(pin.key)}, or a chain from there; if its owner confirms that the "
+            f"client joined with new keys, accept them: {remedy}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinFile:
+    """The pins of a client with a folder, for as long as it is enrolled with a coordinator.
+
+    Attributes:
+        path: The file; its folder exists when it is written.
+        coordinator_key: The coordinator's identity. Pins that were made under another count for
+            nothing: its numbers mean other clients.
+    """
+
+    path: Path
+    coordinator_key: bytes
+
+    def read(self) -> Pins:
+        """Return the pins; none at first.
+
+        Raises:
+            DeploymentError: The file cannot be read or is damaged: it is not taken for empty.
+        """
+        with disk_errors(self.path, raises=DeploymentError, doing="read"):
+            if not self.path.exists():
+                return Pins()
+            content = self.path.read_bytes()
+        try:
+            values = json.loads(content)
+            if values["format"] != _FORMAT:
+                raise ValueError(f"format {values['format']!r}")
+            if bytes.fromhex(values["coordinator_key"]) != self.coordinator_key:
+                return Pins()
+            return _pins(values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DeploymentError(
+                f"{self.path} holds no pinned keys ({type(error).__name__}: {error}): put a copy "
+                "back, or remove it to pin what is seen next, or what a roster says "
+                "(`fedlearn join FILE --roster ROSTER`)"
+            ) from error
+
+    def write(self, pins: Pins) -> None:
+        """Keep the pins durably, mode 0600.
+
+        Raises:
+            DeploymentError: They cannot be written.
+        """
+        values = {
+            "format": _FORMAT,
+            "coordinator_key": self.coordinator_key.hex(),
+            "roster": pins.roster,
+            "clients": {
+                str(client_id): {
+                    "key": pin.key.hex(),
+                    "num_rotations": pin.num_rotations,
+                    "name": pin.name,
+                }
+                for client_id, pin in sorted(pins.clients.items())
+            },
+        }
+        write_private(self.path, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def _pin(lineage: Lineage, *, name: str) -> Pin:
+    return Pin(key=lineage.key, num_rotations=lineage.num_rotations, name=name)
+
+
+# Any: what JSON holds; what is missing or of another type raises.
+def _pins(values: Any) -> Pins:
+    clients = {
+        ClientId(int(client_id)): Pin(
+            key=bytes.fromhex(row["key"]),
+            num_rotations=int(row["num_rotations"]),
+            name=str(row["name"]),
+        )
+        for client_id, row in values["clients"].items()
+    }
+    return Pins(clients=clients, roster=str(values["roster"]))

@@ -1,0 +1,223 @@
+"""One client's side of the protocol; the same code simulated and deployed."""
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+from torch import Tensor
+
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Reply,
+    SecureReply,
+    SecureRequest,
+    TrainReply,
+    TrainRequest,
+    together,
+)
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import (
+    AggregationAborted,
+    Cancelled,
+    FedlearnError,
+    ModelMismatch,
+    PolicyViolation,
+    ProtocolError,
+)
+from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
+from fedlearn.secagg.plan import request_hash, require_as_named
+from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Contribution, Terms
+from fedlearn.session.faults import described
+from fedlearn.session.pins import PinFile
+from fedlearn.session.secure import Kept, after_failure, contribution
+from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
+
+
+def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> None:
+    """Write the one line that tells of a refusal: the rule, what was asked, what is allowed."""
+    structlog.get_logger(__name__).warning(
+        "refused_by_policy",
+        rule=violation.rule,
+        asked=violation.asked,
+        limit=violation.limit,
+        round_num=round_num,
+    )
+
+
+def tell_nobody(words: str) -> None:
+    """Tell nobody of a failure: it is in the log."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClientSession:
+    """Answers the coordinator's requests with a trainer's results.
+
+    A session holds no state of its own: what a client must remember from one message to
+    the next goes in and comes out of :meth:`handle`, because some transports answer each
+    message in a fresh process.
+
+    Attributes:
+        client_id: This client.
+        trainer: What has the data.
+        secure: Its side of secure aggregation: identity, directory, policy; ``None``: it takes
+            part in no session.
+        on_refusal: Told what it refuses by its policy on secure aggregation, before the coordinator
+            is; the others are judged by whom has a policy on them, before :meth:`handle`.
+        on_failure: Told what went wrong and where, for this device alone: it may quote the data.
+        pin_file: Where the identity keys of other clients outlive the run; ``None``: with the rest
+            of what the client keeps.
+        expanded: Masks that were expanded while the network waited.
+    """
+
+    client_id: ClientId
+    trainer: LocalTrainer
+    secure: SecureClient | None = None
+    on_refusal: Callable[[PolicyViolation], None] = log_refusal
+    on_failure: Callable[[str], None] = tell_nobody
+    pin_file: PinFile | None = None
+    expanded: Expanded = nothing_expanded
+
+    def handle(
+        self,
+        data: bytes,
+        state: bytes,
+        *,
+        personal: bytes = b"",
+        control: TaskControl = UNATTENDED,
+    ) -> tuple[bytes, bytes]:
+        """Answer one encoded request; a failure is an answer, too.
+
+        An error in user code is logged here, with its traceback, and reaches the coordinator
+        only as the name of its type, since a message could quote the data.
+
+        Args:
+            data: The request on the wire.
+            state: What this method returned the last time as its second value; empty
+                bytes at first.
+            personal: The part of the request that is for this client alone, where the transport
+                sent it apart from ``data``.
+            control: How the task is called off and watched.
+
+        Returns:
+            The reply on the wire, and the state after it: unchanged by a failure, save that a
+            session of secure aggregation is over. It must be durable before the reply is sent,
+            and no state may be answered from twice.
+
+        Raises:
+            Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
+        """
+        try:
+            match together(decode(data), personal):
+                case TrainRequest() as request:
+                    kept = Kept.of(state)
+                    reply, tensors = self._train(request, kept.trainer, control)
+                    return encode(reply), replace(kept, trainer=tensors).to_bytes()
+                case EvaluateRequest() as request:
+                    return encode(self._evaluate(request, control)), state
+                case SecureRequest() as request:
+                    answer, kept = self._take_part(request, Kept.of(state), control)
+                    return encode(answer), kept.to_bytes()
+                case other:
+                    raise ProtocolError(f"{type(other).__name__} is not a request")
+        except Cancelled:
+            raise
+        except PolicyViolation as violation:
+            self.on_refusal(violation)
+            return encode(Failure(reason=str(violation))), after_failure(state)
+        except Exception as error:  # noqa: BLE001 - the client boundary: one of three in the project
+            self._tell_failure(error)
+            return encode(Failure(reason=_reason(error))), after_failure(state)
+
+    def _tell_failure(self, error: Exception) -> None:
+        # Without the values of local variables, which are the data.
+        lines = [] if isinstance(error, FedlearnError) else traceback.format_exception(error)
+        trace = {"exception": "".join(lines)} if lines else {}
+        log = structlog.get_logger(__name__)
+        log.warning("request_failed", client_id=self.client_id, error=repr(error), **trace)
+        self.on_failure(described(error))
+
+    def _take_part(
+        self, request: SecureRequest, kept: Kept, control: TaskControl
+    ) -> tuple[Reply, Kept]:
+        """Answer one message of a session; the vector leaves clipped, in fixed point, masked."""
+        if self.secure is None:
+            raise AggregationAborted(
+                stage=Stage.ADVERTISE,
+                reason="this client was enrolled without the coordinator's key; invite it anew",
+            )
+        trained = dict(kept.trainer)
+
+        def contribute(terms: Terms) -> Contribution:
+            named, train = request_hash(request), request.train
+            if named != terms.request_hash or train is None:
+                raise ProtocolError("the request to train is not the one that the terms name")
+            update, trainer = self._train(train, kept.trainer, control)
+            trained.clear()
+            trained.update(trainer)
+            return contribution(terms, request, update, request_hash=named)
+
+        if request.notice is not None:
+            require_as_named(request.notice, request.message)
+        before = kept.pins if self.pin_file is None else self.pin_file.read()
+        told = dict(request.directory)
+        told.pop(self.client_id, None)  # of itself it need not be told
+        pins, given = before.following(told), self.secure.directory
+        # What the client was given beforehand counts more than what it is told.
+        directory = {**pins.keys, **given} if pins.clients else given
+        secure = replace(self.secure, directory=directory)
+        session = kept.session_for(request.message)
+        message, session = secure.handle(
+            request.message, session, contribute=contribute, expanded=self.expanded
+        )
+        reply = SecureReply(round_num=request.round_num, message=message)
+        if self.pin_file is None:
+            kept = replace(kept, pins=pins)
+        elif pins != before:
+            self.pin_file.write(pins)
+        return reply, replace(kept, trainer=trained, session=session)
+
+    def _train(
+        self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
+    ) -> tuple[TrainReply, Mapping[str, Tensor]]:
+        context = TrainContext(
+            client_id=self.client_id,
+            round_num=request.round_num,
+            settings=request.settings,
+            seed=Seed(request.seed),
+            state=state,
+            control=control,
+        )
+        result = self.trainer.train(request.tensors, context=context)
+        delta = {
+            name: torch.sub(value, request.tensors[name].to(value))
+            for name, value in result.tensors.items()
+        }
+        reply = TrainReply(
+            round_num=request.round_num,
+            delta=delta,
+            num_examples=result.num_examples,
+            metrics=result.metrics,
+        )
+        return reply, result.state
+
+    def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> Reply:
+        result = self.trainer.evaluate(request.tensors, control=control)
+        return EvaluateReply(
+            round_num=request.round_num,
+            num_examples=result.num_examples,
+            metrics=result.metrics,
+        )
+
+
+def _reason(error: Exception) -> str:
+    """Return what the coordinator is told: of user code the type alone, else what is to be done."""
+    if isinstance(error, AggregationAborted | ModelMismatch):
+        return str(error)
+    return type(error).__name__

@@ -1,0 +1,1 @@
+"""Chains of layers, many clients at once, with the backward pass written by hand."""

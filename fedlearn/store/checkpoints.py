@@ -1,0 +1,153 @@
+"""Checkpoints as files: complete and durable under their final name, or not there at all.
+
+A file is safetensors: tensors that any tool can read, and nothing that executes when it
+is loaded. What makes it a checkpoint of *this* run, its SHA-256, stands in the store's row.
+"""
+
+import errno
+import json
+import os
+import re
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors.torch import load
+
+from fedlearn.core.files import disk_errors, sync_folder
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
+from fedlearn.rounds.records import Checkpoint
+
+_FORMAT = 1
+_SUFFIX_BYTES = 8
+_METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order of several
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """A checkpoint on disk, as its row in the store describes it.
+
+    Attributes:
+        round_num: Rounds finished.
+        path: Where it lies.
+        sha256: Of the whole file, hexadecimal.
+        num_bytes: Length of the file.
+    """
+
+    round_num: int
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
+    """Write ``checkpoint`` into ``folder``, which exists, and return once it is durable.
+
+    The name carries the round and the first digits of the hash, so a file that the store
+    refers to is never replaced by another.
+
+    Raises:
+        NoSpace: The disk is full; nothing half-written is left.
+        StoreError: It cannot be written; likewise.
+    """
+    # A name of its own: one that was taken over, and does not know, may write the same round.
+    suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
+    temporary = folder / f".round-{checkpoint.round_num:06d}.{suffix}.tmp"
+    with disk_errors(temporary, raises=StoreError):
+        try:
+            _serialize(checkpoint, temporary)
+            with temporary.open("rb+") as stream:
+                digest = file_digest(stream, "sha256").hexdigest()
+                num_bytes = stream.tell()
+                os.fsync(stream.fileno())
+            path = folder / f"round-{checkpoint.round_num:06d}-{digest[:12]}.safetensors"
+            temporary.rename(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(folder)
+    return CheckpointFile(
+        round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=num_bytes
+    )
+
+
+def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
+    """Return the checkpoint in ``file``; its bytes are verified before they are parsed.
+
+    Args:
+        file: What the store has on record.
+        remedy: What to do if the bytes are others; ends the message.
+
+    Raises:
+        CorruptCheckpoint: The file is missing, or its SHA-256 is not the one on record.
+        NewerStore: A later version of fedlearn wrote it.
+        StoreError: The file cannot be read.
+    """
+    content = _read(file, remedy=remedy)
+    found = sha256(content).hexdigest()
+    if found != file.sha256:
+        raise CorruptCheckpoint(
+            f"{file.path} is not the checkpoint that was committed: expected sha256 "
+            f"{file.sha256} ({file.num_bytes} bytes), found {found} ({len(content)} bytes); "
+            f"{remedy}"
+        )
+    return _decode(content, path=file.path)
+
+
+def _read(file: CheckpointFile, *, remedy: str) -> bytes:
+    try:
+        return file.path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(
+            f"{file.path} is missing: expected sha256 {file.sha256} ({file.num_bytes} bytes), "
+            f"found no file; {remedy}"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {file.path}: {error.strerror}; check the disk and the permissions"
+        ) from error
+
+
+def _serialize(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a safetensors file straight from the tensors' memory: no copy of the model.
+
+    Parameters are usually views of one flat vector, and the best model may *be* the last
+    one; in the file each has bytes of its own.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    head = {
+        "format": _FORMAT,
+        "round_num": checkpoint.round_num,
+        "values": dict(checkpoint.values),
+    }
+    kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+        for name, tensor in kept.items()
+    }
+    try:
+        serialize_file(specs, path, {_METADATA_KEY: json.dumps(head)})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
+
+
+def _decode(content: bytes, *, path: Path) -> Checkpoint:
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_METADATA_KEY])
+    if head["format"] > _FORMAT:
+        raise NewerStore(
+            f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
+            f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
+        )
+    return Checkpoint(round_num=head["round_num"], tensors=load(content), values=head["values"])

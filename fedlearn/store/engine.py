@@ -1,0 +1,240 @@
+"""Connections, transactions and the schema of the store's database; its errors in words."""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session
+
+from fedlearn.core.files import is_full, remedy
+from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
+
+_LOCK_WAIT_S = 30.0
+_MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
+
+#: A server or a network that dies without a word is noticed in seconds, as is, by the server,
+#: a coordinator that stands still inside a transaction: it must not keep others waiting.
+_POSTGRESQL_OPTIONS = {
+    "connect_timeout": "5",
+    "tcp_user_timeout": "10000",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "options": "-c idle_in_transaction_session_timeout=10s",
+}
+
+_POSTGRESQL_DISK_FULL = "53100"
+
+_REMEDIES = {
+    "SQLITE_BUSY": "another process is writing for long: let it finish",
+    "SQLITE_NOTADB": "the file is something else: move it away, or name another",
+    "SQLITE_READONLY": "make the file and its folder writable, or name another",
+    "SQLITE_CANTOPEN": "its folder must exist and be writable",
+    "SQLITE_FULL": "the disk is full: free some space",
+    "SQLITE_IOERR": "the disk is full or failing: free some space, or check it",
+    "SQLITE_CORRUPT": "the file is damaged: restore it from a backup, or move it away",
+}
+
+
+def open_engine(url: str) -> Engine:
+    """Return the connections to the database at ``url``, none of them open yet.
+
+    Raises:
+        StoreError: The URL is not one of a store, or its driver is not installed.
+    """
+    parsed = _checked_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        options = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in parsed.query}
+        try:
+            # the server may restart in a run
+            return create_engine(parsed, pool_pre_ping=True, connect_args=options)
+        except ImportError as error:
+            raise StoreError(
+                "PostgreSQL's driver is not installed; run `pip install 'fedlearn[postgresql]'`"
+            ) from error
+    patience = {} if "timeout" in parsed.query else {"timeout": _LOCK_WAIT_S}
+    engine = create_engine(parsed, connect_args=patience)
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Session]:
+    """Open a transaction that may write; it is committed unless the block raises.
+
+    Raises:
+        StoreError: The database refuses; nothing was written.
+        StoreUnavailable: The database is away; if it went while it committed, what was
+            written may stand.
+    """
+    with (
+        explained(engine),
+        Session(engine.execution_options(writes=True)) as session,
+        session.begin(),
+    ):
+        yield session
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Session]:
+    """Open a transaction in which every statement sees the same commit.
+
+    Raises:
+        StoreError: The database cannot be read.
+        StoreUnavailable: The database is away.
+    """
+    if engine.dialect.name == "postgresql":
+        engine = engine.execution_options(isolation_level="REPEATABLE READ")
+    with explained(engine), Session(engine) as session:
+        yield session
+
+
+def one_at_a_time(session: Session, lock: int) -> None:
+    """Let transactions that call this with the same ``lock`` wait for each other.
+
+    SQLite has a single writer as it is.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text(f"SELECT pg_advisory_xact_lock({lock})"))
+
+
+@contextmanager
+def explained(engine: Engine) -> Iterator[None]:
+    """Turn errors of the database's driver and of the disk into errors with a remedy.
+
+    Raises:
+        StoreError: What happened, and what to do about it.
+        StoreUnavailable: The same, where it may pass by itself.
+    """
+    try:
+        yield
+    except DBAPIError as error:
+        what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
+        raise _kind(error)(f"{engine.url!r}: {what}; {_remedy(error)}") from error
+    except PoolTimeout as error:  # the pool's own, not the driver's
+        raise StoreUnavailable(
+            f"{engine.url!r}: all connections of this process are in use; let what holds the "
+            "database end"
+        ) from error
+    except OSError as error:
+        kind = NoSpace if is_full(error) else StoreError
+        raise kind(f"{error.filename}: {error.strerror}; {remedy(error)}") from error
+
+
+def migrate(engine: Engine) -> None:
+    """Bring the schema to this version's; processes that do so at once wait for each other.
+
+    Raises:
+        NewerStore: A later version of fedlearn has migrated it.
+    """
+    scripts = ScriptDirectory.from_config(_alembic())
+    with _only_process(engine):
+        with engine.connect() as connection:
+            revision = MigrationContext.configure(connection).get_current_revision()
+        if revision == scripts.get_current_head():
+            return
+        known = {script.revision for script in scripts.walk_revisions()}
+        if revision is not None and revision not in known:
+            raise NewerStore(
+                f"{engine.url!r} has schema revision {revision!r}, this version of fedlearn "
+                f"knows up to {scripts.get_current_head()!r}; upgrade fedlearn "
+                "(`pip install --upgrade fedlearn`)"
+            )
+        with engine.execution_options(writes=True).begin() as connection:
+            if engine.dialect.name == "postgresql":
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+            command.upgrade(_alembic(connection=connection), "head")
+
+
+def _checked_url(url: str) -> URL:
+    """Parse ``url``; what is wrong with it is said without a password that may be in it."""
+    usage = "write `sqlite:///FILE` or `postgresql+psycopg://USER:PASSWORD@HOST/NAME`"
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise StoreError(f"the store's URL is not one; {usage}") from error
+    if parsed.drivername not in {"sqlite", "postgresql+psycopg"}:
+        raise StoreError(f"no store is kept by {parsed.drivername!r}; {usage}")
+    if parsed.drivername == "sqlite" and parsed.database in {None, "", ":memory:"}:
+        raise StoreError(f"a store outlives the process, {parsed!r} would not; {usage}")
+    return parsed
+
+
+def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # the transactions are ours: see _begin_sqlite
+    connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer
+    # A checkpoint's file is deleted once its row is: NORMAL could bring the row back.
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer that begins as a reader fails, instead of waiting, if another was faster.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _kind(error: DBAPIError) -> type[StoreError]:
+    """Return what an error of the driver is to its caller."""
+    sqlite_full = _sqlite_family(error) == "SQLITE_FULL"
+    if sqlite_full or getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
+        return NoSpace
+    return StoreUnavailable if _may_pass(error) else StoreError
+
+
+def _may_pass(error: DBAPIError) -> bool:
+    """Whether the connection was lost or refused, or SQLite's one writer took too long."""
+    if _sqlite_family(error) is not None:
+        return _sqlite_family(error) == "SQLITE_BUSY"
+    # No statement: what failed was to connect, to begin or to commit.
+    at_the_edge = isinstance(error, OperationalError) and error.statement is None
+    return error.connection_invalidated or at_the_edge
+
+
+def _remedy(error: DBAPIError) -> str:
+    if isinstance(error, IntegrityError):
+        return "another process writes the same run: stop one of them"
+    family = _sqlite_family(error)
+    if family is None:
+        return "check that the server runs and that the URL names a database this user may write"
+    return _REMEDIES.get(family, f"SQLite calls this {family}")
+
+
+def _sqlite_family(error: DBAPIError) -> str | None:
+    """Return SQLite's name of the kind of error; only errors of that library have one."""
+    code = getattr(error.orig, "sqlite_errorname", None)
+    return None if code is None else "_".join(code.split("_")[:2])
+
+
+def _alembic(**attributes: object) -> Config:
+    config = Config(attributes=attributes)
+    config.set_main_option("script_location", "fedlearn.store:migrations")
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+@contextmanager
+def _only_process(engine: Engine) -> Iterator[None]:
+    """Hold a lock on the folder of an SQLite file: its first switch to WAL does not wait."""
+    if engine.dialect.name != "sqlite":
+        yield
+        return
+    folder = Path(str(engine.url.database).removeprefix("file:")).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

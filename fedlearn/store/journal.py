@@ -1,0 +1,97 @@
+"""The journal of a deployed run's open rounds, in the store's database."""
+
+import json
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from fedlearn.core.messages import ClientId
+from fedlearn.rounds.journal import OpenRound, check_same
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.runs import Database, Guard, unknown_run
+from fedlearn.store.schema import OpenRoundRow, RunRow
+
+
+class StoredJournal:
+    """A :class:`fedlearn.rounds.journal.RoundJournal` of one run.
+
+    Args:
+        database: Where the run is.
+        name: Of the run.
+        guard: Checks in each transaction that this process may write: the lease's.
+
+    Raises:
+        StoreError: There is no such run, or the database cannot be read.
+    """
+
+    def __init__(self, database: Database, name: str, *, guard: Guard) -> None:
+        self._database = database
+        self._guard = guard
+        with database.reading() as session:
+            run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
+            if run_id is None:
+                raise unknown_run(name, known=session.scalars(select(RunRow.name)))
+        self._run_id = run_id
+
+    def find(self, round_num: int, attempt: int) -> OpenRound | None:
+        """Return the round as it was opened."""
+        with self._database.reading() as session:
+            return self._find(session, round_num, attempt)
+
+    def open(self, opened: OpenRound) -> None:
+        """Write a round down, and that the run goes on: in one step, if it had failed.
+
+        Whoever finds it running goes on among the attempts that the journal has; whoever finds
+        it failed begins others.
+        """
+        with self._database.writing() as session:
+            self._guard(session)
+            known = self._find(session, opened.round_num, opened.attempt)
+            if known is not None:
+                check_same(known, opened)
+                return
+            session.add(
+                OpenRoundRow(
+                    run_id=self._run_id,
+                    round_num=opened.round_num,
+                    attempt=opened.attempt,
+                    cohort=json.dumps(opened.cohort),
+                    opened_unix_s=opened.opened_unix_s,
+                )
+            )
+            session.execute(
+                update(RunRow)
+                .where(RunRow.id == self._run_id)
+                .values(status=RunStatus.RUNNING, error="")
+            )
+
+    def last(self) -> OpenRound | None:
+        """Return the latest attempt of the latest round."""
+        with self._database.reading() as session:
+            row = session.scalar(
+                select(OpenRoundRow)
+                .where(OpenRoundRow.run_id == self._run_id)
+                .order_by(OpenRoundRow.round_num.desc(), OpenRoundRow.attempt.desc())
+                .limit(1)
+            )
+            return None if row is None else _open_round(row)
+
+    def forget(self, before_round: int) -> None:
+        """Remove the rounds before ``before_round``."""
+        with self._database.writing() as session:
+            self._guard(session)
+            mine = OpenRoundRow.run_id == self._run_id
+            session.execute(delete(OpenRoundRow).where(mine, OpenRoundRow.round_num < before_round))
+
+    def _find(self, session: Session, round_num: int, attempt: int) -> OpenRound | None:
+        row = session.get(OpenRoundRow, (self._run_id, round_num, attempt))
+        return None if row is None else _open_round(row)
+
+
+def _open_round(row: OpenRoundRow) -> OpenRound:
+    return OpenRound(
+        round_num=row.round_num,
+        attempt=row.attempt,
+        cohort=tuple(ClientId(each) for each in json.loads(row.cohort)),
+        opened_unix_s=row.opened_unix_s,
+    )

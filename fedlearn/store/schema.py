@@ -1,0 +1,263 @@
+"""The store's tables.
+
+Composite integer keys in the order of writing and small codes for enumerations keep a
+participation at some twenty bytes, so that a run of a million of them stays small and
+commits fast. The schema's history is in :mod:`fedlearn.store.migrations`; a test
+holds the two equal.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import (
+    BigInteger,
+    Dialect,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    String,
+    Text,
+    TypeDecorator,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from fedlearn.core.collecting import STATUSES, Status
+from fedlearn.rounds.records import Outcome, RunStatus
+
+CodeT = TypeVar("CodeT", bound=StrEnum)
+
+
+class Real(TypeDecorator[float]):
+    """A double; NaN is stored as NULL, which is what SQLite would turn it into.
+
+    SQLite also forgets the sign of zero.
+    """
+
+    impl = Double
+    cache_ok = True
+
+    def process_bind_param(self, value: float | None, dialect: Dialect) -> float | None:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return NULL for NaN."""
+        return None if value is None or value != value else float(value)  # noqa: PLR0124 (NaN)
+
+    def process_result_value(self, value: float | None, dialect: Dialect) -> float:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return NaN for NULL."""
+        return math.nan if value is None else value
+
+
+class Code(TypeDecorator[CodeT], Generic[CodeT]):
+    """A member of an enumeration as its index in ``members``, which may only be appended to."""
+
+    impl = SmallInteger
+    cache_ok = True
+
+    def __init__(self, *members: CodeT) -> None:
+        super().__init__()
+        self.members = members
+        self._index = {member: index for index, member in enumerate(members)}
+
+    def process_bind_param(self, value: CodeT | None, dialect: Dialect) -> int | None:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return the member's index."""
+        return None if value is None else self._index[value]
+
+    def process_result_value(self, value: int | None, dialect: Dialect) -> CodeT | None:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return the member."""
+        return None if value is None else self.members[value]
+
+
+class PlainText(TypeDecorator[str]):
+    """Text from elsewhere: what no database takes (NUL, lone surrogates) is escaped."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return the text as valid UTF-8 without NUL."""
+        return value if value is None else plain(value)
+
+
+def plain(text: str) -> str:
+    """Return ``text`` as valid UTF-8 without NUL."""
+    if text.isascii() and "\0" not in text:
+        return text
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+class JsonText(TypeDecorator[Mapping[str, Any]]):  # Any: JSON values
+    """A JSON object as text: PostgreSQL's own type refuses NaN and infinity."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Mapping[str, Any] | None, dialect: Dialect) -> str:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return the JSON."""
+        return json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Mapping[str, Any] | None:  # noqa: ARG002 (SQLAlchemy's signature)
+        """Return the object."""
+        return None if value is None else json.loads(value)
+
+
+class Base(DeclarativeBase):
+    """The tables' common base; ``metadata`` is the schema as of this version."""
+
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012 (SQLAlchemy reads it as a plain class attribute)
+        float: Real(),
+        Mapping[str, Any]: JsonText(),
+        RunStatus: Code(RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED),
+        Outcome: Code(Outcome.AGGREGATED, Outcome.SKIPPED),
+        Status: Code(*STATUSES),
+    }
+
+
+class RunRow(Base):
+    """A run; see :class:`fedlearn.rounds.records.RunRecord`."""
+
+    __tablename__ = "runs"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    status: Mapped[RunStatus]
+    error: Mapped[str] = mapped_column(PlainText)
+    created_utc: Mapped[str] = mapped_column(String(32))
+    num_rounds: Mapped[int]
+    config: Mapped[Mapping[str, Any]]
+    config_hash: Mapped[str] = mapped_column(String(64))
+    versions: Mapped[Mapping[str, Any]]
+
+
+class RoundRow(Base):
+    """A finished round; see :class:`fedlearn.rounds.records.RoundRecord`."""
+
+    __tablename__ = "rounds"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012 (SQLAlchemy's attribute)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int]
+    outcome: Mapped[Outcome]
+    train_loss: Mapped[float] = mapped_column(nullable=True)
+    duration_s: Mapped[float] = mapped_column(nullable=True)
+    virtual_s: Mapped[float] = mapped_column(nullable=True)
+    seconds: Mapped[float] = mapped_column(nullable=True)
+
+
+class ParticipationRow(Base):
+    """One client in one round, at its position in the order of arrival."""
+
+    __tablename__ = "participations"
+    __table_args__ = (
+        ForeignKeyConstraint(["run_id", "round_num"], ["rounds.run_id", "rounds.round_num"]),
+        {"sqlite_with_rowid": False},
+    )
+
+    run_id: Mapped[int] = mapped_column(primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True)
+    client_id: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[Status]
+    duration_s: Mapped[float] = mapped_column(nullable=True)
+    num_examples: Mapped[int] = mapped_column(BigInteger)
+    loss: Mapped[float] = mapped_column(nullable=True)
+    reason: Mapped[str] = mapped_column(PlainText)
+
+
+class MetricRow(Base):
+    """One metric after one round."""
+
+    __tablename__ = "metrics"
+    __table_args__ = (
+        ForeignKeyConstraint(["run_id", "round_num"], ["rounds.run_id", "rounds.round_num"]),
+        {"sqlite_with_rowid": False},
+    )
+
+    run_id: Mapped[int] = mapped_column(primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    value: Mapped[float] = mapped_column(nullable=True)
+
+
+class CheckpointRow(Base):
+    """A checkpoint; ``file`` is its name in the run's ``checkpoints`` folder."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012 (SQLAlchemy's attribute)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    file: Mapped[str] = mapped_column(Text)
+    sha256: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class DeploymentRow(Base):
+    """A deployed run; see :class:`fedlearn.rounds.journal.Deployment`."""
+
+    __tablename__ = "deployments"
+
+    run_id: Mapped[int] = mapped_column(
+        ForeignKey("runs.id"), primary_key=True, autoincrement=False
+    )
+    uuid: Mapped[str] = mapped_column(String(32), unique=True)
+    control: Mapped[str] = mapped_column(String(8))
+    holder: Mapped[str] = mapped_column(Text)
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    beat: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[Mapping[str, Any]]
+
+
+class OpenRoundRow(Base):
+    """See :class:`fedlearn.rounds.journal.OpenRound`; ``cohort`` is a JSON array."""
+
+    __tablename__ = "open_rounds"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    cohort: Mapped[str] = mapped_column(Text)
+    opened_unix_s: Mapped[float]
+
+
+class ClientRow(Base):
+    """See :class:`fedlearn.identity.registry.EnrolledClient`; ``tags`` is a JSON array.
+
+    ``revision`` is that of the registry when the row was last changed.
+    """
+
+    __tablename__ = "clients"
+
+    client_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    tags: Mapped[str] = mapped_column(Text)
+    identity_key: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
+    lineage: Mapped[bytes] = mapped_column(LargeBinary)
+    fingerprint: Mapped[str] = mapped_column(String(64), unique=True)
+    status: Mapped[str] = mapped_column(String(8))
+    enrolled_utc: Mapped[str] = mapped_column(String(32))
+    certificate_expires_utc: Mapped[str] = mapped_column(String(32))
+    revision: Mapped[int] = mapped_column(BigInteger)
+
+
+class InvitationRow(Base):
+    """See :class:`fedlearn.identity.registry.InvitationRecord`; ``tags`` is a JSON array."""
+
+    __tablename__ = "invitations"
+
+    token_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64))
+    tags: Mapped[str] = mapped_column(Text)
+    expires_unix_s: Mapped[float]
+    redeemed_by: Mapped[bytes] = mapped_column(LargeBinary)

@@ -1,0 +1,1 @@
+"""How one client trains: a trainer for any torch module."""

@@ -1,0 +1,87 @@
+"""The beat of a coordinator: what it hears, and what becomes of a run without it."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.deployment.heartbeat import Heart
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.errors import Aborted, StoreError
+from fedlearn.store.lease import Lease, deploy, deployment, set_control
+from fedlearn.store.runs import Database, sqlite_url
+from tests.records import RUN
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """A store with one deployed run."""
+    url = sqlite_url(tmp_path / "runs.db")
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        deploy(database, RUN.name)
+        yield database
+
+
+class Told:
+    """What operators are told; from some beat on, a defect."""
+
+    def __init__(self, *, num_good: int | None = None) -> None:
+        self.num_beats = 0
+        self._num_good = num_good
+
+    def __call__(self) -> Mapping[str, object]:
+        self.num_beats += 1
+        if self.num_beats - 1 == self._num_good:
+            raise ZeroDivisionError("a defect")
+        return {"beats": self.num_beats}
+
+
+def a_heart(database: Database, told: Told, interruption: Interruption) -> Heart:
+    lease = Lease(database, RUN.name, holder="a", ttl_s=0.2, clock=SystemClock())
+    assert lease.try_acquire()
+    return Heart(
+        lease,
+        status=told,
+        paused=threading.Event(),
+        interruption=interruption,
+        clock=SystemClock(),
+    )
+
+
+def test_a_heart_beats_until_it_is_left_with_a_last_word(database: Database) -> None:
+    """No reason to stop the run is found in that."""
+    told, interruption = Told(), Interruption()
+    with a_heart(database, told, interruption):
+        assert told.num_beats == 1
+    assert deployment(database, RUN.name).status == {"beats": told.num_beats}
+    assert told.num_beats > 1
+    assert not interruption.is_given()
+
+
+def test_an_operator_who_aborts_is_heard(database: Database) -> None:
+    """At the next beat."""
+    interruption = Interruption()
+    with a_heart(database, Told(), interruption):
+        set_control(database, RUN.name, "abort")
+        with pytest.raises(Aborted):
+            interruption.sleep(WAIT_S)
+
+
+def test_a_heart_that_dies_ends_the_run(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it dies of: nobody would renew the lease, nor hear the operator."""
+    died = list[type[BaseException]]()
+    monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_type))
+    interruption = Interruption()
+    with (
+        a_heart(database, Told(num_good=2), interruption),
+        pytest.raises(StoreError, match=r"lease of run 'calm-otter-17'.*start the coordinator"),
+    ):
+        interruption.sleep(WAIT_S)
+    assert died == [ZeroDivisionError]

@@ -1,0 +1,80 @@
+"""The door's copy of the registry: when it is read again, and what is known if it cannot be."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.door.enrolled import Roster
+from fedlearn.errors import StoreUnavailable
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+
+
+@dataclass
+class CountedRegistry(MemoryRegistry):
+    """A registry that can be away; counts how often it was looked at."""
+
+    num_looks: int = 0
+    is_away: bool = False
+    changes: list[None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(SystemClock())
+
+    def revision(self) -> int:
+        self.num_looks += 1
+        if self.is_away:
+            raise StoreUnavailable("the database is away")
+        return super().revision()
+
+    def roster(self) -> Roster:
+        return Roster(self, lambda: self.changes.append(None), SystemClock())
+
+    def enrol(self, name: str) -> EnrolledClient:
+        return self.redeem(
+            name,
+            self.invite(name, tags=(), valid_s=60.0),
+            identity_key=name.encode().ljust(32),
+            certify=lambda _: (b"", f"certificate of {name}", "2999-01-01T00:00:00Z"),
+        )
+
+
+async def looked_up(roster: Roster, name: str, times: int) -> list[EnrolledClient | None]:
+    looks = (roster.by_fingerprint(f"certificate of {name}") for _ in range(times))
+    return list(await asyncio.gather(*looks))
+
+
+def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
+    """However often they call; a new one is found by the next."""
+    registry = CountedRegistry()
+    clinic = registry.enrol("clinic")
+
+    async def scenario() -> None:
+        roster = registry.roster()
+        await roster.renew()
+        assert registry.num_looks == 1
+        assert await looked_up(roster, "clinic", 50) == [clinic] * 50
+        assert registry.num_looks == 1  # who is known costs none
+        assert await looked_up(roster, "nobody", 50) == [None] * 50
+        assert registry.num_looks == 2
+        newcomer = registry.enrol("newcomer")
+        assert await looked_up(roster, "newcomer", 50) == [newcomer] * 50
+        assert registry.num_looks == 3
+
+    asyncio.run(scenario())
+    assert len(registry.changes) == 2
+
+
+def test_a_roster_says_whether_its_registry_could_be_read() -> None:
+    """What it has read stays; who is not in that may yet be a client."""
+    registry = CountedRegistry(is_away=True)
+    clinic = registry.enrol("clinic")
+
+    async def scenario() -> None:
+        roster = registry.roster()
+        for is_away, found in ((True, None), (False, clinic), (True, clinic)):
+            registry.is_away = is_away
+            await roster.renew()
+            assert roster.is_away == is_away
+            assert roster.by_id(clinic.client_id) == found
+
+    asyncio.run(scenario())

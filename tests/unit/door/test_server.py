@@ -1,0 +1,1283 @@
+"""The door with real gRPC on the loopback: tasks out, replies in, receipts back."""
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Queue
+from typing import TypeVar
+
+import grpc
+import pytest
+import torch
+
+from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Reply,
+    Request,
+    SecureReply,
+    SecureRequest,
+    TrainReply,
+    TrainRequest,
+    together,
+)
+from fedlearn.door import channel as service_channel
+from fedlearn.door.channel import DoorClock
+from fedlearn.door.connections import Hall, Session
+from fedlearn.door.counters import DoorCounters
+from fedlearn.door.loop import LoopThread
+from fedlearn.door.server import Door, DoorChannel
+from fedlearn.door.settings import DoorSettings
+from fedlearn.door.spool import Closed, ReplyLog
+from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
+from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import digest_of
+from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
+from fedlearn.transport.identity import Identity, signed_bytes
+
+T = TypeVar("T")
+
+RUN_ID = "0123456789abcdef0123456789abcdef"
+WAIT_S = 60.0  # only a hang takes so long
+NEVER = 3600.0
+
+SETTINGS = DoorSettings(address="127.0.0.1:0", stall_timeout_s=WAIT_S, recovery_grace_s=1.0)
+
+Receipt = wire_pb2.Receipt
+Told = wire_pb2.FromCoordinator
+
+
+def train_request(round_num: int = 0, *, size: int = 4, attempt: int = 0) -> TrainRequest:
+    tensors = {"weight": torch.arange(size, dtype=torch.float32)}
+    return TrainRequest(round_num=round_num, attempt=attempt, tensors=tensors, settings={}, seed=0)
+
+
+def train_reply(value: float, *, round_num: int = 0, size: int = 4) -> TrainReply:
+    delta = {"weight": torch.full((size,), value)}
+    return TrainReply(round_num=round_num, delta=delta, num_examples=1, metrics={})
+
+
+def value_of(reply: Reply) -> float:
+    assert isinstance(reply, TrainReply)
+    return float(reply.delta["weight"][0])
+
+
+def envelope(
+    task: wire_pb2.Task, data: bytes, *, client_id: int, identity: Identity
+) -> wire_pb2.Envelope:
+    digest = digest_of(data)
+    signature = identity.sign(signed_bytes(task.key, client_id=client_id, digest=digest))
+    return wire_pb2.Envelope(key=task.key, digest=digest, num_bytes=len(data), signature=signature)
+
+
+@dataclass
+class Member:
+    """A client of the tests: it connects, notes what it is told, and does as it is bid."""
+
+    name: str
+    client_id: int
+    identity: Identity
+    loop: LoopThread
+    told: "Queue[Told | None]" = field(default_factory=Queue)
+    address: str = ""
+    session: DoorSession | None = None
+    _running: Future[None] | None = None
+    _leave: asyncio.Event | None = None
+
+    def connect(
+        self, door: Door, *, held: Sequence[wire_pb2.TaskKey] = (), device: str = "cpu"
+    ) -> "Member":
+        welcomed: Future[None] = Future()
+        self.address, self.told = door.address, Queue()
+        hello = wire_pb2.Hello(
+            protocol=wire.PROTOCOL, held=held, eligibility=wire_pb2.Eligibility(device=device)
+        )
+        self._running = self.loop.call(self._run(welcomed, hello))
+        welcomed.result(WAIT_S)
+        return self
+
+    def disconnect(self) -> None:
+        assert self._running is not None
+        assert self._leave is not None
+        self.loop.post(self._leave.set)
+        self._running.result(WAIT_S)
+
+    def hear(self) -> Told | None:
+        return self.told.get(timeout=WAIT_S)
+
+    def hear_task(self) -> wire_pb2.Task:
+        told = self.hear()
+        assert told is not None
+        assert told.WhichOneof("what") == "task", told
+        return told.task
+
+    def hear_receipt(self) -> wire_pb2.Receipt:
+        told = self.hear()
+        assert told is not None
+        assert told.WhichOneof("what") == "receipt", told
+        return told.receipt
+
+    def say(self, message: wire_pb2.FromClient) -> None:
+        assert self.session is not None
+        self.loop.call(self.session.send(message)).result(WAIT_S)
+
+    def answer(self, task: wire_pb2.Task, reply: Reply) -> None:
+        data = encode(reply)
+        signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
+        self.say(wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data)))
+
+    def downloaded(self, task: wire_pb2.Task, path: Path) -> bytes:
+        path.write_bytes(b"")
+        self.use(
+            lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
+        ).result(WAIT_S)
+        return path.read_bytes()
+
+    def upload(self, task: wire_pb2.Task, path: Path) -> Future[wire_pb2.Receipt]:
+        data = path.read_bytes()
+        signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
+        return self.use(lambda connection: connection.upload(signed, path))
+
+    def use(self, call: Callable[[DoorConnection], Awaitable[T]]) -> "Future[T]":
+        async def used() -> T:
+            async with DoorConnection(self.address, None, name=self.name) as connection:
+                return await call(connection)
+
+        return self.loop.call(used())
+
+    async def _run(self, welcomed: Future[None], hello: wire_pb2.Hello) -> None:
+        self._leave = asyncio.Event()
+        leave = asyncio.create_task(self._leave.wait())
+        try:
+            async with (
+                DoorConnection(self.address, None, name=self.name) as connection,
+                connection.session(hello) as self.session,
+            ):
+                welcomed.set_result(None)
+                listening = asyncio.create_task(self._listen(self.session))
+                await asyncio.wait({leave, listening}, return_when="FIRST_COMPLETED")
+                listening.cancel()
+                await asyncio.wait({listening})
+        except (ConnectionError, ConnectionRefused) as error:
+            if not welcomed.done():
+                welcomed.set_exception(error)
+        finally:
+            leave.cancel()
+
+    async def _listen(self, session: DoorSession) -> None:
+        heard = self.told  # of this session alone
+        try:
+            while (told := await session.receive()) is not None:
+                heard.put(told)
+        except (ConnectionError, ConnectionRefused):
+            pass
+        heard.put(None)
+
+
+@dataclass
+class Site:
+    """A door and its clients."""
+
+    folder: Path
+    loop: LoopThread
+    registry: MemoryRegistry
+    doors: list[Door] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    is_leader: bool = True
+
+    def open(self, settings: DoorSettings = SETTINGS, *, clock: DoorClock | None = None) -> Door:
+        door = Door(
+            settings,
+            registry=self.registry,
+            run_id=RUN_ID,
+            spool_dir=self.folder,
+            authority=None,
+            eligible=lambda _, told: told.device != "toaster",
+            is_leader=lambda: self.is_leader,
+            clock=clock or SystemClock(),
+        )
+        door.start()
+        self.doors.append(door)
+        return door
+
+    def shut(self, door: Door) -> None:
+        self.doors.remove(door)
+        door.stop(grace_s=0.0)
+
+    def enrol(self, name: str) -> Member:
+        identity = Identity.create()
+        token = self.registry.invite(name, tags=(), valid_s=60.0)
+        client: EnrolledClient = self.registry.redeem(
+            name,
+            token,
+            identity_key=identity.public_key,
+            certify=lambda client_id: (b"", f"{client_id:064x}", "2999-01-01T00:00:00Z"),
+        )
+        member = Member(name, client.client_id, identity, self.loop)
+        self.members.append(member)
+        return member
+
+    def connected(self, door: Door, num: int) -> list[Member]:
+        return [self.enrol(f"client-{len(self.members)}").connect(door) for _ in range(num)]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    loop = LoopThread("clients")
+    site = Site(tmp_path / "spool", loop, MemoryRegistry(SystemClock()))
+    yield site
+    for door in site.doors:
+        door.stop(grace_s=0.0)
+    loop.stop()
+
+
+class Collecting:
+    """An exchange in a thread: what arrives, one at a time, when the test asks for it."""
+
+    def __init__(
+        self,
+        channel: DoorChannel,
+        members: list[Member],
+        request: Request | Mapping[int, Request],
+        *,
+        deadline_s: float = NEVER,
+        enough: int | None = None,
+    ) -> None:
+        self.arrived: Queue[tuple[int, Reply]] = Queue()
+        self.outcome: Future[int] = Future()
+        self._go_on = threading.Semaphore(0)
+        requests = {
+            ClientId(member.client_id): request[member.client_id]
+            if isinstance(request, Mapping)
+            else request
+            for member in members
+        }
+        self._thread = threading.Thread(
+            target=self._run, args=(channel, requests, deadline_s, enough), daemon=True
+        )
+        self._thread.start()
+
+    def _run(
+        self,
+        channel: DoorChannel,
+        requests: dict[ClientId, Request],
+        deadline_s: float,
+        enough: int | None,
+    ) -> None:
+        num = 0
+        try:
+            for arrival in channel.exchange(requests, deadline_s=deadline_s):
+                num += 1
+                self.arrived.put((arrival.client_id, arrival.reply))
+                self._go_on.acquire()
+                if num == enough:
+                    break
+        except Parked as parked:
+            self.outcome.set_exception(parked)
+        else:
+            self.outcome.set_result(num)
+
+    def next(self) -> tuple[int, Reply]:
+        """Return what has arrived; it is not consumed before :meth:`consume`."""
+        return self.arrived.get(timeout=WAIT_S)
+
+    def consume(self) -> None:
+        self._go_on.release()
+
+    def take(self) -> tuple[int, Reply]:
+        arrived = self.next()
+        self.consume()
+        return arrived
+
+    def end(self) -> int:
+        return self.outcome.result(WAIT_S)
+
+    def goes_on(self) -> bool:
+        """Return whether it has not ended, though it has looked at its clock again."""
+        done, _ = wait([self.outcome], timeout=0.5)
+        return not done
+
+
+def test_a_task_goes_out_and_its_reply_comes_in_and_gets_a_receipt(site: Site) -> None:
+    door = site.open()
+    members = site.connected(door, 3)
+    channel = door.channel()
+    assert channel.available() == (0, 1, 2)
+    exchange = Collecting(channel, members, train_request(size=1000))
+    for member in members:
+        task = member.hear_task()
+        assert isinstance(decode(task.data), TrainRequest)
+        assert task.key.run_id == RUN_ID
+        member.answer(task, train_reply(float(member.client_id)))
+    arrived = dict(exchange.take() for _ in members)
+    assert {client_id: value_of(reply) for client_id, reply in arrived.items()} == {
+        0: 0.0,
+        1: 1.0,
+        2: 2.0,
+    }
+    assert exchange.end() == 3
+    assert [member.hear_receipt().verdict for member in members] == [Receipt.ACCEPTED] * 3
+    assert door.counters.replies_accepted == 3
+
+
+def test_a_reply_is_accepted_only_once_it_is_consumed(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request())
+    member.answer(member.hear_task(), train_reply(1.0))
+    exchange.next()
+    assert door.counters.replies_logged == 1
+    assert door.counters.replies_accepted == 0
+    exchange.consume()
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def late_and_silent(site: Site, channel: DoorChannel) -> tuple[list[Member], list[wire_pb2.Task]]:
+    """Hold an exchange that has enough replies: one counts, one is late, one does not come."""
+    members = site.connected(site.doors[-1], 3)
+    exchange = Collecting(channel, members, train_request(size=1_000_000), enough=1)
+    tasks = [member.hear_task() for member in members]
+    members[0].answer(tasks[0], Failure("battery low"))
+    exchange.next()
+    members[1].answer(tasks[1], Failure("battery low"))
+    wait_until(lambda: site.doors[-1].counters.replies_logged == 2)
+    exchange.consume()
+    exchange.end()
+    return members, tasks
+
+
+def test_nobody_is_late_or_called_off_before_a_crash_cannot_undo_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, durable, close = site.open().channel(), threading.Event(), ReplyLog.close
+
+    def slowly(log: ReplyLog, closed: Closed | None) -> None:
+        assert durable.wait(WAIT_S)
+        close(log, closed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "close", slowly)
+        (_, late, silent), tasks = late_and_silent(site, channel)
+        (tmp_path / "reply").write_bytes(encode(train_reply(1.0)))
+        with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no verdict"):
+            silent.upload(tasks[2], tmp_path / "reply").result(WAIT_S)
+        Collecting(channel, [late, silent], train_request(1))
+        assert late.hear_task().key.round_num == 1  # and has heard nothing before
+        assert silent.hear_task().key.round_num == 1
+        durable.set()
+    assert late.hear_receipt().verdict == Receipt.LATE
+    told = silent.hear()
+    assert told is not None
+    assert told.cancel.key == tasks[2].key
+
+
+def test_where_the_end_of_an_exchange_is_not_stored_verdicts_wait_for_the_commit(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, close = site.open().channel(), ReplyLog.close
+
+    def in_vain(log: ReplyLog, closed: Closed | None) -> None:
+        close(log, None)
+        raise OSError(errno.ENOSPC, f"No space left on device for {closed}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "close", in_vain)
+        (_, late, silent), tasks = late_and_silent(site, channel)
+        Collecting(channel, [late, silent], train_request(1))
+        silent.answer(tasks[2], train_reply(1.0))
+        for member in (late, silent):
+            assert member.hear_task().key.round_num == 1
+    assert late.told.empty()
+    channel.forget(before_round=1)
+    for member in (late, silent):
+        assert member.hear_receipt().verdict == Receipt.LATE
+
+
+def test_a_client_that_connects_during_the_exchange_is_asked(site: Site) -> None:
+    door = site.open()
+    member = site.enrol("late-riser")
+    exchange = Collecting(door.channel(), [member], train_request())
+    member.connect(door)
+    member.answer(member.hear_task(), train_reply(1.0))
+    exchange.take()
+    assert exchange.end() == 1
+
+
+def test_an_exchange_ends_at_its_deadline_without_those_who_are_silent(site: Site) -> None:
+    clock = VirtualClock()
+    door = site.open(clock=clock)
+    quick, silent = site.connected(door, 2)
+    exchange = Collecting(door.channel(), [quick, silent], train_request(), deadline_s=NEVER)
+    quick.answer(quick.hear_task(), train_reply(1.0))
+    task = silent.hear_task()
+    assert task.remaining_s == NEVER
+    exchange.take()
+    clock.sleep(NEVER - 0.5)
+    assert exchange.goes_on()
+    clock.sleep(0.5)
+    assert exchange.end() == 1
+    told = silent.hear()
+    assert told is not None
+    assert told.cancel.key == task.key
+    silent.answer(task, train_reply(2.0))
+    assert silent.hear_receipt().verdict == Receipt.LATE
+    assert door.counters.replies_late == 1
+
+
+def test_whoever_is_not_needed_any_more_is_called_off_and_its_reply_is_late(site: Site) -> None:
+    door = site.open()
+    members = site.connected(door, 3)
+    exchange = Collecting(door.channel(), members, train_request(), enough=1)
+    tasks = [member.hear_task() for member in members]
+    members[0].answer(tasks[0], train_reply(0.0))
+    exchange.next()
+    members[1].answer(tasks[1], train_reply(1.0))  # logged, and not consumed
+    wait_until(lambda: door.counters.replies_logged == 2)
+    exchange.consume()
+    assert exchange.end() == 1
+    assert members[0].hear_receipt().verdict == Receipt.ACCEPTED
+    assert members[1].hear_receipt().verdict == Receipt.LATE
+    told = members[2].hear()
+    assert told is not None
+    assert "enough" in told.cancel.reason
+
+
+def test_whoever_was_away_when_the_exchange_closed_hears_so_on_return(site: Site) -> None:
+    door = site.open()
+    first, second = site.connected(door, 2)
+    exchange = Collecting(door.channel(), [first, second], train_request(), enough=1)
+    task = second.hear_task()
+    second.disconnect()
+    wait_until(lambda: phase_of(door, second) == "gone")
+    first.answer(first.hear_task(), train_reply(1.0))
+    exchange.take()
+    exchange.end()
+    second.connect(door, held=[task.key])
+    assert second.hear_receipt().verdict == Receipt.LATE
+    told = second.hear()
+    assert told is not None
+    assert told.cancel.key == task.key
+
+
+def test_the_same_reply_again_gets_the_same_receipt_and_counts_once(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request())
+    task = member.hear_task()
+    for _ in range(3):
+        member.answer(task, train_reply(1.0))
+    exchange.take()
+    assert exchange.end() == 1
+    member.answer(task, train_reply(1.0))
+    assert [member.hear_receipt().verdict for _ in range(2)] == [Receipt.ACCEPTED] * 2
+    assert door.counters.replies_accepted == 1
+    member.disconnect()
+    member.connect(door, held=[task.key])
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
+    site: Site, tmp_path: Path
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    request = train_request(size=1_000_000)
+    exchange = Collecting(door.channel(), [member], request)
+    task = member.hear_task()
+    assert not task.data
+    path = tmp_path / "request"
+    path.write_bytes(b"")
+    member.use(
+        lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
+    ).result(WAIT_S)
+    assert path.read_bytes() == encode(request)
+    assert phase_of(door, member) == "downloading"
+    path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
+    receipt = member.upload(task, path)
+    assert value_of(exchange.next()[1]) == 7.0
+    assert not receipt.done()
+    exchange.consume()
+    assert receipt.result(WAIT_S).verdict == Receipt.ACCEPTED
+    assert member.upload(task, path).result(WAIT_S).verdict == Receipt.ACCEPTED
+    assert exchange.end() == 1
+
+
+def masking_request(train: TrainRequest, message: bytes) -> SecureRequest:
+    return SecureRequest(round_num=0, attempt=0, message=message, train=train)
+
+
+def requests_on_disk(site: Site) -> list[str]:
+    return [path.name for path in (site.folder / "passing").glob("*/requests/*")]
+
+
+def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes back; control: another model is another file."""
+    door = site.open()
+    members = site.connected(door, 3)
+    asked = masking_request(train_request(size=1_000_000), b"")
+    own = {member.client_id: b"packets %d" % member.client_id for member in members}
+    requests = {i: replace(asked, message=message) for i, message in own.items()}
+    requests[2] = replace(requests[2], train=train_request(size=1_000_001))
+    encoded: list[Request | Reply] = []
+
+    def counting(message: Request | Reply) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(service_channel, "encode", counting)
+    exchange = Collecting(door.channel(), members, requests)
+    tasks = {member.client_id: member.hear_task() for member in members}
+    assert {i: task.personal for i, task in tasks.items()} == own
+    assert tasks[0].digest == tasks[1].digest != tasks[2].digest
+    assert len(encoded) == 2
+    assert sorted(requests_on_disk(site)) == sorted({t.digest.hex() for t in tasks.values()})
+    members[1].disconnect()
+    members[1].connect(door)
+    assert members[1].hear_task().personal == own[1]
+    for member in members:
+        task = tasks[member.client_id]
+        content = member.downloaded(task, tmp_path / member.name)
+        found = together(decode(content), task.personal)
+        assert encode(found) == encode(requests[member.client_id])
+        member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    assert len([exchange.take() for _ in members]) == exchange.end() == 3
+
+
+def test_a_personal_part_that_does_not_fit_into_a_task_asks_nobody(site: Site) -> None:
+    """Control: the largest that fits goes out."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    channel, train = door.channel(), train_request()
+    too_large = masking_request(train, bytes(wire.MAX_PERSONAL_BYTES + 1))
+    with pytest.raises(ConfigError, match=r'ask fewer clients .* or set .* to "sparse"'):
+        list(channel.exchange({ClientId(member.client_id): too_large}, deadline_s=NEVER))
+    assert member.told.empty()
+    largest = masking_request(train_request(size=60_000), bytes(wire.MAX_PERSONAL_BYTES))
+    exchange = Collecting(channel, [member], largest)
+    task = member.hear_task()
+    assert task.data
+    assert len(task.personal) == wire.MAX_PERSONAL_BYTES
+    member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    exchange.take()
+    assert exchange.end() == 1
+
+
+async def upload_parts(
+    member: Member,
+    signed: wire_pb2.Envelope,
+    data: bytes,
+    *,
+    then_stall: bool = False,
+    half_until: asyncio.Event | None = None,
+) -> tuple[int, grpc.StatusCode]:
+    """Send some bytes of an upload and break off; return the door's offset and its last word."""
+    async with grpc.aio.insecure_channel(member.address) as channel:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{wire.DOOR}/Upload"
+        )
+        call = method(metadata=((NAME_METADATA, member.name),))
+        await call.write(wire_pb2.UploadPart(envelope=signed).SerializeToString())
+        first: object = await call.read()
+        assert isinstance(first, bytes)
+        status = wire_pb2.UploadStatus.FromString(first)
+        for begin in range(0, len(data), wire.CHUNK_BYTES):
+            part = wire_pb2.UploadPart(data=data[begin : begin + wire.CHUNK_BYTES])
+            await call.write(part.SerializeToString())
+            if half_until is not None:
+                await half_until.wait()
+        if not then_stall:
+            await call.done_writing()
+            with suppress(grpc.aio.AioRpcError):  # what is wrong, the code says as well
+                await call.read()
+        return status.offset, await call.code()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_upload_that_was_cut_goes_on_where_it_ended(
+    site: Site, tmp_path: Path, *, restarts: bool
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    request = train_request(size=1_000_000)
+    exchange = Collecting(door.channel(check=parked_when(site)), [member], request)
+    task = member.hear_task()
+    path = tmp_path / "reply"
+    path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
+    data = path.read_bytes()
+    signed = envelope(task, data, client_id=0, identity=member.identity)
+    half = wire.CHUNK_BYTES + 12345
+    begun = member.loop.call(upload_parts(member, signed, data[:half]))
+    assert begun.result(WAIT_S) == (0, grpc.StatusCode.ABORTED)
+    if restarts:
+        park(site)
+        with pytest.raises(Parked):
+            exchange.end()
+        site.shut(door)
+        door = site.open()
+        member.connect(door, held=[task.key])
+        exchange = Collecting(door.channel(), [member], request)
+        assert member.hear_task().key == task.key
+    again = member.loop.call(upload_parts(member, signed, data[half:]))
+    assert value_of(exchange.take()[1]) == 7.0
+    assert again.result(WAIT_S) == (half, grpc.StatusCode.OK)
+    assert exchange.end() == 1
+    assert door.counters.uploads_resumed == 1
+
+
+def test_an_upload_that_is_parked_is_told_at_once_to_come_again(site: Site, tmp_path: Path) -> None:
+    """One that waits for its verdict, and one that comes to its end; no disk is to blame."""
+    door = site.open()
+    first, waiting, halfway = site.connected(door, 3)
+    members, request = [first, waiting, halfway], train_request(size=1_000_000)
+    exchange = Collecting(door.channel(check=parked_when(site)), members, request)
+    path, parked = tmp_path / "reply", asyncio.Event()
+    path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
+    first.answer(first.hear_task(), Failure("battery low"))
+    exchange.next()
+    told = waiting.upload(waiting.hear_task(), path)
+    wait_until(lambda: door.counters.replies_logged == 2)
+    signed = envelope(
+        halfway.hear_task(),
+        path.read_bytes(),
+        client_id=halfway.client_id,
+        identity=halfway.identity,
+    )
+    last = halfway.loop.call(upload_parts(halfway, signed, path.read_bytes(), half_until=parked))
+    wait_until(lambda: door.counters.uploads == 2)
+    park(site)
+    exchange.consume()
+    with pytest.raises(Parked):
+        exchange.end()
+    with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no such exchange"):
+        told.result(WAIT_S)
+    halfway.loop.post(parked.set)
+    assert last.result(WAIT_S) == (0, grpc.StatusCode.UNAVAILABLE)
+
+
+def test_a_stalled_upload_does_not_hold_up_the_deadline(site: Site, tmp_path: Path) -> None:
+    clock = VirtualClock()
+    door = site.open(replace(SETTINGS, stall_timeout_s=1.0), clock=clock)
+    quick, stalled = site.connected(door, 2)
+    exchange = Collecting(
+        door.channel(), [quick, stalled], train_request(size=1_000_000), deadline_s=NEVER
+    )
+    task = stalled.hear_task()
+    data = encode(train_reply(1.0, size=1_000_000))
+    signed = envelope(task, data, client_id=stalled.client_id, identity=stalled.identity)
+    stalling = stalled.loop.call(upload_parts(stalled, signed, data[:1000], then_stall=True))
+    assert stalling.result(WAIT_S)[1] == grpc.StatusCode.DEADLINE_EXCEEDED
+    quick.answer(quick.hear_task(), train_reply(1.0))
+    exchange.take()
+    assert exchange.goes_on()
+    clock.sleep(NEVER)
+    assert exchange.end() == 1
+    assert door.counters.stalled == 1
+
+
+def test_a_restart_yields_what_was_logged_first_and_waits_for_the_rest(site: Site) -> None:
+    door = site.open()
+    members = site.connected(door, 3)
+    exchange = Collecting(door.channel(check=parked_when(site)), members, train_request())
+    tasks = [member.hear_task() for member in members]
+    members[1].answer(tasks[1], train_reply(1.0))
+    assert exchange.take()[0] == 1
+    assert members[1].hear_receipt().verdict == Receipt.ACCEPTED
+    members[0].answer(tasks[0], train_reply(0.0))
+    exchange.next()  # logged, and not consumed when the coordinator stops
+    park(site)
+    exchange.consume()
+    with pytest.raises(Parked):
+        exchange.end()
+    site.shut(door)
+
+    door = site.open()
+    for member, task in zip(members, tasks, strict=True):
+        member.connect(door, held=[task.key])
+    exchange = Collecting(door.channel(), members, train_request())
+    assert [exchange.take()[0] for _ in range(2)] == [1, 0]
+    task = members[2].hear_task()
+    assert task.key == tasks[2].key
+    members[2].answer(task, train_reply(2.0))
+    assert exchange.take()[0] == 2
+    assert exchange.end() == 3
+    assert members[0].hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_a_closed_exchange_is_read_again_as_it_was(site: Site) -> None:
+    clock = VirtualClock()
+    door = site.open(clock=clock)
+    members = site.connected(door, 2)
+    exchange = Collecting(door.channel(), members, train_request(), deadline_s=60.0)
+    members[0].answer(members[0].hear_task(), train_reply(5.0))
+    exchange.take()
+    clock.sleep(60.0)
+    assert exchange.end() == 1
+    site.shut(door)
+    door = site.open()
+    again = Collecting(door.channel(), members, train_request(), deadline_s=NEVER)
+    assert value_of(again.take()[1]) == 5.0
+    assert again.end() == 1  # without waiting for the one that was late
+
+
+@dataclass
+class LaterClock(VirtualClock):
+    """That of a process which was started so long after the first one."""
+
+    later_s: float = 0.0
+
+    def unix_s(self) -> float:
+        return super().unix_s() + self.later_s
+
+
+@pytest.mark.parametrize(("later_s", "remaining_s"), [(10.0, 50.0), (3600.0, 30.0)])
+def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
+    site: Site, later_s: float, remaining_s: float
+) -> None:
+    door = site.open(clock=VirtualClock())
+    (member,) = site.connected(door, 1)
+    parked = Collecting(
+        door.channel(check=parked_when(site)), [member], train_request(), deadline_s=60.0
+    )
+    member.hear_task()
+    park(site)
+    with pytest.raises(Parked):
+        parked.end()
+    site.shut(door)
+    clock = LaterClock(later_s=later_s)
+    door = site.open(replace(SETTINGS, recovery_grace_s=30.0), clock=clock)
+    member.connect(door)
+    exchange = Collecting(door.channel(), [member], train_request(), deadline_s=60.0)
+    assert member.hear_task().remaining_s == remaining_s
+    assert exchange_of(door)["elapsed_s"] == later_s
+    assert exchange.goes_on()
+    clock.sleep(remaining_s)
+    assert exchange.end() == 0
+
+
+def test_receipts_outlive_a_restart(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request())
+    task = member.hear_task()
+    member.answer(task, train_reply(5.0))
+    exchange.take()
+    exchange.end()
+    site.shut(door)
+    door = site.open()
+    member.connect(door, held=[task.key])
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_forgetting_keeps_the_last_round_and_those_to_come(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    channel = door.channel()
+    for round_num in range(4):
+        exchange = Collecting(channel, [member], train_request(round_num))
+        member.answer(member.hear_task(), train_reply(5.0, round_num=round_num))
+        exchange.take()
+        exchange.end()
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    channel.forget(before_round=3)
+    left = sorted(path.name for path in (site.folder / "replies").iterdir())
+    assert left == ["TrainRequest-000002-0-0", "TrainRequest-000003-0-0"]
+
+
+def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request())
+    task = member.hear_task()
+    site.is_leader = False
+    member.answer(task, train_reply(1.0))
+    exchange.take()
+    assert exchange.end() == 1
+    with pytest.raises(ConnectionError, match="stands by"):
+        site.enrol("another").connect(door)
+    assert member.told.empty()
+    site.is_leader = True
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_only_exchanges_that_were_held_wait_for_a_leader_to_be_answered(site: Site) -> None:
+    """A client makes up as many others as it likes."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(), [member], train_request(round_num=5))
+    task = member.hear_task()
+    member.answer(task, Failure("battery low"))
+    exchange.take()
+    exchange.end()
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    site.is_leader = False
+    made_up = wire_pb2.Task()
+    made_up.CopyFrom(task)
+    made_up.key.round_num = 4
+    for each in (made_up, task):
+        member.answer(each, Failure("battery low"))
+    wait_until(lambda: door.counters.messages >= 3)
+    site.is_leader = True
+    assert member.hear_receipt().key == task.key
+
+
+def test_evaluations_leave_nothing_on_the_disk(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    request = EvaluateRequest(round_num=3, tensors=train_request().tensors)
+    exchange = Collecting(door.channel(), [member], request)
+    reply = EvaluateReply(round_num=3, num_examples=2, metrics={"loss": 0.5})
+    member.answer(member.hear_task(), reply)
+    arrived = exchange.take()[1]
+    assert isinstance(arrived, EvaluateReply)
+    assert arrived.metrics == reply.metrics
+    assert exchange.end() == 1
+    assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    wait_until(lambda: not list((site.folder / "passing").glob("*/EvaluateRequest-*")))
+    assert not list((site.folder / "replies").glob("*"))
+
+
+def test_a_model_is_measured_in_the_attempt_that_has_made_it(site: Site) -> None:
+    """A reply about the model of an attempt that was repeated is of another exchange."""
+    (member,) = site.connected(site.open(), 1)
+    channel = site.doors[0].channel()
+    attempts = []
+    for request in (
+        EvaluateRequest(round_num=3, tensors=train_request().tensors),
+        train_request(3, attempt=2),
+        EvaluateRequest(round_num=4, tensors=train_request().tensors),
+        EvaluateRequest(round_num=5, tensors=train_request().tensors),
+    ):
+        exchange = Collecting(channel, [member], request)
+        task = member.hear_task()
+        attempts.append(task.key.attempt)
+        member.answer(task, Failure("battery low"))
+        exchange.take()
+        exchange.end()
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    assert attempts == [0, 2, 2, 0]
+
+
+def test_a_coordinator_that_was_taken_over_takes_no_request_away(
+    site: Site, tmp_path: Path
+) -> None:
+    old, new = site.open(), site.open()
+    (member,) = site.connected(new, 1)
+    Collecting(new.channel(), [member], train_request(size=1_000_000))
+    task = member.hear_task()
+    other = EvaluateRequest(round_num=1, tensors=train_request(size=2_000_000).tensors)
+    Collecting(old.channel(), [member], other)
+    wait_until(lambda: old.status()["exchange"] is not None)
+    assert len(member.downloaded(task, tmp_path / "request")) == task.num_bytes
+    site.open()  # and one that takes over from both removes what they have left
+    assert not requests_on_disk(site)
+    with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*try again later"):
+        member.downloaded(task, tmp_path / "again")
+
+
+def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
+    door = site.open()
+    member, watched = site.enrol("downloads"), site.enrol("watched").connect(door)
+    member.address = door.address  # it has no session that could be cut
+    request = train_request(size=5_000_000)
+    Collecting(door.channel(), [member], request)
+    wait_until(lambda: door.status()["exchange"] is not None)
+    revoked = asyncio.Event()
+
+    async def downloaded() -> tuple[int, grpc.StatusCode]:
+        asked = wire_pb2.DownloadRequest(digest=digest_of(encode(request)))
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/Download"
+            )
+            call = method(metadata=((NAME_METADATA, member.name),))
+            await call.write(asked.SerializeToString())
+            num_chunks = 0
+            with suppress(grpc.aio.AioRpcError):
+                while isinstance(await call.read(), bytes):
+                    num_chunks += 1
+                    await revoked.wait()
+            return num_chunks, await call.code()
+
+    downloading = member.loop.call(downloaded())
+    wait_until(lambda: door.counters.downloads == 1)
+    site.registry.revoke(member.name)
+    site.registry.revoke(watched.name)
+    assert watched.hear() is None
+    member.loop.post(revoked.set)
+    num_chunks, code = downloading.result(WAIT_S)
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert num_chunks < 20
+
+
+def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    Collecting(door.channel(), [member], train_request(size=1_000_000))
+    task = member.hear_task()
+    begun, read = Queue[int](), Queue[int]()
+    go_on, closed = threading.Event(), threading.Event()
+    pread, close = os.pread, os.close
+
+    def slowly(descriptor: int, num_bytes: int, offset: int) -> bytes:
+        begun.put(descriptor)
+        read.put(descriptor)
+        assert go_on.wait(WAIT_S)
+        return pread(descriptor, num_bytes, offset)
+
+    def noting(descriptor: int) -> None:
+        if descriptor in read.queue:
+            closed.set()
+        close(descriptor)
+
+    async def called_off() -> None:
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+                f"/{wire.DOOR}/Download"
+            )
+            call = method(metadata=((NAME_METADATA, member.name),))
+            asked = wire_pb2.DownloadRequest(digest=task.digest)
+            await call.write(asked.SerializeToString())
+            await asyncio.to_thread(begun.get, timeout=WAIT_S)
+            call.cancel()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", slowly)
+        patch.setattr(os, "close", noting)
+        member.loop.call(called_off()).result(WAIT_S)
+        assert not closed.wait(0.5)
+        go_on.set()
+        assert closed.wait(WAIT_S)
+
+
+def test_two_exchanges_of_a_kind_have_two_keys(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    channel = door.channel()
+    keys = []
+    for _ in range(2):
+        exchange = Collecting(channel, [member], train_request())
+        task = member.hear_task()
+        keys.append(task.key.exchange)
+        member.answer(task, Failure("battery low"))
+        assert exchange.take()[1] == Failure("battery low")
+        exchange.end()
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    assert keys == [0, 1]
+
+
+def test_clients_are_available_while_they_are_connected_and_eligible(site: Site) -> None:
+    door = site.open()
+    channel = door.channel()
+    first, second = site.connected(door, 2)
+    third = site.enrol("toaster").connect(door, device="toaster")
+    assert channel.available() == (0, 1)
+    assert door.status()["connected"] == 3
+    third.say(wire_pb2.FromClient(eligibility=wire_pb2.Eligibility(device="cpu")))
+    channel.wait_for(3, never)
+    second.disconnect()
+    wait_until(lambda: channel.available() == (0, third.client_id))
+    with pytest.raises(Parked):
+        channel.wait_for(3, parking)
+    assert first.told.empty()
+
+
+def test_a_new_session_takes_the_place_of_the_old_one(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    again = Member(member.name, member.client_id, member.identity, member.loop).connect(door)
+    assert member.hear() is None
+    assert door.status()["connected"] == 1
+    exchange = Collecting(door.channel(), [again], train_request())
+    again.answer(again.hear_task(), train_reply(1.0))
+    exchange.take()
+    assert exchange.end() == 1
+
+
+def test_more_clients_than_the_door_holds_come_back_later(site: Site) -> None:
+    door = site.open(replace(SETTINGS, max_connected=2, come_back_s=10.0))
+    site.connected(door, 2)
+    surplus = site.enrol("surplus").connect(door)
+    told = surplus.hear()
+    assert told is not None
+    assert 5.0 <= told.come_back.after_s <= 15.0
+    assert surplus.hear() is None
+    assert door.channel().available() == (0, 1)
+
+
+def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
+    clock, looked = VirtualClock(), list[ClientId]()
+    hall = Hall(
+        max_connected=1000,
+        come_back_s=60.0,
+        eligible=lambda *_: True,
+        changed=lambda: None,
+        counters=DoorCounters(),
+        clock=clock,
+    )
+
+    def is_needed(client_id: ClientId) -> bool:
+        looked.append(client_id)
+        return client_id == 0
+
+    hall.is_needed = is_needed
+    registry = MemoryRegistry(clock)
+    client = registry.redeem(
+        "client",
+        registry.invite("client", tags=(), valid_s=60.0),
+        identity_key=Identity.create().public_key,
+        certify=lambda _: (b"", "", "2999-01-01T00:00:00Z"),
+    )
+
+    def enters(number: int) -> bool:
+        newcomer = replace(client, client_id=ClientId(number))
+        return hall.enter(Session(newcomer, wire_pb2.Hello(), since_s=clock.now_s()))
+
+    assert all(enters(number) for number in range(1000))
+    assert not enters(1000)
+    assert looked == [1000]  # all are here for less than their time
+    clock.sleep(60.0)
+    assert enters(1001)
+    assert looked[1:] == [0, 1]
+    assert hall.find(ClientId(1)) is None
+
+
+def test_a_client_whose_reply_is_awaited_is_let_in_whoever_is_there(site: Site) -> None:
+    door = site.open(replace(SETTINGS, max_connected=1, come_back_s=NEVER))
+    site.connected(door, 1)
+    needed = site.enrol("needed")
+    exchange = Collecting(door.channel(), [needed], train_request())
+    wait_until(lambda: door.status()["exchange"] is not None)
+    needed.connect(door)
+    needed.answer(needed.hear_task(), train_reply(1.0))
+    exchange.take()
+    assert exchange.end() == 1
+
+
+def test_nobody_is_sent_away_while_a_crashed_exchange_waits_for_its_cohort(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = Collecting(door.channel(check=parked_when(site)), [member], train_request())
+    key = member.hear_task().key
+    park(site)
+    with pytest.raises(Parked):
+        exchange.end()
+    site.shut(door)
+    door = site.open(replace(SETTINGS, max_connected=1, come_back_s=NEVER))
+    site.connected(door, 2)
+    member.connect(door)
+    Collecting(door.channel(), [member], train_request(), deadline_s=60.0)
+    assert member.hear_task().key == key
+
+
+class DefectiveRegistry(MemoryRegistry):
+    """Once it is broken, it raises what no registry should."""
+
+    is_broken = False
+
+    def revision(self) -> int:
+        if self.is_broken:
+            raise ZeroDivisionError("a defect")
+        return super().revision()
+
+
+def test_a_door_that_goes_blind_says_so(site: Site) -> None:
+    """Revoked clients would be heard on; one that is only stopped says nothing."""
+    registry = DefectiveRegistry(SystemClock())
+    site.registry = registry
+    told = Queue[StoreError]()
+    stopped = site.open()
+    stopped.when_blind(told.put)
+    site.shut(stopped)
+    site.open().when_blind(told.put)
+    registry.is_broken = True
+    error = told.get(timeout=WAIT_S)
+    assert "who is revoked (ZeroDivisionError" in str(error)
+    assert told.empty()
+
+
+def test_stopping_asks_clients_to_come_back(site: Site) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    site.shut(door)
+    told = member.hear()
+    assert told is not None
+    assert 0.0 < told.come_back.after_s <= 2.0
+    assert member.hear() is None
+
+
+def test_the_status_says_how_far_each_client_is(site: Site) -> None:
+    door = site.open()
+    asked, connected, training = site.enrol("asked"), *site.connected(door, 2)
+    Collecting(door.channel(), [asked, connected, training], train_request(), deadline_s=60.0)
+    connected.hear_task()
+    key = training.hear_task().key
+    progress = wire_pb2.Progress(key=key, phase=wire_pb2.Progress.TRAINING)
+    training.say(wire_pb2.FromClient(progress=progress))
+    wait_until(lambda: phase_of(door, training) == "training")
+    assert phase_of(door, connected) == "connected"
+    assert phase_of(door, asked) == "asked"
+
+
+def test_without_certificates_the_door_opens_on_the_loopback_only(site: Site) -> None:
+    door = Door(
+        DoorSettings(address="0.0.0.0:0"),
+        registry=site.registry,
+        run_id=RUN_ID,
+        spool_dir=site.folder,
+        authority=None,
+        eligible=lambda *_: True,
+        is_leader=lambda: True,
+        clock=SystemClock(),
+    )
+    with pytest.raises(DeploymentError, match="loopback"):
+        door.start()
+
+
+def test_a_port_that_is_taken_is_named(site: Site) -> None:
+    taken = site.open().address
+    door = Door(
+        DoorSettings(address=taken),
+        registry=site.registry,
+        run_id=RUN_ID,
+        spool_dir=site.folder / "other",
+        authority=None,
+        eligible=lambda *_: True,
+        is_leader=lambda: True,
+        clock=SystemClock(),
+    )
+    with pytest.raises(DeploymentError, match=taken):
+        door.start()
+
+
+def test_a_full_disk_refuses_a_reply_that_comes_again_later(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    small, large = site.connected(door, 2)
+    exchange = Collecting(door.channel(), [small, large], train_request(size=1_000_000))
+    task = small.hear_task()
+    path = tmp_path / "reply"
+    path.write_bytes(encode(train_reply(2.0, size=1_000_000)))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        small.answer(task, train_reply(1.0))
+        assert small.hear() is None  # its session has ended, with words to try again
+        with pytest.raises(ConnectionError, match=r"RESOURCE_EXHAUSTED.*try again"):
+            large.upload(task, path).result(WAIT_S)
+    small.connect(door)
+    small.answer(small.hear_task(), train_reply(1.0))
+    assert exchange.take()[0] == small.client_id
+    assert small.hear_receipt().verdict == Receipt.ACCEPTED
+    again = large.upload(task, path)
+    assert value_of(exchange.take()[1]) == 2.0
+    assert again.result(WAIT_S).verdict == Receipt.ACCEPTED
+    assert exchange.end() == 2
+    assert door.counters.disk_full == 2
+
+
+def test_what_a_round_waits_for_space_for_its_request_is_no_time_of_its_clients(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open(clock=VirtualClock())
+    (member,) = site.connected(door, 1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        request = train_request(size=1_000_000)
+        Collecting(door.channel(), [member], request, deadline_s=60.0)
+        wait_until(lambda: door.counters.disk_full > 2)
+        assert not [name for name in open_files() if name.startswith(str(site.folder))]
+    assert member.hear_task().remaining_s == 60.0
+
+
+def open_files() -> list[str]:
+    """Return the names of all files that this process has open."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.append(str(descriptor.readlink()))
+    return names
+
+
+def test_a_round_that_waits_for_space_is_counted_and_begins_once_there_is_some(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    (member,) = site.connected(door, 1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        exchange = Collecting(door.channel(), [member], train_request())
+        wait_until(lambda: door.counters.disk_full > 1)
+    member.answer(member.hear_task(), train_reply(1.0))
+    assert exchange.take()[0] == member.client_id
+    assert exchange.end() == 1
+
+
+def exchange_of(door: Door) -> Mapping[str, object]:
+    exchange = door.status()["exchange"]
+    assert isinstance(exchange, dict)
+    return exchange
+
+
+def phase_of(door: Door, member: Member) -> object:
+    clients = door.status()["clients"]
+    assert isinstance(clients, dict)
+    return clients[str(member.client_id)]["phase"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    waited, clock = threading.Event(), SystemClock()
+    end_s = clock.now_s() + WAIT_S
+    while not condition():
+        assert clock.now_s() < end_s
+        waited.wait(0.01)
+
+
+def never() -> None:
+    """A check that finds nothing."""
+
+
+def parking() -> None:
+    raise Parked("told to stop")
+
+
+def parked_when(site: Site) -> Callable[[], None]:
+    """A check that finds the site's folder marked."""
+
+    def check() -> None:
+        if (site.folder / "park").exists():
+            (site.folder / "park").unlink()
+            raise Parked("told to stop")
+
+    return check
+
+
+def park(site: Site) -> None:
+    (site.folder / "park").touch()

@@ -1,0 +1,78 @@
+"""Federated evaluation over a channel."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
+from fedlearn.core.params import Params
+from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluators
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+PARAMS = Params.of(nn.Linear(2, 1, bias=False))
+CLIENTS = [ClientId(i) for i in range(10)]
+
+
+def measuring(client_id: int) -> Handler:
+    """A client whose loss is its id plus the first weight of the model it was sent."""
+
+    def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+        request = decode(data)
+        assert isinstance(request, EvaluateRequest)
+        loss = client_id + float(request.tensors["weight"][0, 0])
+        metrics = {"loss": loss, "accuracy": 1.0 - client_id / 10}
+        reply = EvaluateReply(round_num=request.round_num, num_examples=1, metrics=metrics)
+        return encode(reply), state
+
+    return handle
+
+
+def evaluator(deadline_s: float) -> ChannelEvaluator:
+    channel = MemoryChannel(
+        {c: measuring(c) for c in CLIENTS}, lambda c, _: np.array(c, float), VirtualClock()
+    )
+    return ChannelEvaluator(channel=channel, cohort=CLIENTS, deadline_s=deadline_s)
+
+
+def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None:
+    """Means, quantiles and the worst tenth, whichever direction is worse."""
+    params = PARAMS.with_vector(torch.tensor([100.0, 0.0]))
+    metrics = evaluator(deadline_s=10.0).evaluate(params, round_num=3)
+    assert metrics["clients/loss_mean"] == pytest.approx(104.5)
+    assert metrics["clients/loss_worst_decile"] == 109.0
+    assert metrics["clients/accuracy_worst_decile"] == pytest.approx(0.1)
+    assert metrics["clients/accuracy_p50"] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(("deadline_s", "expected"), [(4.0, 2.0), (3.9, 1.5), (9.0, 4.5)])
+def test_only_those_count_that_answer_in_time(deadline_s: float, expected: float) -> None:
+    """At the deadline is in time."""
+    params = PARAMS.with_vector(torch.zeros(2))
+    metrics = evaluator(deadline_s).evaluate(params, round_num=0)
+    assert metrics["clients/loss_mean"] == expected
+
+
+def test_when_nobody_answers_there_are_no_metrics() -> None:
+    """Not a zero, and not an error."""
+    assert evaluator(deadline_s=-1.0).evaluate(PARAMS, round_num=0) == {}
+
+
+class Constant:
+    """An evaluator of one metric."""
+
+    def __init__(self, name: str, value: float) -> None:
+        self.metric = {name: value}
+
+    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+        return {name: value + round_num for name, value in self.metric.items()}
+
+
+def test_several_evaluators_are_one() -> None:
+    """Their metrics stand side by side."""
+    both = Evaluators([Constant("loss", 0.5), Constant("accuracy", 0.25)])
+    assert both.evaluate(PARAMS, round_num=1) == {"loss": 1.5, "accuracy": 1.25}

@@ -1,0 +1,156 @@
+"""Collecting over a channel: who is in the aggregate, who is late, who failed."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import encode
+from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
+from fedlearn.core.params import Params
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+PARAMS = Params.of(nn.Linear(2, 1, bias=False))
+MEAN = WeightedMean(by_examples=True)
+POLICY = StragglerPolicy(
+    num_wanted=10,
+    over_selection=1.3,
+    deadline_s=20.0,
+    min_reports=5,
+    below_minimum=BelowMinimum.SKIP,
+    max_retries=0,
+)
+REQUEST = RoundRequest(
+    round_num=4,
+    attempt=0,
+    params=PARAMS,
+    settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+    seed=0,
+)
+
+
+def client(client_id: int, *, num_examples: int = 1) -> Handler:
+    """A handler whose delta is its client's id, so that the mean says who is in it."""
+    delta = {"weight": torch.full((1, 2), float(client_id))}
+    reply = TrainReply(
+        round_num=4, delta=delta, num_examples=num_examples, metrics={"loss": client_id / 10}
+    )
+    data = encode(reply)
+    return lambda _, state: (data, state)
+
+
+def failing(_: bytes, state: bytes) -> tuple[bytes, bytes]:
+    return encode(Failure("battery low")), state
+
+
+def collect(
+    latencies_s: Sequence[float],
+    *,
+    policy: StragglerPolicy = POLICY,
+    failures: Iterable[int] = (),
+    num_examples: Mapping[int, int] | None = None,
+) -> Collected[WeightedSum]:
+    """Ask clients 0, 1, ... whose replies take so long."""
+    cohort = [ClientId(i) for i in range(len(latencies_s))]
+    sizes = num_examples or {}
+    handlers = {c: client(c, num_examples=sizes.get(c, 1)) for c in cohort}
+    handlers |= dict.fromkeys(map(ClientId, failures), failing)
+
+    def latency(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
+        return np.array([latencies_s[c] for c in clients])
+
+    channel = MemoryChannel(handlers, latency, VirtualClock())
+    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=1 << 20)
+    return collector.collect(cohort, REQUEST)
+
+
+def with_status(collected: Collected[WeightedSum], status: Status) -> list[int]:
+    return [p.client_id for p in collected.participations if p.status is status]
+
+
+def test_a_round_closes_with_the_report_it_wants() -> None:
+    """Ten of thirteen: the aggregate holds the ten fastest, the rest are late."""
+    collected = collect([float(13 - i) for i in range(13)])
+    assert with_status(collected, Status.REPORTED) == list(range(12, 2, -1))
+    assert sorted(with_status(collected, Status.LATE)) == [0, 1, 2]
+    assert collected.duration_s == 10.0
+    assert MEAN.finalize(collected.aggregate).tolist() == [7.5, 7.5]
+
+
+def test_failures_are_data_and_the_next_client_takes_their_place() -> None:
+    """Three fail early; the ten others make the round."""
+    collected = collect([float(i) for i in range(13)], failures=[0, 5, 7])
+    assert with_status(collected, Status.FAILED) == [0, 5, 7]
+    assert collected.count(Status.REPORTED) == 10
+    assert collected.duration_s == 12.0
+    failed = next(p for p in collected.participations if p.client_id == 5)
+    assert (failed.reason, failed.duration_s, failed.num_examples) == ("battery low", 5.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "num_reported", "duration_s"),
+    [(2.0, 3, 2.0), (1.999, 2, 1.999), (2.001, 3, 2.001), (4.0, 5, 4.0), (100.0, 5, 4.0)],
+)
+def test_the_deadline_cuts_off_what_comes_later(
+    deadline_s: float, num_reported: int, duration_s: float
+) -> None:
+    """Arriving at the deadline counts; with nobody missing the round does not wait for it."""
+    policy = replace(POLICY, deadline_s=deadline_s)
+    collected = collect([0.0, 1.0, 2.0, 3.0, 4.0], policy=policy)
+    assert collected.count(Status.REPORTED) == num_reported
+    assert collected.count(Status.LATE) == 5 - num_reported
+    assert collected.duration_s == duration_s
+
+
+def test_late_clients_are_counted_and_left_out() -> None:
+    """Their delta is not in the mean, their duration is not known."""
+    policy = replace(POLICY, deadline_s=1.5)
+    collected = collect([0.0, 1.0, 2.0], policy=policy)
+    assert MEAN.finalize(collected.aggregate).tolist() == [0.5, 0.5]
+    (late,) = [p for p in collected.participations if p.status is Status.LATE]
+    assert (late.client_id, late.num_examples) == (2, 0)
+    assert math.isnan(late.duration_s)
+    assert math.isnan(late.loss)
+
+
+def test_without_a_deadline_a_client_that_never_answers_ends_nothing() -> None:
+    """The channel says when all have answered who will; the round took as long as they did."""
+    policy = replace(POLICY, deadline_s=math.inf)
+    collected = collect([1.0, math.inf, 3.0], policy=policy)
+    assert with_status(collected, Status.REPORTED) == [0, 2]
+    assert with_status(collected, Status.LATE) == [1]
+    assert collected.duration_s == 3.0
+
+
+def test_an_empty_cohort_is_an_empty_round() -> None:
+    """Poisson sampling may ask nobody."""
+    collected = collect([])
+    assert len(collected.participations) == 0
+    assert collected.duration_s == 0.0
+
+
+def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
+    """And their losses and counts stand in the record."""
+    collected = collect([0.0, 1.0], num_examples={0: 3, 1: 1})
+    assert MEAN.finalize(collected.aggregate).tolist() == [0.25, 0.25]
+    assert [(p.num_examples, p.loss) for p in collected.participations] == [(3, 0.0), (1, 0.1)]
+
+
+def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
+    """The clients keep their own state."""
+    channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
+    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=POLICY, slab_bytes=0)
+    assert collector.state_tensors() == {}
+    collector.restore({})
+    assert collector.available() == ()

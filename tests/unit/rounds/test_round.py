@@ -1,0 +1,282 @@
+"""One round, and the seam that collectors of any protocol stand behind."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import (
+    Block,
+    Collected,
+    Collector,
+    Participation,
+    Participations,
+    RoundRequest,
+    Status,
+)
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import CohortTooSmall
+from fedlearn.rounds.plain import PlainCollector, Update, validated
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+MEAN = WeightedMean(by_examples=True)
+LOCAL = LocalSgd(epochs=1, batch_size=None, learning_rate=0.5)
+POLICY = StragglerPolicy(
+    num_wanted=4,
+    over_selection=1.0,
+    deadline_s=10.0,
+    min_reports=3,
+    below_minimum=BelowMinimum.SKIP,
+    max_retries=0,
+)
+
+
+def zeros() -> Params:
+    params = Params.of(nn.Linear(2, 1, bias=False))
+    return params.with_vector(torch.zeros_like(params.vector))
+
+
+@dataclass
+class Asked:
+    """Handlers whose delta is 1, and a note of the requests they were sent."""
+
+    requests: dict[int, TrainRequest]
+    failing: frozenset[int] = frozenset()
+
+    def handler(self, client_id: int) -> Handler:
+        def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+            request = decode(data)
+            assert isinstance(request, TrainRequest)
+            self.requests[client_id] = request
+            if client_id in self.failing:
+                return encode(Failure("battery low")), state
+            delta = {name: torch.ones_like(t) for name, t in request.tensors.items()}
+            reply = TrainReply(round_num=request.round_num, delta=delta, num_examples=1, metrics={})
+            return encode(reply), state
+
+        return handle
+
+
+def plan_of(
+    asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY
+) -> RoundPlan[WeightedSum]:
+    handlers = {ClientId(i): asked.handler(i) for i in range(num_clients)}
+    channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    return plan_with(
+        PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=0), policy
+    )
+
+
+def plan_with(
+    collector: Collector[WeightedSum], policy: StragglerPolicy = POLICY
+) -> RoundPlan[WeightedSum]:
+    return RoundPlan(
+        sampler=UniformSampler(),
+        policy=policy,
+        collector=collector,
+        local=LOCAL,
+        aggregator=MEAN,
+        server_optimizer=ServerSgd(learning_rate=0.5, momentum=0.5),
+        seed=Seed(7),
+    )
+
+
+def test_a_round_samples_broadcasts_aggregates_and_steps() -> None:
+    """Two rounds of deltas of one: v = 1, 1.5 and x = 0.5, 1.25."""
+    asked = Asked({})
+    plan = plan_of(asked)
+    state = plan.init(zeros())
+    state, collected = run_round(state, plan, attempt=0)
+    assert state.params.vector.tolist() == [0.5, 0.5]
+    state, _ = run_round(state, plan, attempt=0)
+    assert state.params.vector.tolist() == [1.25, 1.25]
+    assert state.round_num == 2
+    assert collected.count(Status.REPORTED) == 4
+
+
+def test_clients_are_sent_the_model_the_settings_and_the_seed() -> None:
+    """All of what they need to train is in the request."""
+    asked = Asked({})
+    plan = plan_of(asked)
+    state, _ = run_round(plan.init(zeros()), plan, attempt=0)
+    run_round(state, plan, attempt=2)
+    request = asked.requests[0]
+    assert (request.round_num, request.attempt, request.seed) == (1, 2, 7)
+    assert LocalSgd.from_settings(request.settings) == LOCAL
+    assert request.tensors["weight"].tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(("num_failing", "moves"), [(0, True), (1, True), (2, False), (4, False)])
+def test_below_the_minimum_nothing_is_released(num_failing: int, *, moves: bool) -> None:
+    """Three of four are enough, two leave the very state that came in."""
+    asked = Asked({}, failing=frozenset(range(num_failing)))
+    plan = plan_of(asked)
+    before = plan.init(zeros())
+    after, collected = run_round(before, plan, attempt=0)
+    assert collected.count(Status.FAILED) == num_failing
+    assert (after is not before) is moves
+    assert after.round_num == int(moves)
+
+
+def test_another_attempt_asks_others() -> None:
+    """Under over-selection of 10 out of 100, two attempts rarely meet."""
+    policy = replace(POLICY, num_wanted=10)
+    cohorts = []
+    for attempt in (0, 1, 0):
+        asked = Asked({})
+        plan = plan_of(asked, num_clients=100, policy=policy)
+        run_round(plan.init(zeros()), plan, attempt=attempt)
+        cohorts.append(set(asked.requests))
+    assert cohorts[0] == cohorts[2]
+    assert cohorts[0] != cohorts[1]
+    assert {len(cohort) for cohort in cohorts} == {10}
+
+
+def test_more_clients_than_there_are_is_an_error() -> None:
+    """Before anyone is asked."""
+    asked = Asked({})
+    plan = plan_of(asked, num_clients=3)
+    with pytest.raises(CohortTooSmall):
+        run_round(plan.init(zeros()), plan, attempt=0)
+    assert not asked.requests
+
+
+def test_a_cohort_may_be_empty() -> None:
+    """Poisson sampling may choose nobody: the model stays, nothing divides by zero."""
+    plan = replace(plan_of(Asked({}), num_clients=500), sampler=PoissonSampler(cap=2.0))
+    plan = replace(plan, policy=replace(POLICY, num_wanted=1, min_reports=1))
+    state = plan.init(zeros())
+    sizes = []
+    for attempt in range(20):
+        after, collected = run_round(state, plan, attempt=attempt)
+        sizes.append(len(collected.participations))
+        assert (after is state) is (collected.count(Status.REPORTED) == 0)
+    assert 0 in sizes
+
+
+@dataclass(frozen=True)
+class LossGuidedCollector:
+    """A protocol of two exchanges: all evaluate, the half with the highest loss trains.
+
+    The clients' own count of messages travels in their state, from the first to the second.
+    """
+
+    channel: MemoryChannel
+    policy: StragglerPolicy
+
+    def available(self) -> Sequence[ClientId]:
+        return self.channel.available()
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[WeightedSum]:
+        tensors = request.params.named()
+        question = EvaluateRequest(round_num=request.round_num, tensors=tensors)
+        losses = {
+            arrival.client_id: arrival.reply.metrics["loss"]
+            for arrival in self.channel.exchange(
+                dict.fromkeys(cohort, question), deadline_s=self.policy.deadline_s
+            )
+            if isinstance(arrival.reply, EvaluateReply)
+        }
+        chosen = sorted(losses, key=lambda c: -losses[c])[: len(cohort) // 2]
+        training = TrainRequest(
+            round_num=request.round_num,
+            attempt=request.attempt,
+            tensors=tensors,
+            settings=request.settings,
+            seed=request.seed,
+        )
+        state = MEAN.init(request.params.layout, device=request.params.vector.device)
+        rows = []
+        for arrival in self.channel.exchange(
+            dict.fromkeys(chosen, training), deadline_s=self.policy.deadline_s
+        ):
+            update = validated(
+                arrival.reply, round_num=request.round_num, layout=request.params.layout
+            )
+            assert isinstance(update, Update)
+            weight_B = torch.tensor([float(update.num_examples)])
+            state = MEAN.accumulate(state, Block(update.delta_P[None], weight_B))
+            rows.append(
+                Participation(
+                    arrival.client_id,
+                    Status.REPORTED,
+                    arrival.elapsed_s,
+                    update.num_examples,
+                    losses[arrival.client_id],
+                    "",
+                )
+            )
+        return Collected(
+            aggregate=state,
+            participations=Participations.of(rows),
+            duration_s=self.channel.clock.now_s(),
+        )
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+
+def remembering(client_id: int) -> Handler:
+    """A client whose delta is the loss that it reported in the message before."""
+
+    def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+        request = decode(data)
+        match request:
+            case EvaluateRequest():
+                loss = float(client_id)
+                reply = EvaluateReply(
+                    round_num=request.round_num, num_examples=1, metrics={"loss": loss}
+                )
+                return encode(reply), safetensors.torch.save({"loss": torch.tensor(loss)})
+            case TrainRequest():
+                remembered = safetensors.torch.load(state)["loss"]
+                delta = {name: remembered.expand_as(t) for name, t in request.tensors.items()}
+                trained = TrainReply(
+                    round_num=request.round_num, delta=delta, num_examples=1, metrics={}
+                )
+                return encode(trained), b""
+            case _:
+                raise AssertionError(request)
+
+    return handle
+
+
+def test_a_protocol_of_several_exchanges_fits_the_seam() -> None:
+    """The round runs it unchanged; clients remember the first message in the second."""
+    clients = [ClientId(i) for i in range(4)]
+    channel = MemoryChannel(
+        {c: remembering(c) for c in clients}, lambda c, _: np.ones(len(c)), VirtualClock()
+    )
+    policy = replace(POLICY, min_reports=2)
+    plan = plan_with(LossGuidedCollector(channel, policy), policy)
+    state, collected = run_round(plan.init(zeros()), plan, attempt=0)
+    assert sorted(p.client_id for p in collected.participations) == [2, 3]
+    assert state.params.vector.tolist() == [0.5 * 2.5, 0.5 * 2.5], "the mean of their losses"
+    assert collected.duration_s == 2.0, "each exchange takes a second"
+    assert [bool(channel.states[client]) for client in clients] == [True, True, False, False]
+    assert not math.isnan(sum(p.loss for p in collected.participations))

@@ -1,0 +1,596 @@
+"""A run: retries, early stopping, the best model, and going on after a crash."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import Collected, Participation, Participations, Status
+from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError, TooFewReports
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
+from fedlearn.rounds.round import RoundPlan
+from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _told, train
+from fedlearn.simulation.behaviour import (
+    Behaviour,
+    Dropout,
+    LognormalBandwidth,
+    LognormalSpeed,
+)
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+NEVER = EarlyStopping(metric="accuracy", patience_rounds=None, min_improvement=0.0, target=None)
+POLICY = StragglerPolicy(
+    num_wanted=3,
+    over_selection=1.0,
+    deadline_s=10.0,
+    min_reports=2,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=2,
+)
+LOCAL = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+
+
+@dataclass
+class MemoryStore:
+    """A store in memory that remembers every commit as a crash right after it would find it."""
+
+    records: list[RoundRecord] = field(default_factory=list)
+    commits: list[tuple[Checkpoint, tuple[RoundRecord, ...]]] = field(default_factory=list)
+    status: RunStatus = RunStatus.RUNNING
+
+    def append(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+        self.commits.append((replace(checkpoint, tensors=tensors), tuple(self.records)))
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        assert not error
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """An evaluator that reads its values, by number of finished rounds, off a list."""
+
+    values: Sequence[float]
+    metric: str = "accuracy"
+
+    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+        return {self.metric: self.values[round_num]}
+
+
+def linear(value: float = 0.0) -> Params:
+    params = Params.of(nn.Linear(2, 1, bias=False))
+    return params.with_vector(torch.full_like(params.vector, value))
+
+
+#: Whether client c fails in round r at attempt a.
+Fails = Callable[[int, int, int], bool]
+
+
+def scripted_round(
+    fails: Fails | None = None,
+    *,
+    policy: StragglerPolicy = POLICY,
+    num_clients: int = 3,
+) -> RoundPlan[WeightedSum]:
+    """Rounds whose deltas are one, of 2 virtual seconds, with failures as scripted."""
+
+    def client(client_id: int) -> Handler:
+        def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+            request = decode(data)
+            assert isinstance(request, TrainRequest)
+            if fails and fails(client_id, request.round_num, request.attempt):
+                return encode(Failure("battery low")), state
+            tensors = {n: t for n, t in request.tensors.items() if t.is_floating_point()}
+            delta = {name: torch.ones_like(t) for name, t in tensors.items()}
+            reply = TrainReply(
+                round_num=request.round_num,
+                delta=delta,
+                num_examples=1 + client_id,
+                metrics={"loss": float(client_id)},
+            )
+            return encode(reply), state
+
+        return handle
+
+    channel = MemoryChannel(
+        {ClientId(i): client(i) for i in range(num_clients)},
+        lambda c, _: np.full(len(c), 2.0),
+        VirtualClock(),
+    )
+    algorithm = FedAvg(LOCAL)
+    return RoundPlan(
+        sampler=UniformSampler(),
+        policy=policy,
+        collector=PlainCollector(
+            channel=channel, aggregator=algorithm.aggregator, policy=policy, slab_bytes=0
+        ),
+        local=algorithm.local,
+        aggregator=algorithm.aggregator,
+        server_optimizer=algorithm.server_optimizer,
+        seed=Seed(0),
+    )
+
+
+def ignore(record: RoundRecord) -> None:
+    """Show no progress."""
+
+
+def run_plan(
+    round_plan: RoundPlan[WeightedSum],
+    *,
+    values: Sequence[float] = (0.0,) * 20,
+    num_rounds: int = 4,
+    evaluate_every: int = 1,
+    early_stopping: EarlyStopping = NEVER,
+) -> RunPlan[WeightedSum]:
+    return RunPlan(
+        round=round_plan,
+        evaluator=Scripted(values, early_stopping.metric),
+        evaluate_every=evaluate_every,
+        early_stopping=early_stopping,
+        num_rounds=num_rounds,
+        checkpoint_every_s=0.0,
+        clock=VirtualClock(),
+    )
+
+
+def run(
+    plan: RunPlan[WeightedSum], params: Params | None = None, *, store: MemoryStore | None = None
+) -> tuple[RunState, MemoryStore]:
+    store = store or MemoryStore()
+    state = train(
+        plan,
+        params or linear(),
+        checkpoint=None,
+        store=store,
+        progress=ignore,
+    )
+    return state, store
+
+
+def test_a_run_records_every_round() -> None:
+    """Losses weighted by examples, virtual time added up, and progress told of each."""
+    told: list[RoundRecord] = []
+    store = MemoryStore()
+    plan = run_plan(scripted_round(), num_rounds=3)
+    state = train(plan, linear(), checkpoint=None, store=store, progress=told.append)
+    assert state.server.params.vector.tolist() == [3.0, 3.0]
+    assert store.status is RunStatus.DONE
+    assert told == store.records
+    assert [record.round_num for record in told] == [0, 1, 2]
+    assert [record.virtual_s for record in told] == [2.0, 4.0, 6.0]
+    assert {record.outcome for record in told} == {Outcome.AGGREGATED}
+    assert told[0].train_loss == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
+    assert told[0].count(Status.REPORTED) == 3
+
+
+def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
+    """The record has the attempt, and the time of all attempts together."""
+    asked: list[tuple[int, int]] = []
+
+    def fails(client_id: int, round_num: int, attempt: int) -> bool:
+        if client_id == 0:
+            asked.append((round_num, attempt))
+        return round_num == 1 and attempt < 2
+
+    policy = replace(POLICY, num_wanted=3)
+    state, store = run(run_plan(scripted_round(fails, policy=policy), num_rounds=3))
+    assert [record.attempt for record in store.records] == [0, 2, 0]
+    assert [record.duration_s for record in store.records] == [2.0, 6.0, 2.0]
+    assert state.virtual_s == 10.0
+    assert state.server.params.vector.tolist() == [3.0, 3.0]
+    assert asked == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_each_attempt_asks_a_fresh_cohort() -> None:
+    """Of 60 clients, three attempts ask three different cohorts."""
+    cohorts: dict[int, set[int]] = {}
+
+    def fails(client_id: int, round_num: int, attempt: int) -> bool:
+        cohorts.setdefault(attempt, set()).add(client_id)
+        return True
+
+    with pytest.raises(TooFewReports):
+        run(run_plan(scripted_round(fails, num_clients=60)))
+    assert [len(cohorts[attempt]) for attempt in (0, 1, 2)] == [3, 3, 3]
+    assert len({frozenset(cohort) for cohort in cohorts.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("below_minimum", "num_attempts"), [(BelowMinimum.RETRY, 3), (BelowMinimum.FAIL, 1)]
+)
+def test_a_run_fails_when_the_policy_says_so(
+    below_minimum: BelowMinimum, num_attempts: int
+) -> None:
+    """After all retries, or at once; the last commit stands and the message has the numbers."""
+    attempts: set[int] = set()
+
+    def fails(client_id: int, round_num: int, attempt: int) -> bool:
+        if round_num == 1:
+            attempts.add(attempt)
+        return round_num == 1 and client_id > 0
+
+    store = MemoryStore()
+    policy = replace(POLICY, below_minimum=below_minimum)
+    with pytest.raises(TooFewReports, match=r"round 2: 1 usable reports .* minimum is 2") as caught:
+        run(run_plan(scripted_round(fails, policy=policy)), store=store)
+    assert (caught.value.round_num, caught.value.received, caught.value.minimum) == (1, 1, 2)
+    assert len(attempts) == num_attempts
+    assert store.commits[-1][0].round_num == 1
+    assert store.status is RunStatus.RUNNING, "who called decides what became of the run"
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "told"),
+    [
+        (1, "(0 late; 1 failed: battery low (client 0))"),
+        (3, "(0 late; 3 failed: battery low (clients 0, 1, 2))"),
+        (8, "(0 late; 8 failed: battery low (clients 0, 1, 2, 3, 4 and 3 more))"),
+    ],
+)
+def test_the_error_of_a_round_names_who_failed_and_why(num_failing: int, told: str) -> None:
+    """The first few of them, and how many more there are."""
+    policy = replace(POLICY, num_wanted=8, min_reports=8, over_selection=1.0)
+    plan = scripted_round(lambda c, _, __: c < num_failing, policy=policy, num_clients=8)
+    with pytest.raises(TooFewReports) as caught:
+        run(run_plan(plan))
+    assert told in str(caught.value)
+
+
+def test_of_many_reasons_the_most_frequent_are_told() -> None:
+    """Three, and how many clients failed for another one."""
+    reasons = ["a", "b", "b", "c", "d", "d", "e"]
+    rows = [
+        Participation(ClientId(k), Status.FAILED, 1.0, 0, math.nan, reason)
+        for k, reason in enumerate(reasons)
+    ]
+    late = Participation(ClientId(9), Status.LATE, 1.0, 0, math.nan, "")
+    collected = Collected(
+        aggregate=None, participations=Participations.of([*rows, late]), duration_s=1.0
+    )
+    assert _told(collected) == (
+        "1 late; 2 failed: b (clients 1, 2); 2 failed: d (clients 4, 5); 1 failed: a (client 0); "
+        "and 2 more failed"
+    )
+
+
+def test_a_skipped_round_counts_and_leaves_the_model() -> None:
+    """It is over, its record says so, and the next round is another one."""
+    policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
+    state, store = run(
+        run_plan(scripted_round(lambda c, r, _: r == 1 and c != 2, policy=policy), num_rounds=3)
+    )
+    assert [record.outcome for record in store.records] == [
+        Outcome.AGGREGATED,
+        Outcome.SKIPPED,
+        Outcome.AGGREGATED,
+    ]
+    assert state.server.round_num == 3
+    assert state.server.params.vector.tolist() == [2.0, 2.0]
+    assert store.records[1].count(Status.FAILED) == 2
+    assert store.records[1].train_loss == 2.0, "of the one that did report"
+
+
+def test_a_round_without_reports_has_no_loss() -> None:
+    """NaN, not zero."""
+    policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
+    _, store = run(run_plan(scripted_round(lambda *_: True, policy=policy), num_rounds=1))
+    assert math.isnan(store.records[0].train_loss)
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (0, [5]), (9, [5])]
+)
+def test_the_model_is_measured_every_k_rounds_and_at_the_end(
+    every: int, evaluated: list[int]
+) -> None:
+    """And never twice; other records have no metrics."""
+    _, store = run(run_plan(scripted_round(), num_rounds=5, evaluate_every=every))
+    assert [r.round_num + 1 for r in store.records if r.metrics] == evaluated
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best_value", "best_round"),
+    [
+        ("accuracy", [math.nan, 0.1, 0.7, 0.5, 0.7], 0.7, 2),
+        ("loss", [math.nan, 0.9, 0.3, 0.5, 0.3], 0.3, 2),
+        ("clients/loss_mean", [math.nan, 0.9, 0.8, 0.7, 0.6], 0.6, 4),
+        ("accuracy", [math.nan, math.nan, 0.2, math.nan, 0.1], 0.2, 2),
+    ],
+)
+def test_the_best_model_is_kept(
+    metric: str, values: list[float], best_value: float, best_round: int
+) -> None:
+    """Highest accuracy or lowest loss, the first of equals; a NaN is never the best."""
+    watched = replace(NEVER, metric=metric)
+    state, store = run(run_plan(scripted_round(), values=values, early_stopping=watched))
+    assert (state.best_value, state.best_round) == (best_value, best_round)
+    assert state.best_params is not None
+    assert state.best_params.vector.tolist() == [best_round] * 2
+    assert store.commits[-1][0].tensors["best/weight"].tolist() == [[best_round] * 2]
+
+
+def test_without_any_finite_metric_there_is_no_best_model() -> None:
+    """And none in the checkpoint."""
+    state, store = run(run_plan(scripted_round(), values=[math.nan] * 5))
+    assert state.best_params is None
+    assert math.isnan(state.best_value)
+    assert not any(name.startswith("best/") for name in store.commits[-1][0].tensors)
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "values", "num_rounds"),
+    [
+        (replace(NEVER, target=0.5), [0, 0.1, 0.49, 0.5, 0.9], 3),
+        (replace(NEVER, metric="loss", target=0.5), [9, 0.9, 0.51, 0.5, 0.1], 3),
+        (replace(NEVER, target=2.0), [0.0] * 13, 12),
+        (replace(NEVER, patience_rounds=3), [0, 0.1, 0.5, 0.4, 0.5, 0.2, 0.9], 5),
+        (replace(NEVER, metric="loss", patience_rounds=2), [0, 0.5, 0.3, 0.4, 0.3, 0.1], 4),
+        (replace(NEVER, patience_rounds=2, min_improvement=0.1), [0, 0.1, 0.19, 0.2, 0.9], 3),
+        (replace(NEVER, patience_rounds=2, min_improvement=0.1), [0, 0.1, 0.21, 0.3, 0.3, 0], 4),
+        (replace(NEVER, patience_rounds=2), [math.nan] * 13, 2),
+        (NEVER, [0.0] * 13, 12),
+    ],
+)
+def test_a_run_stops_early(
+    early_stopping: EarlyStopping, values: list[float], num_rounds: int
+) -> None:
+    """At its target, or when patience is lost; improvements below the minimum do not count."""
+    plan = run_plan(scripted_round(), values=values, num_rounds=12, early_stopping=early_stopping)
+    state, store = run(plan)
+    assert len(store.records) == state.server.round_num == num_rounds
+    assert store.commits[-1][0].round_num == num_rounds, "the end is always committed"
+
+
+@pytest.mark.parametrize(("every", "num_rounds"), [(5, 10), (0, 12), (2, 6), (1, 4)])
+def test_patience_is_lost_only_where_the_model_was_measured(every: int, num_rounds: int) -> None:
+    """A run never stops before it knows, nor with a last model that nobody measured."""
+    patient = replace(NEVER, patience_rounds=3)
+    values = [0.5] * 13
+    plan = run_plan(
+        scripted_round(),
+        values=values,
+        num_rounds=12,
+        evaluate_every=every,
+        early_stopping=patient,
+    )
+    _, store = run(plan)
+    assert len(store.records) == num_rounds
+    assert store.records[-1].metrics
+
+
+def test_commits_are_spaced_in_real_time() -> None:
+    """And the first and last state are always durable."""
+    plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=2.0)
+    clock = plan.clock
+    store = MemoryStore()
+    train(
+        plan,
+        linear(),
+        checkpoint=None,
+        store=store,
+        progress=lambda _: clock.sleep(1.0),
+    )
+    assert [checkpoint.round_num for checkpoint, _ in store.commits] == [0, 2, 4, 6]
+
+
+def make_network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Everything that a checkpoint must hold: statistics, counters, dropout."""
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    ).to(dtype)
+
+
+def start(dtype: torch.dtype = torch.float32) -> Params:
+    torch.manual_seed(0)
+    return Params.of(make_network(dtype))
+
+
+def simulated(
+    algorithm: Algorithm, *, dtype: torch.dtype = torch.float32, num_rounds: int = 6
+) -> RunPlan[WeightedSum]:
+    """A fresh plan, as a new process would build it: engine, behaviour, evaluator."""
+    sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one
+    num_examples = sum(sizes)
+    generator = torch.Generator().manual_seed(1)
+    population = ArrayPopulation(
+        features=torch.randn(num_examples, 5, generator=generator).to(start(dtype).vector.dtype),
+        labels=torch.randint(0, 3, (num_examples,), generator=generator),
+        partition=Partition(np.arange(num_examples), np.cumsum([0, *sizes])),
+        num_classes=3,
+    )
+    model = ResidentModel(
+        lambda: make_network(dtype), CrossEntropy(), device=CPU, precision=Precision.FLOAT32
+    )
+    policy = replace(POLICY, num_wanted=4, over_selection=1.5, deadline_s=3.0)
+    plan = RoundPlan(
+        sampler=UniformSampler(),
+        policy=policy,
+        collector=Engine(
+            population=population,
+            behaviour=Behaviour(
+                speed=LognormalSpeed(median_ms_per_example=30.0, sigma=0.5),
+                bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
+                dropout=Dropout(rate=0.1),
+                round_jitter_sigma=0.2,
+            ),
+            executor=SequentialExecutor(model),
+            aggregator=algorithm.aggregator,
+            policy=policy,
+            cluster=Alone(),
+            block_size=2,
+        ),
+        local=algorithm.local,
+        aggregator=algorithm.aggregator,
+        server_optimizer=algorithm.server_optimizer,
+        seed=Seed(5),
+    )
+    values = [0.0, 0.1, 0.4, 0.3, 0.6, 0.2, 0.5]
+    return run_plan(plan, values=values, num_rounds=num_rounds)
+
+
+MOMENTUM = LocalSgd(epochs=2, batch_size=4, learning_rate=0.05, momentum=0.9, keep_momentum=True)
+ALGORITHMS = {
+    "kept momentum": FedAvg(MOMENTUM),
+    "server momentum": FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.9),
+    "adaptive": FedYogi(MOMENTUM, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
+}
+
+
+def assert_same_state(found: RunState, expected: RunState) -> None:
+    assert found.server.round_num == expected.server.round_num
+    assert torch.equal(found.server.params.vector, expected.server.params.vector)
+    assert_same_tensors(found.server.params.constants, expected.server.params.constants)
+    assert_same_tensors(found.server.optimizer_state, expected.server.optimizer_state)
+    assert (found.virtual_s, found.best_value, found.best_round) == (
+        expected.virtual_s,
+        expected.best_value,
+        expected.best_round,
+    )
+    assert found.best_params is not None
+    assert expected.best_params is not None
+    assert torch.equal(found.best_params.vector, expected.best_params.vector)
+
+
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("kept momentum", torch.float32),
+        ("server momentum", torch.float64),
+        ("adaptive", torch.float32),
+        ("adaptive", torch.bfloat16),
+    ],
+)
+def test_a_run_killed_after_any_commit_ends_in_the_same_model(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, with the same records: server moments, kept momentum, best model and all."""
+    algorithm = ALGORITHMS[name]
+    expected, whole = run(simulated(algorithm, dtype=dtype), start(dtype))
+    assert len(whole.commits) == 7
+    assert any(record.count(Status.LATE) for record in whole.records)
+    for checkpoint, records in whole.commits[:-1]:
+        store = MemoryStore(list(records))
+        plan = simulated(algorithm, dtype=dtype)
+        resumed = train(
+            plan,
+            start(dtype),
+            checkpoint=checkpoint,
+            store=store,
+            progress=ignore,
+        )
+        assert_same_state(resumed, expected)
+        assert store.records == whole.records
+        assert_same_tensors(store.commits[-1][0].tensors, whole.commits[-1][0].tensors)
+        assert store.commits[-1][0].values == whole.commits[-1][0].values
+
+
+def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
+    """The control: without it the resumed run ends in another model."""
+    algorithm = ALGORITHMS["kept momentum"]
+    expected, whole = run(simulated(algorithm), start())
+    checkpoint, records = whole.commits[3]
+    kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("clients/")}
+    assert len(kept) < len(checkpoint.tensors)
+    resumed = train(
+        simulated(algorithm),
+        start(),
+        checkpoint=replace(checkpoint, tensors=kept),
+        store=MemoryStore(list(records)),
+        progress=ignore,
+    )
+    assert not torch.equal(resumed.server.params.vector, expected.server.params.vector)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (nn.Linear(3, 1, bias=False), r"has weight \[1, 3\], but .* begun with weight \[1, 2\]"),
+        (nn.Linear(1, 1, bias=False), r"has weight \[1, 1\], but .* begun with weight \[1, 2\]"),
+        (nn.Linear(2, 1), r"has bias \[1\], but .* begun with no bias .*1 of 2"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) -> None:
+    """Neither with one whose tensors could not take the values, nor with one that could."""
+    _, whole = run(run_plan(scripted_round()))
+    checkpoint, records = whole.commits[1]
+    with pytest.raises(ConfigError, match=told):
+        train(
+            run_plan(scripted_round()),
+            Params.of(other),
+            checkpoint=checkpoint,
+            store=MemoryStore(list(records)),
+            progress=ignore,
+        )
+
+
+def test_a_finished_run_has_nothing_to_resume() -> None:
+    """Going on from its last commit runs no round and says it is done."""
+    expected, whole = run(run_plan(scripted_round()))
+    checkpoint, records = whole.commits[-1]
+    store = MemoryStore(list(records))
+    state = train(
+        run_plan(scripted_round()),
+        linear(),
+        checkpoint=checkpoint,
+        store=store,
+        progress=ignore,
+    )
+    assert store.records == whole.records
+    assert store.status is RunStatus.DONE
+    assert torch.equal(state.server.params.vector, expected.server.params.vector)
+
+
+def test_integer_buffers_stay_as_they_were() -> None:
+    """2**62 + 1 comes out of rounds and checkpoints unharmed."""
+
+    def make_model() -> nn.Module:
+        model = nn.Linear(5, 3)
+        model.register_buffer("version", torch.tensor(2**62 + 1))
+        return model
+
+    plan = run_plan(scripted_round(), num_rounds=2)
+    params = Params.of(make_model())
+    state, store = run(plan, params)
+    checkpoint, _ = store.commits[1]
+    assert int(state.server.params.constants["version"]) == 2**62 + 1
+    assert int(checkpoint.tensors["params/version"]) == 2**62 + 1

@@ -1,0 +1,490 @@
+"""Collecting a sum over a channel: who is in it, who is lost at which stage, and when it ends."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAdam
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import Collected, Participation, RoundRequest, Status
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    Failure,
+    Request,
+    SecureReply,
+    SecureRequest,
+    TrainReply,
+)
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.rounds.secure import SecureCollector
+from fedlearn.secagg import messages
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.plan import SecurePlan, noticed_hash, request_hash
+from fedlearn.secagg.session import Stage
+from fedlearn.session.session import ClientSession
+from fedlearn.simulation.secure import SimulatedIdentities
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.transport.memory import Handler, MemoryChannel
+
+NUM_CLIENTS = 6
+COHORT = [ClientId(i) for i in range(NUM_CLIENTS)]
+PARAMS = Params.of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+REQUEST = RoundRequest(
+    round_num=4,
+    attempt=0,
+    params=PARAMS,
+    settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+    seed=0,
+)
+POLICY = StragglerPolicy(
+    num_wanted=NUM_CLIENTS,
+    over_selection=1.0,
+    deadline_s=20.0,
+    min_reports=4,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=2,
+)
+#: By what the coordinator sends.
+STAGES: Mapping[type, Stage] = {
+    messages.SignedTerms: Stage.ADVERTISE,
+    messages.Roster: Stage.SHARE,
+    messages.Packets: Stage.MASK,
+    messages.Survivors: Stage.CONFIRM,
+    messages.Signatures: Stage.UNMASK,
+}
+#: What stands in for an honest reply; ``None`` leaves it.
+Sabotage = Callable[[ClientId, Stage, bytes], bytes | None]
+
+
+def assumed(adversary: Adversary = Adversary.ACTIVE_SERVER, *, dropout: float = 0.34) -> SecurePlan:
+    assumptions = Assumptions(
+        adversary=adversary,
+        topology=Topology.COMPLETE,
+        corruption=0.1,
+        dropout=dropout,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    parameters = derive(NUM_CLIENTS, assumptions=assumptions)
+    return SecurePlan(
+        parameters=parameters,
+        min_survivors=parameters.min_survivors,
+        clip_norm=10.0,
+        statistics_norm=10.0,
+        max_loss=10.0,
+        max_examples=100,
+        by_examples=True,
+        modulus_bits=40,
+    )
+
+
+PLAN = assumed()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A trainer whose delta, examples and loss follow from its id."""
+
+    client_id: int
+    scale: float = 1.0
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        change = self.scale * (self.client_id + 1) / 10
+        return LocalResult(
+            tensors={
+                name: value + change for name, value in tensors.items() if value.is_floating_point()
+            },
+            num_examples=self.client_id + 1,
+            metrics={"loss": float(self.client_id)},
+            state={"trained": context.state.get("trained", torch.zeros(())) + 1},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={})
+
+
+def honest(_client: ClientId, _stage: Stage, _reply: bytes) -> None:
+    return None
+
+
+def stage_of(data: bytes) -> Stage | None:
+    request = decode(data)
+    if not isinstance(request, SecureRequest):
+        return None
+    return STAGES[type(messages.decode(request.message))]
+
+
+@dataclass
+class Federation:
+    """A collector and its clients, some of which may be sabotaged."""
+
+    collector: SecureCollector
+    channel: MemoryChannel
+
+    @classmethod
+    def of(
+        cls,
+        sabotage: Sabotage = honest,
+        *,
+        silent: Mapping[ClientId, Stage] | None = None,
+        plan: SecurePlan = PLAN,
+        policy: StragglerPolicy = POLICY,
+        scale: float = 1.0,
+        latencies_s: Mapping[ClientId, float] | None = None,
+    ) -> "Federation":
+        identities = SimulatedIdentities(NUM_CLIENTS, plan)
+        mute, slow = silent or {}, latencies_s or {}
+
+        def handler(client_id: ClientId) -> Handler:
+            secure = identities.client(client_id)
+            session = ClientSession(client_id, Fixed(client_id, scale), secure)
+
+            def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+                stage = stage_of(data)
+                assert stage is not None
+                reply, after = session.handle(data, state)
+                changed = sabotage(client_id, stage, reply)
+                return (reply if changed is None else changed), after
+
+            return handle
+
+        def latency(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
+            stage = stage_of(encode(request))
+            assert isinstance(request, SecureRequest)
+            trains = request.train is not None
+            return np.array(
+                [math.inf if mute.get(c) is stage else trains * slow.get(c, 1.0) for c in clients]
+            )
+
+        handlers = {client_id: handler(client_id) for client_id in COHORT}
+        channel = MemoryChannel(handlers, latency, VirtualClock())
+        collector = SecureCollector(
+            channel=channel,
+            aggregator=WeightedMean(by_examples=plan.by_examples),
+            policy=policy,
+            plan=plan,
+            run_id=bytes(16),
+            signer=identities.coordinator[0],
+            directory=lambda: identities,
+            sends_directory=False,
+            stage_deadline_s=5.0,
+            num_threads=1,
+        )
+        return cls(collector, channel)
+
+    def collect(self, *, attempt: int = 0, round_num: int = 4) -> Collected[WeightedSum]:
+        request = replace(REQUEST, attempt=attempt, round_num=round_num)
+        return self.collector.collect(COHORT, request)
+
+
+def mean_of(collected: Collected[WeightedSum]) -> Tensor:
+    return WeightedMean(by_examples=True).finalize(collected.aggregate)
+
+
+def expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> float:
+    weights = [i + 1.0 if by_examples else 1.0 for i in survivors]
+    deltas = [(i + 1) / 10 for i in survivors]
+    return sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
+
+
+def by_id(collected: Collected[WeightedSum]) -> dict[int, Participation]:
+    return {p.client_id: p for p in collected.participations}
+
+
+def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
+    """Parameters and statistics, weighted by examples; nobody's own figures are known."""
+    collected = Federation.of().collect()
+    assert collected.count(Status.REPORTED) == NUM_CLIENTS
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
+    assert float(collected.aggregate.weight) == 21.0
+    assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
+    loss = sum((i + 1) * i for i in range(6)) / 21
+    assert collected.participations.mean_loss() == pytest.approx(loss, abs=1e-5)
+    assert collected.duration_s == 1.0
+
+
+def test_a_session_looks_at_the_directory_once() -> None:
+    """A client that is revoked as it begins is in it or not: never one and then the other."""
+    federation = Federation.of()
+    remaining, looks = dict(federation.collector.directory()), []
+
+    def revoking() -> Mapping[ClientId, bytes]:
+        looks.append(dict(remaining))
+        del remaining[COHORT[len(looks)]]
+        return looks[-1]
+
+    collector = replace(federation.collector, directory=revoking)
+    for num_looks in (1, 2):
+        collected = collector.collect(COHORT, replace(REQUEST, round_num=num_looks))
+        assert len(looks) == num_looks
+        assert collected.count(Status.REPORTED) == NUM_CLIENTS + 1 - num_looks
+
+
+def test_clients_that_count_the_same_send_no_weight() -> None:
+    """The examples are summed in a lane of their own."""
+    plan = replace(PLAN, by_examples=False)
+    collected = Federation.of(plan=plan).collect()
+    mean = WeightedMean(by_examples=False).finalize(collected.aggregate)
+    expected = expected_mean(range(6), by_examples=False)
+    assert torch.allclose(mean, torch.tensor(expected), atol=1e-5)
+    assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
+
+
+def test_an_honest_but_curious_coordinator_needs_one_stage_less() -> None:
+    """No signatures over the survivors are asked for."""
+    stages: set[Stage] = set()
+
+    def note(_client: ClientId, stage: Stage, _reply: bytes) -> None:
+        stages.add(stage)
+
+    collected = Federation.of(note, plan=assumed(Adversary.HONEST_BUT_CURIOUS)).collect()
+    assert collected.count(Status.REPORTED) == NUM_CLIENTS
+    assert Stage.UNMASK not in stages  # whose message is the signatures
+
+
+def test_an_update_is_clipped_before_it_is_summed() -> None:
+    """No lane leaves its bound, however far a client has moved."""
+    mean = mean_of(Federation.of(scale=1e6).collect())
+    parameters, statistics = mean[: PARAMS.layout.num_parameters], mean[-8:]
+    assert float(torch.linalg.vector_norm(parameters)) == pytest.approx(10.0, rel=1e-4)
+    assert float(torch.linalg.vector_norm(statistics)) == pytest.approx(10.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.SHARE, Stage.MASK])
+@pytest.mark.parametrize("client_id", [0, 5])
+def test_a_client_that_is_late_before_its_vector_is_in_is_left_out(
+    stage: Stage, client_id: int
+) -> None:
+    """The sum is that of the others; the stage is named, and its deadline was waited for."""
+    collected = Federation.of(silent={ClientId(client_id): stage}).collect()
+    row = by_id(collected)[client_id]
+    assert (row.status, row.reason) == (Status.LATE, f"late at the stage `{stage}`")
+    left = [i for i in range(6) if i != client_id]
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+    waited = {Stage.MASK: POLICY.deadline_s}.get(stage, 6.0)
+    assert collected.duration_s == waited
+
+
+@pytest.mark.parametrize("stage", [Stage.CONFIRM, Stage.UNMASK])
+def test_a_client_that_is_late_afterwards_is_in_the_sum(stage: Stage) -> None:
+    """Its vector is there; it is the shares of the others that unmask it."""
+    collected = Federation.of(silent={ClientId(2): stage}).collect()
+    assert collected.count(Status.REPORTED) == NUM_CLIENTS
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
+    late = {Stage.CONFIRM: "late at the stage `confirm`", Stage.UNMASK: ""}
+    assert by_id(collected)[2].reason == late[stage]
+
+
+def test_drop_outs_at_different_stages_add_up() -> None:
+    """One in the adverts, one in training: the least that may be left is."""
+    silent = {ClientId(0): Stage.ADVERTISE, ClientId(3): Stage.MASK}
+    collected = Federation.of(silent=silent).collect()
+    left = [1, 2, 4, 5]
+    assert [p.client_id for p in collected.participations[:4]] == left
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_below_the_minimum_the_session_ends_and_nothing_is_released(stage: Stage) -> None:
+    """Three of six are silent at a stage: four must be left, four must sign, four must release."""
+    collected = Federation.of(silent={ClientId(i): stage for i in (0, 2, 4)}).collect()
+    assert collected.count(Status.REPORTED) == 0
+    assert float(collected.aggregate.weight) == 0.0
+    assert not collected.aggregate.total_P.any()
+    reasons = {i: row.reason for i, row in by_id(collected).items()}
+    assert all(reasons[i] == f"late at the stage `{stage}`" for i in (0, 2, 4))
+    assert all(f"ended at the stage `{stage}`" in reasons[i] for i in (1, 3, 5))
+
+
+def test_a_round_is_tried_again_with_fresh_keys() -> None:
+    """Attempt 1 after an attempt that ended in training: no advert is sent twice."""
+    adverts: list[bytes] = []
+
+    def note(_client: ClientId, stage: Stage, reply: bytes) -> None:
+        if stage is Stage.ADVERTISE:
+            adverts.append(reply)
+
+    federation = Federation.of(note)
+    honest_latency = federation.channel.latency
+    federation.channel.latency = lambda clients, request: np.where(
+        [isinstance(request, SecureRequest) and request.train is not None] * len(clients),
+        math.inf,
+        0.0,
+    )
+    assert federation.collect().count(Status.REPORTED) == 0
+    federation.channel.latency = honest_latency
+    assert federation.collect(attempt=1).count(Status.REPORTED) == NUM_CLIENTS
+    assert len(set(adverts)) == 2 * NUM_CLIENTS
+
+
+def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
+    """Once, with the terms; told and trained with are the same by the terms' hash."""
+    federation, seen = Federation.of(), dict[Stage | None, SecureRequest]()
+
+    def note(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
+        assert isinstance(request, SecureRequest)
+        seen[stage_of(encode(request))] = request
+        return np.zeros(len(clients))
+
+    federation.channel.latency = note
+    assert federation.collect().count(Status.REPORTED) == NUM_CLIENTS
+    told = seen[Stage.ADVERTISE].notice
+    assert told is not None
+    assert told.settings == REQUEST.settings
+    assert noticed_hash(told) == request_hash(seen[Stage.MASK])
+    assert {stage for stage, request in seen.items() if request.notice} == {Stage.ADVERTISE}
+
+
+def test_a_client_does_not_release_twice_in_a_round() -> None:
+    """Its policy allows one: four were asked for shares, and the two others are too few."""
+    federation = Federation.of()
+    assert federation.collect().count(Status.REPORTED) == NUM_CLIENTS
+    again = federation.collect(attempt=1)
+    assert again.count(Status.REPORTED) == 0
+    refused = ["max_releases_per_round" in row.reason for row in again.participations]
+    assert refused == [True] * 4 + [False] * 2
+    assert federation.collect(round_num=5).count(Status.REPORTED) == NUM_CLIENTS
+
+
+def test_a_round_closes_with_the_vectors_it_wants() -> None:
+    """Over-selection: the four fastest of six; the others are late and their masks recovered."""
+    policy = replace(POLICY, num_wanted=4, over_selection=1.5)
+    slow = {ClientId(i): float(i + 1) for i in range(6)}
+    collected = Federation.of(policy=policy, latencies_s=slow).collect()
+    assert [row.status for row in collected.participations].count(Status.LATE) == 2
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(4))), atol=1e-5)
+    assert collected.duration_s == 4.0
+    assert [by_id(collected)[i].duration_s for i in range(4)] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_plan_may_ask_for_more_survivors_than_the_protocol_needs() -> None:
+    """What is below the round's own minimum is never released."""
+    plan = replace(PLAN, min_survivors=6)
+    collected = Federation.of(plan=plan, silent={ClientId(1): Stage.MASK}).collect()
+    assert collected.count(Status.REPORTED) == 0
+    assert Federation.of(plan=plan).collect().count(Status.REPORTED) == 6
+
+
+def secure(message: messages.Message, *, round_num: int = 4) -> bytes:
+    return encode(SecureReply(round_num=round_num, message=messages.encode(message)))
+
+
+def other_round(reply: bytes) -> bytes:
+    found = decode(reply)
+    assert isinstance(found, SecureReply)
+    return encode(SecureReply(round_num=9, message=found.message))
+
+
+def cut_short(reply: bytes) -> bytes:
+    found = decode(reply)
+    assert isinstance(found, SecureReply)
+    return encode(SecureReply(round_num=4, message=found.message[:-1]))
+
+
+def flipped(reply: bytes) -> bytes:
+    found = decode(reply)
+    assert isinstance(found, SecureReply)
+    middle = len(found.message) // 2
+    changed = bytes((found.message[middle] ^ 1,))
+    message = found.message[:middle] + changed + found.message[middle + 1 :]
+    return encode(SecureReply(round_num=4, message=message))
+
+
+HOSTILE: Mapping[str, Callable[[bytes], bytes]] = {
+    "garbage": lambda _: b"garbage",
+    "nothing": lambda _: encode(SecureReply(round_num=4, message=b"")),
+    "another kind": lambda _: encode(EvaluateReply(round_num=4, num_examples=1, metrics={})),
+    "a plain update": lambda _: encode(
+        TrainReply(round_num=4, delta={}, num_examples=1, metrics={})
+    ),
+    "a failure": lambda _: encode(Failure("battery low")),
+    "another stage": lambda _: secure(messages.Survivors(client_ids=(ClientId(1),))),
+    "another round": other_round,
+    "cut short": cut_short,
+}
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_reply_is_its_sender_failing(stage: Stage, name: str) -> None:
+    """The round goes on without it; control: the others, whose replies are honest."""
+
+    def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
+        return HOSTILE[name](reply) if client_id == 3 and at is stage else None
+
+    collected = Federation.of(sabotage).collect()
+    row = by_id(collected)[3]
+    if stage in (Stage.CONFIRM, Stage.UNMASK):
+        left = list(range(6))
+        assert row.status is Status.REPORTED
+    else:
+        left = [0, 1, 2, 4, 5]
+        assert row.status is Status.FAILED
+    assert row.reason.startswith(f"at the stage `{stage}`: ")
+    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.CONFIRM])
+def test_a_forged_signature_is_its_sender_failing(stage: Stage) -> None:
+    """One bit of a signed message."""
+
+    def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
+        return flipped(reply) if client_id == 3 and at is stage else None
+
+    collected = Federation.of(sabotage).collect()
+    assert by_id(collected)[3].reason.startswith(f"at the stage `{stage}`: ")
+    assert collected.count(Status.REPORTED) >= 5
+
+
+def test_a_false_vector_ends_the_session_or_passes_within_the_clip() -> None:
+    """A mean outside the clip shows that a client lied, and the model is not touched."""
+
+    def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
+        found = decode(reply)
+        if client_id != 3 or at is not Stage.MASK or not isinstance(found, SecureReply):
+            return None
+        vector = messages.decode(found.message)
+        assert isinstance(vector, messages.MaskedVector)
+        shifted = bytes((byte + 64) % 256 for byte in vector.packed)
+        return secure(messages.MaskedVector(session=vector.session, packed=shifted))
+
+    collected = Federation.of(sabotage).collect()
+    assert collected.count(Status.REPORTED) == 0
+    reasons = {row.reason for row in collected.participations}
+    assert len(reasons) == 1
+    assert "ended at the stage `unmask`" in reasons.pop()
+
+
+def test_a_round_of_a_server_optimiser_runs_on_the_sum_and_stays_where_there_is_none() -> None:
+    """The round itself knows nothing of how its updates were collected."""
+    local = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
+    algorithm = FedAdam(local, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
+    for silent, moved in ({}, True), (dict.fromkeys(COHORT[:3], Stage.MASK), False):
+        plan: RoundPlan[WeightedSum] = RoundPlan(
+            sampler=UniformSampler(),
+            policy=POLICY,
+            collector=Federation.of(silent=silent).collector,
+            local=local,
+            aggregator=algorithm.aggregator,
+            server_optimizer=algorithm.server_optimizer,
+            seed=Seed(0),
+        )
+        before = plan.init(PARAMS)
+        after, _ = run_round(before, plan, attempt=0)
+        assert (after is not before) == moved
+        assert torch.equal(after.params.vector, before.params.vector) != moved

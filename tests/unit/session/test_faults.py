@@ -1,0 +1,71 @@
+"""Where the user's code went wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.client.loading import make_trainer
+from fedlearn.errors import DataError, DeploymentError
+from fedlearn.session.faults import described, in_users_code
+
+SOURCE = """import os
+import torch
+
+def missing():
+    return os.environ["FEDLEARN_NO_SUCH_VARIABLE"]
+
+def inside_a_library():
+    torch.zeros(2) @ torch.zeros(3)
+
+def silent():
+    raise RuntimeError
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", ":5, in missing: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; mend the trainer"),
+        ("inside_a_library", ":8, in inside_a_library: RuntimeError: "),
+        ("silent", ":11, in silent: RuntimeError; mend"),
+    ],
+)
+def test_the_users_own_line_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    """Not that of the library which it called."""
+    monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
+    file = tmp_path / "trainer.py"
+    file.write_text(SOURCE)
+    with pytest.raises(DeploymentError) as caught, in_users_code():
+        make_trainer(f"{file}:{name}")
+    assert str(caught.value).startswith(f"{file}{words}")
+    assert caught.value.__cause__ is not None
+
+
+def test_without_a_line_of_the_users_the_librarys_is_named() -> None:
+    """As where data of a wrong shape go through a model of torch's."""
+    compiled = compile("json.loads('')", "<string>", "exec")
+    with pytest.raises(json.JSONDecodeError) as caught:
+        exec(compiled, {"json": json})  # noqa: S102 - code without a file
+    library = caught.tb
+    while library.tb_next is not None:  # to the innermost, past this test's own frame
+        library = library.tb_next
+    assert described(caught.value.with_traceback(library)).startswith(f"{json.decoder.__file__}:")
+
+
+def test_without_any_line_there_are_the_words_alone() -> None:
+    """A syntax error names its own place."""
+    assert described(SyntaxError("invalid syntax (trainer.py, line 3)")) == (
+        "SyntaxError: invalid syntax (trainer.py, line 3)"
+    )
+
+
+def test_an_error_with_a_remedy_passes() -> None:
+    """It says already what to do."""
+    with pytest.raises(DataError, match="PART is not set"), in_users_code():
+        raise DataError("PART is not set")
+    with in_users_code():
+        assert torch.zeros(1).item() == 0.0

@@ -1,0 +1,127 @@
+"""The identity keys of others: what changes them, and where they are kept."""
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
+from fedlearn.identity.lineage import Lineage, fingerprint
+from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.secagg import keys
+from fedlearn.session.pins import Pin, PinFile, Pins
+
+A, B = ClientId(1), ClientId(2)
+OLD, OLD_KEY = keys.fresh_signer()
+NEW, NEW_KEY = keys.fresh_signer()
+_, OTHER_KEY = keys.fresh_signer()
+CHAIN = Lineage(OLD_KEY).followed_by(NEW_KEY, client_id=A, old=OLD, new=NEW).to_bytes()
+SEEN = Pins().following({A: OLD_KEY, B: OTHER_KEY})
+ROSTER = IdentityRoster(
+    coordinator_key=b"c" * 32,
+    clients={A: RosterEntry(name="clinic-a", key=OLD_KEY, num_rotations=0)},
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> PinFile:
+    return PinFile(path=tmp_path / "pins.json", coordinator_key=b"c" * 32)
+
+
+def test_who_is_seen_first_is_pinned_and_stays() -> None:
+    """Also while others are told of; a chain at first sight is pinned at its end."""
+    assert SEEN.keys == {A: OLD_KEY, B: OTHER_KEY}
+    assert SEEN.following({A: OLD_KEY}) == SEEN
+    assert Pins().following({A: CHAIN}).clients[A] == Pin(key=NEW_KEY, num_rotations=1)
+
+
+def test_a_chain_moves_a_pin() -> None:
+    """And its owner's old key is worth nothing from then on."""
+    moved = SEEN.following({A: CHAIN})
+    assert moved.clients[A] == Pin(key=NEW_KEY, num_rotations=1)
+    assert moved.clients[B] == SEEN.clients[B]
+    with pytest.raises(PolicyViolation, match=r"client 1, .*from before the pinned one"):
+        moved.following({A: OLD_KEY})
+
+
+def test_another_key_is_refused_with_what_the_user_may_do() -> None:
+    """The rule, the client, both fingerprints and the remedy are named."""
+    with pytest.raises(PolicyViolation) as raised:
+        SEEN.following({B: OTHER_KEY, A: OTHER_KEY})
+    violation = raised.value
+    assert violation.rule == "pinned identity keys"
+    assert f"another key of client 1, {fingerprint(OTHER_KEY)}: no chain" in violation.asked
+    assert fingerprint(OLD_KEY) in violation.limit
+    assert "fedlearn pins FOLDER --forget 1" in violation.limit
+
+
+def test_a_chain_of_another_client_is_refused() -> None:
+    """Even one that begins with the pinned key."""
+    swapped = replace(SEEN, clients={**SEEN.clients, B: SEEN.clients[A]})
+    with pytest.raises(PolicyViolation, match="not signed by both keys as client 2's"):
+        swapped.following({B: CHAIN})
+
+
+def test_a_forgotten_client_is_pinned_anew() -> None:
+    """One that is not pinned cannot be forgotten: a typing error would go unnoticed."""
+    forgotten = SEEN.without(A)
+    assert forgotten.following({A: OTHER_KEY}).keys[A] == OTHER_KEY
+    with pytest.raises(DeploymentError, match="no key of client 9 is pinned; pinned are: 1, 2"):
+        SEEN.without(ClientId(9))
+
+
+def test_a_roster_admits_its_clients_alone_and_their_successors() -> None:
+    """By their names; and only another roster lets in another."""
+    pins = Pins.of(ROSTER)
+    assert pins.following({A: CHAIN}).clients[A] == Pin(
+        key=NEW_KEY, num_rotations=1, name="clinic-a"
+    )
+    with pytest.raises(PolicyViolation, match="client 2, who is not in the roster"):
+        pins.following({A: OLD_KEY, B: OTHER_KEY})
+    with pytest.raises(PolicyViolation, match=r"client 1 \(clinic-a\).* accept them: a new roster"):
+        pins.following({A: OTHER_KEY})
+
+
+def test_pins_survive_as_bytes() -> None:
+    """In a client's state; bytes of another version are refused."""
+    moved = SEEN.following({A: CHAIN})
+    assert Pins.from_bytes(moved.to_bytes()) == moved
+    assert Pins.from_bytes(b"") == Pins()
+    with pytest.raises(ProtocolError, match="another version"):
+        Pins.from_bytes(moved.to_bytes()[:-1])
+
+
+def test_pins_survive_in_a_private_file(file: PinFile) -> None:
+    """With their roster and names; at first there are none."""
+    assert file.read() == Pins()
+    for pins in (SEEN, Pins.of(ROSTER).following({A: CHAIN})):
+        file.write(pins)
+        assert file.read() == pins
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+
+
+def test_pins_of_another_coordinator_count_for_nothing(file: PinFile) -> None:
+    """Its numbers mean other clients; control: of the same one they count."""
+    file.write(SEEN)
+    assert replace(file, coordinator_key=b"d" * 32).read() == Pins()
+    assert file.read() == SEEN
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format": 2}',
+        json.dumps({"format": 1, "coordinator_key": "63" * 32}),
+        json.dumps({"format": 1, "coordinator_key": "63" * 32, "roster": "", "clients": {"x": 1}}),
+    ],
+)
+def test_a_damaged_file_is_not_taken_for_none(file: PinFile, content: str) -> None:
+    """Whoever damages it would else choose the keys."""
+    file.path.write_text(content)
+    with pytest.raises(DeploymentError, match="holds no pinned keys"):
+        file.read()

@@ -1,0 +1,310 @@
+"""A client's messages in a session of secure aggregation: what it keeps, refuses and forgets."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    Failure,
+    SecureReply,
+    SecureRequest,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.core.params import Params
+from fedlearn.errors import Cancelled
+from fedlearn.identity.lineage import Lineage
+from fedlearn.secagg import messages
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.keys import fresh_signer
+from fedlearn.secagg.parameters import Adversary, Assumptions, derive
+from fedlearn.secagg.plan import SecurePlan, request_hash, tensors_of
+from fedlearn.secagg.server import Advertising, open_session
+from fedlearn.secagg.terms import Terms
+from fedlearn.session.pins import PinFile, Pins
+from fedlearn.session.secure import Kept, after_failure
+from fedlearn.session.session import ClientSession
+from fedlearn.simulation.secure import SimulatedIdentities
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+
+PARAMS = Params.of(torch.nn.Linear(2, 1))
+ASSUMED = Assumptions(
+    adversary=Adversary.ACTIVE_SERVER,
+    topology=Topology.COMPLETE,
+    corruption=0.0,
+    dropout=0.0,
+    sigma_bits=40,
+    eta_bits=30,
+)
+PLAN = SecurePlan(
+    parameters=derive(3, assumptions=ASSUMED),
+    min_survivors=3,
+    clip_norm=1.0,
+    statistics_norm=1.0,
+    max_loss=1.0,
+    max_examples=10,
+    by_examples=True,
+    modulus_bits=32,
+)
+TRAIN = TrainRequest(round_num=4, attempt=0, tensors=PARAMS.named(), settings={}, seed=1)
+TRAINING = SecureRequest(
+    round_num=4, attempt=0, message=b"", train=TRAIN, lanes=tensors_of(PARAMS.layout)
+)
+
+
+class Trainer:
+    """Moves the model by one, counts its trainings, and may be called off."""
+
+    def __init__(self, *, num_examples: int = 3, is_called_off: bool = False) -> None:
+        self.num_trainings = 0
+        self.num_examples = num_examples
+        self.is_called_off = is_called_off
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        if self.is_called_off:
+            raise Cancelled
+        self.num_trainings += 1
+        return LocalResult(
+            tensors={name: value + 1.0 for name, value in tensors.items()},
+            num_examples=self.num_examples,
+            metrics={},
+            state={"count": torch.tensor(self.num_trainings)},
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=1, metrics={})
+
+
+class Desk:
+    """A coordinator that goes through a session with three clients, one stage at a time."""
+
+    def __init__(self, trainers: list[Trainer], plan: SecurePlan = PLAN) -> None:
+        self.identities = SimulatedIdentities(3, plan)
+        self.sessions = [
+            ClientSession(ClientId(i), trainer, self.identities.client(ClientId(i)))
+            for i, trainer in enumerate(trainers)
+        ]
+        self.states = [b""] * 3
+        self.directory: Mapping[ClientId, bytes] = {}
+
+    def terms(self, *, attempt: int = 0, hashed: SecureRequest = TRAINING) -> Terms:
+        return PLAN.terms(
+            PARAMS.layout,
+            run_id=bytes(16),
+            round_num=4,
+            attempt=attempt,
+            request_hash=request_hash(hashed),
+        )
+
+    def open(self, terms: Terms) -> tuple[messages.SignedTerms, Advertising]:
+        signer = self.identities.coordinator[0]
+        return open_session(terms, signer=signer, directory=self.identities)
+
+    def ask(self, client: int, message: messages.Message, *, train: bool = False) -> object:
+        """Return the message in a client's reply, or its failure."""
+        request = replace(TRAINING, message=messages.encode(message))
+        if not train:
+            begins = isinstance(message, messages.SignedTerms)
+            directory = self.directory if begins else {}
+            request = replace(request, train=None, lanes={}, directory=directory)
+        reply, self.states[client] = self.sessions[client].handle(
+            encode(request), self.states[client]
+        )
+        found = decode(reply)
+        return messages.decode(found.message) if isinstance(found, SecureReply) else found
+
+    def packets(self, terms: Terms) -> Mapping[ClientId, messages.Packets]:
+        """Go through the stages before training and return what comes next."""
+        signed, advertising = self.open(terms)
+        for i in range(3):
+            advert = self.ask(i, signed)
+            assert isinstance(advert, messages.Advert)
+            advertising.receive(ClientId(i), advert)
+        roster, sharing = advertising.close()
+        for i in range(3):
+            shares = self.ask(i, roster)
+            assert isinstance(shares, messages.Shares)
+            sharing.receive(ClientId(i), shares)
+        return sharing.close()[0]
+
+
+def test_the_model_is_trained_once_and_the_trainer_keeps_its_state() -> None:
+    """In the stage with the packets; a client's state holds both."""
+    trainer = Trainer()
+    desk = Desk([trainer, Trainer(), Trainer()])
+    packets = desk.packets(desk.terms())
+    assert trainer.num_trainings == 0
+    vector = desk.ask(0, packets[ClientId(0)], train=True)
+    assert isinstance(vector, messages.MaskedVector)
+    assert trainer.num_trainings == 1
+    assert int(Kept.of(desk.states[0]).trainer["count"]) == 1
+
+
+def test_another_model_than_the_terms_name_is_not_trained() -> None:
+    """Control: the one that they name is."""
+    trainer = Trainer()
+    desk = Desk([trainer, Trainer(), Trainer()])
+    other = replace(TRAINING, train=replace(TRAIN, seed=2))
+    packets = desk.packets(desk.terms(hashed=other))
+    assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), Failure)
+    assert isinstance(desk.ask(1, packets[ClientId(1)]), Failure)  # nor none
+    assert trainer.num_trainings == 0
+
+
+def test_a_message_is_answered_once() -> None:
+    """A second copy is refused, and the session is over for this client."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    packets = desk.packets(desk.terms())[ClientId(0)]
+    assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
+    assert isinstance(desk.ask(0, packets, train=True), Failure)
+    session = Kept.of(desk.states[0]).session
+    assert session is not None
+    assert session.step is None
+
+
+def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> None:
+    """No state is answered from twice."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    packets = desk.packets(desk.terms())[ClientId(0)]
+    tensors = {"count": torch.tensor(5)}
+    desk.states[0] = replace(Kept.of(desk.states[0]), trainer=tensors).to_bytes()
+    reply, state = desk.sessions[0].handle(b"garbage", desk.states[0])
+    assert isinstance(decode(reply), Failure)
+    desk.states[0] = state
+    assert int(Kept.of(state).trainer["count"]) == 5
+    assert isinstance(desk.ask(0, packets, train=True), Failure)
+
+
+def test_a_training_that_is_called_off_may_be_done_again() -> None:
+    """Nothing was sent, so the state stands."""
+    trainer = Trainer(is_called_off=True)
+    desk = Desk([trainer, Trainer(), Trainer()])
+    packets = desk.packets(desk.terms())[ClientId(0)]
+    with pytest.raises(Cancelled):
+        desk.ask(0, packets, train=True)
+    trainer.is_called_off = False
+    assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
+
+
+def test_terms_below_the_policy_are_refused_in_words() -> None:
+    """The coordinator learns which rule; the trainer is not asked."""
+    strict = replace(PLAN, clip_norm=0.5, statistics_norm=0.5)  # what the clients allow
+    desk = Desk([Trainer(), Trainer(), Trainer()], strict)
+    refused = desk.ask(0, desk.open(desk.terms())[0])
+    assert isinstance(refused, Failure)
+    assert "`max_clip`: asked 1, allowed at most 0.5" in refused.reason
+
+
+def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
+    """A client that knows nobody learns the cohort at its first advert."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    told = dict(desk.identities)
+    for i, session in enumerate(desk.sessions):
+        assert session.secure is not None
+        own = {ClientId(i): told[ClientId(i)]}
+        desk.sessions[i] = replace(session, secure=replace(session.secure, directory=own))
+    desk.directory = told
+    packets = desk.packets(desk.terms())
+    assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
+    assert Kept.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
+    desk.directory = {ClientId(1): told[ClientId(2)]}
+    refused = desk.ask(0, desk.open(desk.terms(attempt=1))[0])
+    assert isinstance(refused, Failure)
+    assert "`pinned identity keys`: asked another key of client 1" in refused.reason
+    desk.directory = told
+    assert isinstance(desk.ask(0, desk.open(desk.terms(attempt=1))[0]), messages.Advert)
+
+
+@pytest.mark.parametrize("is_at_home", [False, True])
+def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
+    tmp_path: Path, *, is_at_home: bool
+) -> None:
+    """In the state of the run, or in a file; without the chain the same key is refused."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    old, new = fresh_signer(), fresh_signer()
+    chain = Lineage(old[1]).followed_by(new[1], client_id=ClientId(1), old=old[0], new=new[0])
+    session = desk.sessions[0]
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(session, pin_file=file if is_at_home else None)
+
+    def pinned() -> Pins:
+        return file.read() if is_at_home else Kept.of(desk.states[0]).pins
+
+    for attempt, (lineage, is_taken) in enumerate(
+        [(old[1], True), (new[1], False), (chain.to_bytes(), True), (old[1], False)]
+    ):
+        desk.directory = {ClientId(1): lineage}
+        reply = desk.ask(0, desk.open(desk.terms(attempt=attempt))[0])
+        assert isinstance(reply, messages.Advert) == is_taken
+    assert pinned().keys == {ClientId(1): new[1]}
+
+
+def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:
+    """The state of the next one is empty; control: without a file the other key is taken."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
+    for client in (0, 1):
+        desk.directory = {ClientId(2): b"k" * 32}
+        assert isinstance(desk.ask(client, desk.open(desk.terms())[0]), messages.Advert)
+        desk.states[client] = b""
+        desk.directory = {ClientId(2): b"x" * 32}
+        again = desk.ask(client, desk.open(desk.terms())[0])
+        assert isinstance(again, messages.Advert) == (client == 1)
+
+
+def test_a_message_that_is_refused_pins_nobody(tmp_path: Path) -> None:
+    """The terms are not the coordinator's: whoever sent them does not choose the keys."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
+    desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
+    desk.directory = {ClientId(2): b"k" * 32}
+    signed = desk.open(desk.terms())[0]
+    assert isinstance(desk.ask(0, replace(signed, signature=bytes(64))), Failure)
+    assert file.read() == Pins()
+
+
+def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
+    """Nor is anything else of that message."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    desk.directory = {ClientId(1): b"short"}
+    assert isinstance(desk.ask(0, desk.open(desk.terms())[0]), Failure)
+    assert desk.states[0] == b""
+
+
+def test_a_client_without_examples_adds_nothing() -> None:
+    """As in the clear, where its reply would be refused."""
+    desk = Desk([Trainer(num_examples=0), Trainer(), Trainer()])
+    packets = desk.packets(desk.terms())[ClientId(0)]
+    assert isinstance(desk.ask(0, packets, train=True), Failure)
+
+
+def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
+    """It says so, and still trains in the clear."""
+    session = ClientSession(ClientId(0), Trainer())
+    reply, state = session.handle(encode(replace(TRAINING, message=b"x")), b"")
+    failure = decode(reply)
+    assert isinstance(failure, Failure)
+    assert "invite it anew" in failure.reason
+    assert state == b""
+    assert isinstance(decode(session.handle(encode(TRAIN), b"")[0]), TrainReply)
+
+
+def test_a_trainers_state_is_kept_in_any_format() -> None:
+    """Its values, whatever their order in memory."""
+    matrix = torch.arange(6.0).view(2, 3).t()
+    kept = Kept.of(Kept(trainer={"a": matrix}, session=None).to_bytes())
+    assert torch.equal(kept.trainer["a"], matrix)
+
+
+def test_a_state_without_a_session_is_left_as_it_is() -> None:
+    """Also one that cannot be read."""
+    plain = Kept(trainer={"a": torch.ones(2)}, session=None).to_bytes()
+    for state in (b"", plain, b"damaged"):
+        assert after_failure(state) == state

@@ -1,0 +1,691 @@
+"""The store keeps exactly what was committed, on SQLite and on PostgreSQL, whatever happens."""
+
+import json
+import math
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Column, Integer, MetaData, create_engine, inspect, text
+
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError, StoreUnavailable
+from fedlearn.rounds.records import (
+    Checkpoint,
+    Outcome,
+    RoundRecord,
+    RunStatus,
+    RunStore,
+)
+from fedlearn.store.checkpoints import write_checkpoint
+from fedlearn.store.lease import deploy
+from fedlearn.store.names import memorable_names
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from fedlearn.store.schema import Base
+from tests import records
+
+RUN = replace(
+    records.RUN,
+    config={"seed": 1, "cohort": {"num_wanted": 10}, "floor": math.inf},
+    config_hash="0" * 64,
+    versions={"fedlearn": "0.1.0"},
+)
+
+# Goes on with a run, one committed round after the other, until it is killed.
+COMMIT_FOR_EVER = """
+import sys
+from itertools import count
+from pathlib import Path
+import torch
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.store.runs import Database
+from fedlearn.core.collecting import Participation, Status, Participations
+
+url, runs_dir, name = sys.argv[1:]
+run = Database.open(url, runs_dir=Path(runs_dir)).run(name)
+last = run.load()
+for k in count(last.round_num if last else 0):
+    reports = tuple(Participation(c, Status.REPORTED, 1.0, 5, 0.5, "") for c in range(20))
+    run.append(RoundRecord(
+        round_num=k, attempt=0, outcome=Outcome.AGGREGATED,
+        participations=Participations.of(reports),
+        train_loss=0.5, duration_s=1.0, virtual_s=k + 1.0, seconds=0.1, metrics={"k": k},
+    ))
+    tensors = {"params/w": torch.full((1000,), k + 1.0)}
+    run.commit(Checkpoint(round_num=k + 1, tensors=tensors, values={"k": k + 1}))
+    print(k + 1, flush=True)
+"""
+
+# Opens the database, then creates runs named from one seed as fast as it can.
+CREATE_MANY = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from fedlearn.rounds.records import RunRecord, RunStatus
+from fedlearn.store.runs import Database
+from fedlearn.core.randomness import Seed
+
+url, runs_dir, num_runs = sys.argv[1:]
+record = RunRecord(
+    name="", status=RunStatus.RUNNING, error="", created_utc="2026-01-02T03:04:05Z",
+    num_rounds=1, config={}, config_hash="", versions={},
+)
+print("ready", flush=True)
+sys.stdin.readline()
+with Database.open(url, runs_dir=Path(runs_dir)) as database:
+    for _ in range(int(num_runs)):
+        print(database.create_named(record, seed=Seed(1)).name, flush=True)
+"""
+
+INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
+NATURAL = st.integers(min_value=0, max_value=2**63 - 1)
+FLOATS = st.floats().map(lambda value: value + 0.0)  # SQLite has no -0.0
+PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+PARTICIPATIONS = st.builds(
+    Participation,
+    client_id=INT64.map(ClientId),
+    status=st.sampled_from(Status),
+    duration_s=FLOATS,
+    num_examples=NATURAL,
+    loss=FLOATS,
+    reason=PLAIN_TEXT,
+)
+ROUNDS = st.builds(
+    RoundRecord,
+    round_num=st.just(0),
+    attempt=st.integers(min_value=0, max_value=99),
+    outcome=st.sampled_from(Outcome),
+    participations=st.lists(PARTICIPATIONS, max_size=4).map(Participations.of),
+    train_loss=FLOATS,
+    duration_s=FLOATS,
+    virtual_s=FLOATS,
+    seconds=FLOATS,
+    metrics=st.dictionaries(PLAIN_TEXT, FLOATS, max_size=4),
+)
+
+
+@pytest.fixture
+def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+    """An empty store, once of each kind."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+@pytest.fixture
+def run(database: Database) -> StoredRun:
+    """A new run."""
+    return database.create(RUN)
+
+
+@pytest.fixture
+def sqlite_run(tmp_path: Path) -> Iterator[StoredRun]:
+    """A new run, where the kind of database cannot matter."""
+    url = sqlite_url(tmp_path / "runs.db")
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        yield database.create(RUN)
+
+
+def a_round(round_num: int, *, num_clients: int = 3) -> RoundRecord:
+    """A round in which all report."""
+    return RoundRecord(
+        round_num=round_num,
+        attempt=0,
+        outcome=Outcome.AGGREGATED,
+        participations=Participations.of(
+            Participation(ClientId(k), Status.REPORTED, 1.5 * k, 10, 0.5, "")
+            for k in range(num_clients)
+        ),
+        train_loss=0.5,
+        duration_s=3.0,
+        virtual_s=3.0 * (round_num + 1),
+        seconds=0.01,
+        metrics={"accuracy": 0.5},
+    )
+
+
+def a_checkpoint(round_num: int, *, size: int = 8) -> Checkpoint:
+    """A checkpoint whose weights all equal its round."""
+    weights = torch.full((size,), float(round_num))
+    return Checkpoint(round_num=round_num, tensors={"params/w": weights}, values={"k": round_num})
+
+
+def advance(run: StoredRun, *, to: int, start: int = 0) -> None:
+    """Run and commit rounds, one commit each."""
+    for round_num in range(start, to):
+        run.append(a_round(round_num))
+        run.commit(a_checkpoint(round_num + 1))
+
+
+def assert_consistent(run: StoredRun) -> int:
+    """Check that rounds and checkpoint tell the same story; return how far it goes."""
+    checkpoint = run.load()
+    finished = 0 if checkpoint is None else checkpoint.round_num
+    assert [record.round_num for record in run.rounds()] == list(range(finished))
+    if checkpoint is not None:
+        assert set(checkpoint.tensors["params/w"].tolist()) == {finished}
+        assert checkpoint.values == {"k": finished}
+    return finished
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# -- what goes in comes out ---------------------------------------------------------------
+
+
+@given(records=st.lists(ROUNDS, max_size=3))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rounds_come_back_as_they_went_in(database: Database, records: list[RoundRecord]) -> None:
+    """NaN, infinities, order of arrival, and text included."""
+    numbered = [replace(record, round_num=k) for k, record in enumerate(records)]
+    run = database.create(replace(RUN, name=f"property-{uuid4().hex}"))
+    for record in numbered:
+        run.append(record)
+    run.commit(a_checkpoint(len(numbered)))
+    assert [comparable(record) for record in run.rounds()] == [comparable(r) for r in numbered]
+
+
+def comparable(record: RoundRecord) -> str:
+    """Return the record as text, in which NaN equals NaN; metrics have no order."""
+    return repr(replace(record, metrics=dict(sorted(record.metrics.items()))))
+
+
+def test_a_run_comes_back_as_it_went_in(database: Database, run: StoredRun) -> None:
+    """By itself, by name and in the list."""
+    assert run.record == RUN
+    assert database.run(RUN.name).record == RUN
+    assert database.runs() == [RUN]
+
+
+def test_runs_are_listed_oldest_first(database: Database) -> None:
+    """Not by name."""
+    for name in ("b", "c", "a"):
+        database.create(replace(RUN, name=name))
+    assert [record.name for record in database.runs()] == ["b", "c", "a"]
+
+
+def test_the_folder_of_a_run_has_its_configuration(run: StoredRun) -> None:
+    """Readable without the database."""
+    assert json.loads((run.path / "config.json").read_text()) == RUN.config
+
+
+def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
+    """Failed with the reason, running again, done."""
+    run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
+    assert (run.record.status, run.record.error) == (RunStatus.FAILED, "3 reports, minimum 5")
+    run.set_running()
+    assert (run.record.status, run.record.error) == (RunStatus.RUNNING, "")
+    run.finish(RunStatus.DONE, error="")
+    assert run.record.status is RunStatus.DONE
+
+
+def test_the_last_rounds_are_summed_up(run: StoredRun) -> None:
+    """As the records would be, without reading each participation."""
+    for round_num in range(5):
+        run.append(replace(a_round(round_num, num_clients=round_num), train_loss=math.nan))
+    last = a_round(5)
+    failed = Participation(ClientId(9), Status.FAILED, 1.0, 0, math.nan, "no data")
+    run.append(replace(last, participations=Participations.of([*last.participations, failed])))
+    run.commit(a_checkpoint(6))
+    summaries = run.round_summaries(3)
+    assert [each.round_num for each in summaries] == [3, 4, 5]
+    for summary, record in zip(summaries, run.rounds()[3:], strict=True):
+        assert summary.counts == {status: record.count(status) for status in Status}
+        assert repr(summary.train_loss) == repr(record.train_loss)
+        assert (summary.outcome, summary.metrics) == (record.outcome, record.metrics)
+        assert (summary.duration_s, summary.seconds) == (record.duration_s, record.seconds)
+    assert len(run.round_summaries(99)) == 6
+
+
+def test_a_run_without_rounds_has_nothing_to_sum_up(run: StoredRun) -> None:
+    """Also a round that nobody took part in has its zeros."""
+    assert run.round_summaries(3) == []
+    run.append(a_round(0, num_clients=0))
+    run.commit(a_checkpoint(1))
+    assert run.round_summaries(3)[0].counts == dict.fromkeys(Status, 0)
+
+
+def test_text_that_a_database_refuses_is_escaped(run: StoredRun) -> None:
+    """A client's failure may quote anything; the round is recorded nevertheless."""
+    hostile = Participation(ClientId(1), Status.FAILED, 1.0, 0, math.nan, "a\0b\ud800c")
+    run.append(replace(a_round(0), participations=Participations.of([hostile])))
+    run.commit(a_checkpoint(1))
+    assert run.rounds()[0].participations[0].reason == r"a\x00b\ud800c"
+
+
+def test_a_stored_run_is_what_the_run_loop_asks_for(run: StoredRun) -> None:
+    """The protocol, checked by mypy; and nothing is there before the first commit."""
+    store: RunStore = run
+    assert store is run
+    assert run.load() is None
+
+
+# -- commits ------------------------------------------------------------------------------
+
+
+def test_appended_rounds_become_durable_with_the_next_commit(
+    database: Database, run: StoredRun
+) -> None:
+    """Not before: they would lie beyond the checkpoint."""
+    run.append(a_round(0))
+    run.append(a_round(1))
+    assert database.run(RUN.name).rounds() == []
+    run.commit(a_checkpoint(2))
+    assert assert_consistent(database.run(RUN.name)) == 2
+
+
+def test_two_checkpoints_are_kept_and_older_files_removed(run: StoredRun) -> None:
+    """Also what a crash has left behind goes."""
+    (run.path / "checkpoints" / ".round-000009-0123.safetensors.tmp").touch()
+    write_checkpoint(a_checkpoint(99), folder=run.path / "checkpoints")
+    advance(run, to=4)
+    assert [file.round_num for file in run.checkpoints()] == [3, 4]
+    assert set((run.path / "checkpoints").iterdir()) == {file.path for file in run.checkpoints()}
+
+
+def test_a_second_commit_of_a_round_takes_the_place_of_the_first(run: StoredRun) -> None:
+    """The file of the first is never overwritten, only removed once the second stands."""
+    advance(run, to=2)
+    first = run.checkpoints()[-1]
+    run.commit(replace(a_checkpoint(2), values={"k": 2, "stopped": True}))
+    assert [file.round_num for file in run.checkpoints()] == [1, 2]
+    assert run.checkpoints()[-1].path != first.path
+    assert not first.path.exists()
+    loaded = run.load()
+    assert loaded is not None
+    assert loaded.values == {"k": 2, "stopped": True}
+
+
+def test_a_round_beyond_the_checkpoint_is_refused(sqlite_run: StoredRun) -> None:
+    """It would be run, and recorded, twice after a resume."""
+    sqlite_run.append(a_round(1))
+    with pytest.raises(ValueError, match="round 1 is not finished by a checkpoint of 1 rounds"):
+        sqlite_run.commit(a_checkpoint(1))
+    assert sqlite_run.load() is None
+
+
+def test_a_second_process_with_the_same_run_is_told(database: Database, run: StoredRun) -> None:
+    """Whoever commits a round second fails; what the first has committed stands."""
+    other = database.run(RUN.name)
+    advance(run, to=1)
+    other.append(a_round(0, num_clients=1))
+    with pytest.raises(StoreError, match=r"another process writes the same run.*after round 1"):
+        other.commit(a_checkpoint(1))
+    assert len(run.rounds()[0].participations) == 3
+    assert assert_consistent(run) == 1
+
+
+def test_the_best_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> None:
+    """Before there is a best one, it is the last."""
+    with pytest.raises(StoreError, match=r"no checkpoint yet.*fedlearn resume calm-otter-17"):
+        sqlite_run.load_best()
+    last = {"params/w": torch.tensor([1.0]), "server/momentum": torch.tensor([7.0])}
+    sqlite_run.commit(Checkpoint(round_num=1, tensors=last, values={}))
+    assert sqlite_run.load_best() == {"w": torch.tensor([1.0])}
+    best = last | {"best/w": torch.tensor([2.0])}
+    sqlite_run.commit(Checkpoint(round_num=2, tensors=best, values={}))
+    assert sqlite_run.load_best() == {"w": torch.tensor([2.0])}
+
+
+def test_connections_that_are_all_in_use_pass(database_url: str, tmp_path: Path) -> None:
+    """That is the pool's own error, and none of the driver's: it is waited for as others are."""
+    Database.open(database_url, runs_dir=tmp_path / "runs").close()
+    engine = create_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=0.01)
+    with Database(engine, runs_dir=tmp_path / "runs") as database:
+        with engine.connect(), pytest.raises(StoreUnavailable, match="connections of this process"):
+            database.runs()
+        assert database.runs() == []
+
+
+# -- damage -------------------------------------------------------------------------------
+
+
+def test_a_run_goes_back_from_a_damaged_checkpoint(run: StoredRun) -> None:
+    """The error names the command; the rounds since then are forgotten and run again."""
+    advance(run, to=2)
+    for round_num in (2, 3):
+        run.append(a_round(round_num))
+    run.commit(a_checkpoint(4))
+    damage(run.checkpoints()[-1].path)
+    with pytest.raises(CorruptCheckpoint, match="fedlearn resume calm-otter-17 --from-previous"):
+        run.load()
+    assert run.rewind().round_num == 2
+    assert assert_consistent(run) == 2
+    advance(run, start=2, to=4)
+    assert assert_consistent(run) == 4
+
+
+def test_without_an_earlier_checkpoint_there_is_no_way_back(sqlite_run: StoredRun) -> None:
+    """The remedies do not promise what is not there."""
+    advance(sqlite_run, to=1)
+    damage(sqlite_run.checkpoints()[-1].path)
+    with pytest.raises(CorruptCheckpoint, match="no earlier one is kept: start the run again"):
+        sqlite_run.load()
+    with pytest.raises(StoreError, match="no earlier checkpoint to go back to"):
+        sqlite_run.rewind()
+
+
+def test_nothing_is_forgotten_for_a_checkpoint_that_is_damaged_too(sqlite_run: StoredRun) -> None:
+    """The rounds are at least still a record."""
+    advance(sqlite_run, to=3)
+    damage(sqlite_run.checkpoints()[0].path)
+    with pytest.raises(CorruptCheckpoint, match="no earlier one is kept"):
+        sqlite_run.rewind()
+    assert assert_consistent(sqlite_run) == 3
+
+
+def test_a_full_disk_fails_the_commit_and_nothing_else(run: StoredRun) -> None:
+    """The kernel refuses the file; with space again, the same commit succeeds."""
+    advance(run, to=2)
+    run.append(a_round(2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreError) as error:
+            run.commit(a_checkpoint(3, size=50_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for part in ("cannot write", "round-000003", "after round 2", "resume calm-otter-17"):
+        assert part in str(error.value)
+    assert len(list((run.path / "checkpoints").iterdir())) == 2
+    assert assert_consistent(run) == 2
+    run.commit(a_checkpoint(3))
+    assert assert_consistent(run) == 3
+
+
+def test_a_full_disk_under_the_database_rolls_the_commit_back(sqlite_run: StoredRun) -> None:
+    """The checkpoint's file fits, the rows do not: neither counts."""
+    advance(sqlite_run, to=2)
+    sqlite_run.append(a_round(2, num_clients=10_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(StoreError, match=r"runs\.db.*free some space.*after round 2"):
+            sqlite_run.commit(a_checkpoint(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert assert_consistent(sqlite_run) == 2
+    sqlite_run.commit(a_checkpoint(3))
+    assert assert_consistent(sqlite_run) == 3
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 kB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system is not permitted here; RLIMIT_FSIZE tests the same")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_run_fills_a_real_disk_and_goes_on_when_there_is_space(tiny_disk: Path) -> None:
+    """Database and files on the disk that is full."""
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(bytes(100_000))
+    with Database.open(sqlite_url(tiny_disk / "runs.db"), runs_dir=tiny_disk) as database:
+        run = database.create(RUN)
+        with pytest.raises(StoreError, match=r"(full|No space).*still stands"):
+            advance(run, to=10_000)
+        finished = assert_consistent(run)
+        assert finished > 1
+        ballast.unlink()
+        run.commit(a_checkpoint(finished + 1))
+        assert assert_consistent(run) == finished + 1
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_run_that_goes_on(
+    database_url: str, database: Database, run: StoredRun
+) -> None:
+    """Kill -9 in a loop of commits, three times over: no round is lost that was committed."""
+    arguments = [database_url, str(database.runs_dir), RUN.name]
+    finished = 0
+    for num_commits in (1, 8, 15):
+        with subprocess.Popen(
+            [sys.executable, "-c", COMMIT_FOR_EVER, *arguments], stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            said = [int(line) for line in islice(child.stdout, num_commits)]
+            child.send_signal(signal.SIGKILL)
+            said += [int(line) for line in child.stdout]
+        assert said == list(range(finished + 1, finished + 1 + len(said)))
+        finished = assert_consistent(run)
+        assert finished - said[-1] in {0, 1}
+    advance(run, start=finished, to=finished + 1)
+    assert set((run.path / "checkpoints").iterdir()) == {file.path for file in run.checkpoints()}
+
+
+# -- names --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_create_runs_at_once(database_url: str, tmp_path: Path) -> None:
+    """They also create the database at once; every run gets a name of its own."""
+    command = [sys.executable, "-c", CREATE_MANY, database_url, str(tmp_path / "runs"), "20"]
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    names = [name for child in children for name in child.communicate()[0].split()]
+    assert [child.returncode for child in children] == [0, 0]
+    assert set(names) == set(islice(memorable_names(Seed(1)), 40))
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        assert {record.name for record in database.runs()} == set(names)
+
+
+def test_memorable_names_differ_from_seed_to_seed() -> None:
+    """And read as words and a number."""
+    names = [next(memorable_names(Seed(k))) for k in range(200)]
+    assert len(set(names)) > 195
+    assert all(name.count("-") == 2 and name.isascii() for name in names)
+
+
+def test_a_name_is_taken_once(database: Database, run: StoredRun) -> None:
+    """By the row even where the folder is gone, by the folder even where the row is."""
+    advance(run, to=1)
+    run.path.rename(run.path.with_name("moved"))
+    with pytest.raises(StoreError, match="there is a run called 'calm-otter-17' already"):
+        database.create(RUN)
+    assert not run.path.exists()
+    with pytest.raises(StoreError, match="moved exists already"):
+        database.create(replace(RUN, name="moved"))
+    assert database.runs() == [RUN]
+    assert len(list((database.runs_dir / "moved" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("left", ["", "checkpoints/", "checkpoints/ .config.json.01.tmp"])
+def test_what_a_killed_creation_has_left_takes_no_name(database: Database, left: str) -> None:
+    """A deployed run has one name only: each later start would fail at the folder."""
+    folder = database.runs_dir / RUN.name
+    folder.mkdir()
+    for name in left.split():
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
+    advance(database.create(RUN), to=1)
+    assert json.loads((folder / "config.json").read_text()) == RUN.config
+    assert assert_consistent(database.run(RUN.name)) == 1
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing(database: Database) -> None:
+    """With space again, it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write .*config.json"):
+            database.create(replace(RUN, config={"large": "x" * 150_000}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (database.runs(), list(database.runs_dir.iterdir())) == ([], [])
+    database.create(RUN)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "-a", "a b", "a\n", "x" * 65])
+def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Least of all one that leads out of it."""
+    runs_dir = tmp_path / "runs"
+    with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=runs_dir) as database:
+        with pytest.raises(StoreError, match="a run cannot be called"):
+            database.create(replace(RUN, name=name))
+        assert database.runs() == []
+    assert list(runs_dir.iterdir()) == []
+
+
+def test_an_unknown_run_suggests_the_nearest(database: Database, run: StoredRun) -> None:
+    """And says how to list them."""
+    with pytest.raises(StoreError, match=r"did you mean 'calm-otter-17'\? `fedlearn runs`"):
+        database.run("calm-oter-17")
+    with pytest.raises(StoreError, match="no run called 'zzz'; `fedlearn runs`"):
+        database.run("zzz")
+
+
+# -- the schema ---------------------------------------------------------------------------
+
+
+def differences(url: str, metadata: MetaData) -> list[object]:
+    """Return what Alembic would have to change in the database to match ``metadata``."""
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        found = compare_metadata(MigrationContext.configure(connection), metadata)
+    engine.dispose()
+    return list(found)
+
+
+def test_the_revisions_lead_to_the_tables_of_this_version(
+    database_url: str, database: Database
+) -> None:
+    """Columns, types, nullability, keys; and the comparison does see a difference."""
+    assert differences(database_url, Base.metadata) == []
+    other = MetaData()
+    for table in Base.metadata.tables.values():
+        table.to_metadata(other)
+    other.tables["rounds"].append_column(Column("more", Integer))
+    assert len(differences(database_url, other)) == 1
+
+
+def test_opening_twice_changes_nothing(database_url: str, run: StoredRun, tmp_path: Path) -> None:
+    """What was there is there."""
+    advance(run, to=2)
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
+        assert assert_consistent(again.run(RUN.name)) == 2
+
+
+def test_a_database_of_the_version_before_is_migrated(
+    database_url: str, run: StoredRun, tmp_path: Path
+) -> None:
+    """With all that is in it; from 0001, which had no deployments."""
+    advance(run, to=2)
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", "fedlearn.store:migrations")
+        config.set_main_option("path_separator", "os")
+        command.downgrade(config, "0001")
+        assert "deployments" not in inspect(connection).get_table_names()
+    engine.dispose()
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
+        assert assert_consistent(again.run(RUN.name)) == 2
+        assert deploy(again, RUN.name).epoch == 0
+    assert differences(database_url, Base.metadata) == []
+
+
+def test_a_database_of_a_later_version_is_refused(
+    database_url: str, database: Database, tmp_path: Path
+) -> None:
+    """Before anything in it is touched."""
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(NewerStore, match=r"revision '9999'.*upgrade fedlearn"):
+        Database.open(database_url, runs_dir=tmp_path / "runs")
+
+
+# -- opening ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs.db", "the store's URL is not one"),
+        ("mysql+pymysql://root@localhost/runs", r"no store is kept by 'mysql\+pymysql'"),
+        ("sqlite://", "outlives the process"),
+        ("sqlite:///:memory:", "outlives the process"),
+    ],
+)
+def test_a_url_that_is_no_store_is_refused(tmp_path: Path, url: str, message: str) -> None:
+    """With those that are."""
+    with pytest.raises(StoreError, match=message + r".*sqlite:///FILE.*postgresql\+psycopg"):
+        Database.open(url, runs_dir=tmp_path)
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    """It may be the user's thesis."""
+    path = tmp_path / "thesis.db"
+    path.write_text("Chapter one. " * 1000)
+    with pytest.raises(StoreError, match=r"thesis\.db.*not a database.*move it away"):
+        Database.open(sqlite_url(path), runs_dir=tmp_path)
+    assert path.read_text().startswith("Chapter one. ")
+
+
+def test_a_locked_database_says_who_to_wait_for(tmp_path: Path) -> None:
+    """Another process that writes for longer than the timeout."""
+    path = tmp_path / "runs.db"
+    with Database.open(sqlite_url(path) + "?timeout=0", runs_dir=tmp_path) as database:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert database.runs() == []
+            with pytest.raises(StoreError, match=r"database is locked.*let it finish"):
+                database.create(RUN)
+        assert list(tmp_path.glob("calm*")) == []
+        database.create(RUN)
+
+
+def test_a_read_only_database_can_be_read(tmp_path: Path) -> None:
+    """Only writing fails."""
+    path = tmp_path / "runs.db"
+    with Database.open(sqlite_url(path), runs_dir=tmp_path) as database:
+        database.create(RUN)
+    url = f"sqlite:///file:{path}?mode=ro&uri=true"
+    with Database.open(url, runs_dir=tmp_path) as database:
+        assert database.runs() == [RUN]
+        with pytest.raises(StoreError, match=r"readonly database.*writable"):
+            database.run(RUN.name).finish(RunStatus.DONE, error="")
+
+
+def test_a_runs_folder_that_is_a_file_is_an_error_with_its_path(tmp_path: Path) -> None:
+    """Nothing is created beside it."""
+    (tmp_path / "runs").touch()
+    with pytest.raises(StoreError, match=r"/runs: File exists"):
+        Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -1,0 +1,89 @@
+"""Dropout masks as a function of a key."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.core.randomness import Seed
+from fedlearn.training.keyed_dropout import KeyedDropout, KeyedDropouts, step_keys, untouched
+
+
+def network(rate: float = 0.5) -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(rate), nn.Sequential(nn.Dropout(rate), nn.Identity()))
+
+
+def dropped(model: nn.Module, dropouts: KeyedDropouts, *, seed: int, step: int) -> torch.Tensor:
+    dropouts.set_key(int(step_keys([Seed(seed)], step + 1)[0, step]))
+    ones: torch.Tensor = model(torch.ones(64, 100))
+    return ones
+
+
+def test_the_same_key_drops_the_same_units() -> None:
+    """Another seed or step drops others; nothing is drawn from a generator."""
+    model = network()
+    dropouts = KeyedDropouts.install(model)
+    before = torch.random.get_rng_state()
+    first = dropped(model, dropouts, seed=0, step=0)
+    assert torch.equal(dropped(model, dropouts, seed=0, step=0), first)
+    assert not torch.equal(dropped(model, dropouts, seed=0, step=1), first)
+    assert not torch.equal(dropped(model, dropouts, seed=1, step=0), first)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_layers_drop_different_units() -> None:
+    """Two layers with one key would drop the same: the product would keep half, not a quarter."""
+    model = network()
+    kept = dropped(model, KeyedDropouts.install(model), seed=0, step=0) != 0.0
+    assert abs(float(kept.float().mean()) - 0.25) < 0.03
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
+    """A share of units is zero, the rest are 1 / (1 - rate)."""
+    model = nn.Sequential(nn.Dropout(rate))
+    outputs = dropped(model, KeyedDropouts.install(model), seed=3, step=0)
+    share = float((outputs == 0.0).float().mean())
+    assert abs(share - rate) < 4 * (rate * (1 - rate) / outputs.numel()) ** 0.5
+    assert bool(torch.isclose(outputs[outputs != 0.0], torch.tensor(1 / (1 - rate))).all())
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.0, 1.0), (1.0, 0.0)])
+def test_extreme_rates_keep_all_or_nothing(rate: float, expected: float) -> None:
+    """Without dividing by zero."""
+    model = nn.Sequential(nn.Dropout(rate))
+    outputs = dropped(model, KeyedDropouts.install(model), seed=3, step=0)
+    assert bool((outputs == expected).all())
+
+
+def test_whole_channels_are_dropped_where_the_layer_says_so() -> None:
+    """Dropout2d: a channel is zero or whole."""
+    model = nn.Sequential(nn.Dropout2d(0.5))
+    dropouts = KeyedDropouts.install(model)
+    dropouts.set_key(int(step_keys([Seed(0)], 1)[0, 0]))
+    per_channel = model(torch.ones(32, 8, 3, 3)).flatten(2)
+    assert bool((per_channel == per_channel[..., :1]).all())
+    assert 0.3 < float((per_channel[..., 0] == 0.0).float().mean()) < 0.7
+
+
+def test_nothing_is_dropped_in_evaluation() -> None:
+    """As in torch; installing keeps the mode a layer was in."""
+    model = network().eval()
+    dropouts = KeyedDropouts.install(model)
+    assert bool((dropped(model, dropouts, seed=0, step=0) == 1.0).all())
+    assert len(dropouts) == 2
+    assert sum(isinstance(each, KeyedDropout) for each in model.modules()) == 2
+
+
+def test_a_models_own_draws_leave_the_global_generator_alone() -> None:
+    """It is given back also when the block fails."""
+    generator = torch.default_generator
+    before = generator.get_state()
+
+    def failing() -> None:
+        with untouched(generator):
+            generator.manual_seed(int(step_keys([Seed(0)], 2)[0, 1]))
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        failing()
+    assert torch.equal(generator.get_state(), before)

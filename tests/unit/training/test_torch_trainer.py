@@ -1,0 +1,172 @@
+"""The trainer that comes with the framework."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import DataError, ModelMismatch
+from fedlearn.training.local_data import TensorData
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import TrainContext
+
+LOCAL = LocalSgd(
+    epochs=2, batch_size=None, learning_rate=0.1, momentum=0.9, shuffle=False, keep_momentum=True
+)
+
+
+def make_model() -> nn.Module:
+    return nn.Linear(5, 3).double()
+
+
+def resident() -> ResidentModel:
+    return ResidentModel(
+        make_model, CrossEntropy(), device=torch.device("cpu"), precision=Precision.FLOAT32
+    )
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    features = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    return features, torch.randint(0, 3, (count,), generator=generator)
+
+
+def trainer_on(
+    features: Tensor, labels: Tensor, *, model: ResidentModel | None = None
+) -> TorchTrainer:
+    data = TensorData(features, labels, device=torch.device("cpu"))
+    return TorchTrainer(resident() if model is None else model, data)
+
+
+def context(local: LocalSgd = LOCAL, state: dict[str, Tensor] | None = None) -> TrainContext:
+    return TrainContext(
+        client_id=ClientId(1),
+        round_num=0,
+        settings=local.settings(),
+        seed=Seed(0),
+        state=state or {},
+    )
+
+
+def test_kept_momentum_continues_torchs_sequence() -> None:
+    """Two calls with the state between them are four steps of one optimiser."""
+    features, labels = examples(6)
+    module = make_model()
+    trainer = trainer_on(features, labels)
+    tensors = Params.of(module).named()
+    first = trainer.train(tensors, context=context())
+    second = trainer.train(first.tensors, context=context(state=dict(first.state)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(module(features), labels).backward()
+        optimizer.step()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(second.tensors[name], value.detach(), rtol=0.0, atol=1e-14)
+
+
+def test_nothing_is_kept_unless_asked_for() -> None:
+    """Without ``keep_momentum`` a state is neither returned nor used."""
+    trainer = trainer_on(*examples(6))
+    tensors = Params.of(make_model()).named()
+    local = replace(LOCAL, keep_momentum=False)
+    first = trainer.train(tensors, context=context(local))
+    assert first.state == {}
+    stale = {name: torch.ones_like(value) for name, value in tensors.items()}
+    again = trainer.train(tensors, context=context(local, state=stale))
+    assert all(torch.equal(first.tensors[name], again.tensors[name]) for name in tensors)
+
+
+def test_trainers_share_a_model_without_sharing_results() -> None:
+    """What one returned is not overwritten by the next."""
+    model, tensors = resident(), Params.of(make_model()).named()
+    first = trainer_on(*examples(6), model=model).train(tensors, context=context())
+    before = {name: value.clone() for name, value in first.tensors.items()}
+    trainer_on(*examples(8), model=model).train(tensors, context=context())
+    assert all(torch.equal(first.tensors[name], before[name]) for name in before)
+
+
+def test_the_request_is_not_modified() -> None:
+    """The global model is the coordinator's."""
+    tensors = Params.of(make_model()).named()
+    before = {name: value.clone() for name, value in tensors.items()}
+    trainer = trainer_on(*examples(6))
+    trainer.train(tensors, context=context())
+    trainer.evaluate(tensors)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_evaluation_returns_means_over_the_examples() -> None:
+    """Loss and accuracy of the model in the request."""
+    features, labels = examples(6)
+    module = make_model()
+    found = trainer_on(features, labels).evaluate(Params.of(module).named())
+    outputs = module(features).detach()
+    assert found.num_examples == 6
+    assert found.metrics["loss"] == pytest.approx(float(F.cross_entropy(outputs, labels)))
+    assert found.metrics["accuracy"] == pytest.approx(
+        float((outputs.argmax(1) == labels).double().mean())
+    )
+
+
+@pytest.mark.parametrize(("num_features", "num_labels"), [(0, 0), (3, 2)])
+def test_a_client_without_examples_is_an_error(num_features: int, num_labels: int) -> None:
+    """As is one whose labels do not match them; the message has both counts."""
+    with pytest.raises(DataError, match=f"{num_features} examples with {num_labels} labels"):
+        trainer_on(examples(9)[0][:num_features], examples(9)[1][:num_labels])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"weight": (3, 5)}, "has no such tensor, this trainer's has bias [3]; use the same"),
+        ({"weight": (3, 5), "bias": (1,)}, "has bias [1], this trainer's has bias [3]"),
+        (
+            {"0.weight": (9, 5), "0.bias": (9,), "2.weight": (3, 9)},
+            "has 0.weight [9, 5] (and 2 more), this trainer's has weight [3, 5] (and 1 more)",
+        ),
+        (
+            {"weight": (3, 5), "bias": (3,), "2.weight": (3, 9)},
+            "has 2.weight [3, 9], this trainer's has no such tensor",
+        ),
+    ],
+    ids=["missing", "would be broadcast", "other names", "one more"],
+)
+def test_another_model_is_refused_before_it_is_loaded(
+    tensors: dict[str, tuple[int, ...]], words: str
+) -> None:
+    """With names and shapes of both; control: the trainer's own model is taken."""
+    trainer = trainer_on(*examples(6))
+    others = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    with pytest.raises(ModelMismatch, match=re.escape(words)):
+        trainer.train(others, context=context())
+    with pytest.raises(ModelMismatch, match=re.escape(words)):
+        trainer.evaluate(others)
+    own = {"weight": torch.zeros(3, 5), "bias": torch.zeros(3)}
+    assert trainer.evaluate({**own, "count": torch.tensor(1)}).num_examples == 6
+
+
+@pytest.mark.parametrize(
+    ("num_features", "label", "error"), [(4, 2, RuntimeError), (5, 3, IndexError), (5, 2, None)]
+)
+@pytest.mark.parametrize("is_test", [False, True])
+def test_what_does_not_go_through_the_model_is_found_without_weights(
+    num_features: int, label: int, error: type[Exception] | None, *, is_test: bool
+) -> None:
+    """Features of another width, labels the model has no output for; the last is the control."""
+    bad = torch.zeros(8, num_features, dtype=torch.float64), torch.full((8,), label)
+    fine = examples(6)
+    data, test = (fine, bad) if is_test else (bad, fine)
+    trainer = TorchTrainer.of(make_model, *data, test=test, device="cpu")
+    with nullcontext() if error is None else pytest.raises(error):
+        trainer.try_out()
