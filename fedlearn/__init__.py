@@ -1,114 +1,114 @@
 """Federated learning on PyTorch: one round, written once, simulated or deployed.
 
 The public names are imported when they are first used, so that ``fedlearn --help`` does not
-wait for torch and the simulation engine does not need a database library.
+wait for torch and the simulation engine does not need a database library. The import itself asks
+for products that can be repeated to the bit, while there is time: torch is not used yet.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from fedlearn.core.mkl_environment import prepare_for_mkl
+
 if TYPE_CHECKING:
-    from fedlearn.algorithms.local import LocalSgd
-    from fedlearn.algorithms.objectives import (
-        BinaryCrossEntropy,
-        CrossEntropy,
-        CustomLoss,
-        MeanSquaredError,
-    )
-    from fedlearn.algorithms.recipes import (
-        Algorithm,
-        FedAdagrad,
-        FedAdam,
-        FedAvg,
-        FedAvgM,
-        FedProx,
-        FedSGD,
-        FedYogi,
-    )
-    from fedlearn.errors import FedlearnError
-    from fedlearn.experiment.run import Run
-    from fedlearn.experiment.simulate import simulate
-    from fedlearn.simulation.federated_data import (
-        Bootstrap,
-        FederatedData,
-        Natural,
-        from_arrays,
-        from_dataset,
-        from_npz,
-        from_parquet,
-    )
-    from fedlearn.simulation.partition import Dirichlet, Iid, Shards
-    from fedlearn.simulation.sources import Examples, TrainTest
+    from fedlearn.algorithms.adam import LocalAdam as LocalAdam
+    from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
+    from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
+    from fedlearn.algorithms.lanes import Aggregate as Aggregate
+    from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
+    from fedlearn.algorithms.lanes import Over as Over
+    from fedlearn.algorithms.lanes import Updates as Updates
+    from fedlearn.algorithms.local import LocalSgd as LocalSgd
+    from fedlearn.algorithms.local import LocalUpdate as LocalUpdate
+    from fedlearn.algorithms.local import LocalWork as LocalWork
+    from fedlearn.algorithms.local import MemorySpec as MemorySpec
+    from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
+    from fedlearn.algorithms.metrics import R2 as R2
+    from fedlearn.algorithms.metrics import BinaryAuc as BinaryAuc
+    from fedlearn.algorithms.metrics import BinaryF1 as BinaryF1
+    from fedlearn.algorithms.metrics import Metric as Metric
+    from fedlearn.algorithms.objectives import BinaryCrossEntropy as BinaryCrossEntropy
+    from fedlearn.algorithms.objectives import CrossEntropy as CrossEntropy
+    from fedlearn.algorithms.objectives import CustomLoss as CustomLoss
+    from fedlearn.algorithms.objectives import MeanSquaredError as MeanSquaredError
+    from fedlearn.algorithms.own_training import OwnTraining as OwnTraining
+    from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
+    from fedlearn.algorithms.recipes import Algorithm as Algorithm
+    from fedlearn.algorithms.recipes import FedAdagrad as FedAdagrad
+    from fedlearn.algorithms.recipes import FedAdam as FedAdam
+    from fedlearn.algorithms.recipes import FedAvg as FedAvg
+    from fedlearn.algorithms.recipes import FedAvgM as FedAvgM
+    from fedlearn.algorithms.recipes import FedMedian as FedMedian
+    from fedlearn.algorithms.recipes import FedProx as FedProx
+    from fedlearn.algorithms.recipes import FedSGD as FedSGD
+    from fedlearn.algorithms.recipes import FedYogi as FedYogi
+    from fedlearn.algorithms.sampling import CohortSampler as CohortSampler
+    from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
+    from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
+    from fedlearn.algorithms.scaffold import Scaffold as Scaffold
+    from fedlearn.algorithms.strategy import Stepped as Stepped
+    from fedlearn.algorithms.strategy import Strategy as Strategy
+    from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
+    from fedlearn.errors import FedlearnError as FedlearnError
+    from fedlearn.experiment.run import Run as Run
+    from fedlearn.experiment.simulate import simulate as simulate
+    from fedlearn.rounds.records import RoundRecord as RoundRecord
+    from fedlearn.rounds.run import RoundCallback as RoundCallback
+    from fedlearn.simulation.federated_data import Bootstrap as Bootstrap
+    from fedlearn.simulation.federated_data import FederatedData as FederatedData
+    from fedlearn.simulation.federated_data import Natural as Natural
+    from fedlearn.simulation.federated_data import from_arrays as from_arrays
+    from fedlearn.simulation.federated_data import from_dataset as from_dataset
+    from fedlearn.simulation.federated_data import from_examples as from_examples
+    from fedlearn.simulation.federated_data import from_npz as from_npz
+    from fedlearn.simulation.federated_data import from_parquet as from_parquet
+    from fedlearn.simulation.partition import Dirichlet as Dirichlet
+    from fedlearn.simulation.partition import Iid as Iid
+    from fedlearn.simulation.partition import Shards as Shards
+    from fedlearn.simulation.sources import Examples as Examples
+    from fedlearn.simulation.sources import TrainTest as TrainTest
 
-__all__ = [
-    "Algorithm",
-    "BinaryCrossEntropy",
-    "Bootstrap",
-    "CrossEntropy",
-    "CustomLoss",
-    "Dirichlet",
-    "Examples",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedProx",
-    "FedSGD",
-    "FedYogi",
-    "FederatedData",
-    "FedlearnError",
-    "Iid",
-    "LocalSgd",
-    "MeanSquaredError",
-    "Natural",
-    "Run",
-    "Shards",
-    "TrainTest",
-    "from_arrays",
-    "from_dataset",
-    "from_npz",
-    "from_parquet",
-    "simulate",
-]
-
+#: Names by the module that each is imported from, at its first use.
 _HOME = {
-    "algorithms.local": ("LocalSgd",),
-    "algorithms.objectives": (
-        "BinaryCrossEntropy",
-        "CrossEntropy",
-        "CustomLoss",
-        "MeanSquaredError",
-    ),
+    "algorithms.adam": "LocalAdam",
+    "algorithms.aggregations": "WeightedMean",
+    "algorithms.gradient_clipping": "ClippedGradients",
+    "algorithms.lanes": "Aggregate LaneSpec Over Updates",
+    "algorithms.local": "LocalSgd LocalUpdate LocalWork MemorySpec",
+    "algorithms.median": "CoordinateMedian",
+    "algorithms.metrics": "R2 BinaryAuc BinaryF1 Metric",
+    "algorithms.objectives": "BinaryCrossEntropy CrossEntropy CustomLoss MeanSquaredError",
+    "algorithms.own_training": "OwnTraining",
+    "algorithms.rate_schedules": "ScheduledRate",
     "algorithms.recipes": (
-        "Algorithm",
-        "FedAdagrad",
-        "FedAdam",
-        "FedAvg",
-        "FedAvgM",
-        "FedProx",
-        "FedSGD",
-        "FedYogi",
+        "Algorithm FedAdagrad FedAdam FedAvg FedAvgM FedMedian FedProx FedSGD FedYogi"
     ),
-    "errors": ("FedlearnError",),
-    "experiment.run": ("Run",),
-    "experiment.simulate": ("simulate",),
+    "algorithms.sampling": "CohortSampler PoissonSampler UniformSampler",
+    "algorithms.scaffold": "Scaffold",
+    "algorithms.strategy": "Stepped Strategy",
+    "algorithms.transforms": "ClippedUpdates",
+    "errors": "FedlearnError",
+    "experiment.run": "Run",
+    "experiment.simulate": "simulate",
+    "rounds.records": "RoundRecord",
+    "rounds.run": "RoundCallback",
     "simulation.federated_data": (
-        "Bootstrap",
-        "FederatedData",
-        "Natural",
-        "from_arrays",
-        "from_dataset",
-        "from_npz",
-        "from_parquet",
+        "Bootstrap FederatedData Natural "
+        "from_arrays from_dataset from_examples from_npz from_parquet"
     ),
-    "simulation.partition": ("Dirichlet", "Iid", "Shards"),
-    "simulation.sources": ("Examples", "TrainTest"),
+    "simulation.partition": "Dirichlet Iid Shards",
+    "simulation.sources": "Examples TrainTest",
 }
+
+__all__ = [name for names in _HOME.values() for name in names.split()]
+
+prepare_for_mkl(os.environ)
 
 
 def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
     for module, names in _HOME.items():
-        if name in names:
+        if name in names.split():
             return getattr(importlib.import_module(f"fedlearn.{module}"), name)
     raise AttributeError(f"module 'fedlearn' has no attribute {name!r}")
 

@@ -1,32 +1,5 @@
 """Every exception fedlearn raises on purpose.
 
-::
-
-    FedlearnError
-    |- ConfigError        a run that must not start as configured
-    |- DataError          the examples cannot be trained on as they are
-    |- RoundError         one round failed; the server state is unchanged
-    |  |- CohortTooSmall    fewer clients are available than the round asks
-    |  |- TooFewReports     the round closed below its minimum
-    |  `- AggregationAborted  a session of secure aggregation ended; nothing was released
-    |- ModelMismatch      the coordinator's model is not that of this client's trainer
-    |- PolicyViolation    a client is asked for what its own policy does not allow
-    |- ProtocolError      bytes from a peer that are not a valid message
-    |- StoreError         the record of a run cannot be read or written
-    |  |- CorruptCheckpoint  a checkpoint's bytes are not those that were committed
-    |  |- NewerStore         written by a later version of fedlearn
-    |  |- StoreUnavailable   the database is away, or busy for long; it may come back
-    |  |  `- NoSpace             the disk is full
-    |  `- Fenced             another coordinator has taken over
-    |- EnrolmentRefused   a client may not join: unknown, used or expired invitation
-    |- ConnectionRefused  the coordinator does not hear this client, and says why
-    |- Cancelled          a task was called off before it was done
-    |- Parked             the coordinator was told to stop or pause: its round waits
-    |- Aborted            an operator ended the run
-    |- DeploymentError    a coordinator or a client cannot do what an operator asked
-    |- EngineError        the simulation engine cannot do what it was asked to
-    `- BudgetExhausted    the next round would exceed the privacy budget
-
 A client that fails is not an exception at the coordinator: it is a
 :class:`fedlearn.core.messages.Failure` among the replies.
 """
@@ -61,18 +34,11 @@ class CohortTooSmall(RoundError):
             f"{asked} clients are asked in a round, but the population has {available}; "
             "lower `cohort.num_wanted` or `stragglers.over_selection`, or add clients"
         )
-        self.available = available
-        self.asked = asked
+        self.available, self.asked = available, asked
 
 
 class TooFewReports(RoundError):
-    """Fewer usable reports than the minimum when the round closed.
-
-    Attributes:
-        round_num: Index of the round, from 0; the message counts from 1, as people do.
-        received: Usable reports.
-        minimum: Fewest that make a round.
-    """
+    """Fewer usable reports than the minimum when the round closed."""
 
     def __init__(self, *, round_num: int, received: int, minimum: int, failures: str) -> None:
         super().__init__(
@@ -81,9 +47,7 @@ class TooFewReports(RoundError):
             "`stragglers.min_reports`, raise `stragglers.deadline_s`, or ask more clients "
             "(`stragglers.over_selection`)"
         )
-        self.round_num = round_num
-        self.received = received
-        self.minimum = minimum
+        self.round_num, self.received, self.minimum = round_num, received, minimum
 
 
 class AggregationAborted(RoundError):
@@ -96,18 +60,13 @@ class AggregationAborted(RoundError):
 
     def __init__(self, *, stage: str, reason: str) -> None:
         super().__init__(f"secure aggregation ended at the stage `{stage}`: {reason}")
-        self.stage = stage
-        self.reason = reason
+        self.stage, self.reason = stage, reason
 
 
 class ModelMismatch(FedlearnError):
-    """The coordinator's model has other tensors than this client's trainer.
+    """The coordinator's model has other tensors, ``theirs``, than this client's trainer, ``mine``.
 
     Its message has names and shapes, which are no data: it goes to the coordinator in full.
-
-    Attributes:
-        theirs: Shapes by name of what the coordinator's model has, and the trainer's has not.
-        mine: The reverse.
     """
 
     def __init__(
@@ -117,8 +76,6 @@ class ModelMismatch(FedlearnError):
             f"the coordinator's model has {_shapes(theirs)}, this trainer's has {_shapes(mine)}; "
             "use the same model on both sides"
         )
-        self.theirs = theirs
-        self.mine = mine
 
 
 def _shapes(tensors: Mapping[str, Sequence[int]]) -> str:
@@ -129,23 +86,27 @@ def _shapes(tensors: Mapping[str, Sequence[int]]) -> str:
     return f"{name[:_MAX_NAME]} {list(shape)}{further}"
 
 
-class PolicyViolation(FedlearnError):
-    """A client refuses what its own policy does not allow.
+class SettingsRefused(FedlearnError):
+    """The local settings ask for what this client's trainer does not know or would ignore."""
 
-    Attributes:
-        rule: Of the policy, by name.
-        asked: What the coordinator asked.
-        limit: What the policy allows.
-    """
+
+class UnusableResult(FedlearnError):
+    """A trainer's result would be refused by the coordinator; it does not leave the client."""
+
+
+class Diverged(UnusableResult):
+    """A training gave values that are not finite, or absurdly large."""
+
+
+class PolicyViolation(FedlearnError):
+    """A client refuses what its own policy does not allow; the rule is named by its key."""
 
     def __init__(self, *, rule: str, asked: str, limit: str) -> None:
         super().__init__(
             f"this client's policy, `{rule}`: asked {asked}, allowed {limit}; the client's "
             "operator may change its policy, or the coordinator what it asks"
         )
-        self.rule = rule
-        self.asked = asked
-        self.limit = limit
+        self.rule, self.asked, self.limit = rule, asked, limit
 
 
 class ProtocolError(FedlearnError):
@@ -202,7 +163,3 @@ class DeploymentError(FedlearnError):
 
 class EngineError(FedlearnError):
     """The simulation engine cannot do what it was asked to."""
-
-
-class BudgetExhausted(FedlearnError):
-    """The next round would exceed the privacy budget."""

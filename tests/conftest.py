@@ -1,4 +1,4 @@
-"""What tests of several folders share: real databases."""
+"""What tests of several folders share: real databases, and a process that starts others."""
 
 import importlib.util
 import os
@@ -17,12 +17,23 @@ from hypothesis import settings
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.store.runs import sqlite_url
+from tests.processes import Launcher
 
 # A busy machine is slow at an example now and then; that says nothing of what is tested.
 settings.register_profile("fedlearn", deadline=None)
 settings.load_profile("fedlearn")
 
+# Shells have what they start in the background ignore Ctrl-C, and its processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 INITDB_OPTIONS = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first: at the end nobody waits for a test that has just begun."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _postgresql_binaries() -> Path | None:
@@ -98,9 +109,7 @@ def postgresql_url(postgresql_server: str) -> str:
     return postgresql_server.format(database=database)
 
 
-@pytest.fixture(
-    params=["sqlite", pytest.param("postgresql", marks=pytest.mark.xdist_group("postgresql"))]
-)
+@pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty database, once of each kind."""
     if request.param == "sqlite":
@@ -108,3 +117,10 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     url = request.getfixturevalue("postgresql_url")
     assert isinstance(url, str)
     return url
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Starts processes; those that are left end with the session."""
+    with Launcher.start() as started:
+        yield started

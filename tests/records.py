@@ -1,6 +1,14 @@
 """What tests of several folders record."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
 from fedlearn.rounds.records import RunRecord, RunStatus
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.runs import Database, Guard, sqlite_url, unguarded
 
 #: A run that was begun and has no round yet.
 RUN = RunRecord(
@@ -13,3 +21,17 @@ RUN = RunRecord(
     config_hash="",
     versions={},
 )
+
+
+@contextmanager
+def journals_in(folder: Path, *, guard: Guard = unguarded) -> Iterator[Callable[[], StoredJournal]]:
+    """Yield what makes an empty journal, each of a run of its own."""
+    with Database.open(sqlite_url(folder / "journals.db"), runs_dir=folder / "runs") as database:
+        numbers = count()
+
+        def empty() -> StoredJournal:
+            run = replace(RUN, name=f"calm-otter-{next(numbers)}")
+            database.create(run)
+            return StoredJournal(database, run.name, guard=guard)
+
+        yield empty

@@ -21,7 +21,8 @@ from sphinx.application import Sphinx
 import fedlearn
 from fedlearn.cli.app import app as command_line
 from fedlearn.config import ClientConfig, Config, Section
-from fedlearn.config.keys import kinds_of, members_of
+from fedlearn.config.cohort import OTHER_DATA
+from fedlearn.config.keys import inside, kinds_of, members_of
 from fedlearn.config.section import tag_of
 
 
@@ -47,14 +48,14 @@ class Table(NamedTuple):
     Attributes:
         path: Dotted; empty for the top.
         kind: ``key = "value"`` of the key that tells the kind; empty without kinds.
-        is_default: Whether a tree without the table has one of this kind.
+        when_default: In words, when a tree without the table has one of this kind; empty: never.
         summary: First line of the model's docstring.
         keys: Its keys that are no tables.
     """
 
     path: str
     kind: str
-    is_default: bool
+    when_default: str
     summary: str
     keys: tuple[Key, ...]
 
@@ -79,10 +80,15 @@ def configuration_tables(
     yield Table(
         path=".".join(path),
         kind=kinds,
-        is_default=isinstance(default, model),
+        when_default=_when_default(".".join(path), tag, model, default),
         summary=(model.__doc__ or "").partition("\n")[0],
         keys=tuple(
-            Key(name, _type(schema["properties"][name], schema), _default(info), _text(info))
+            Key(
+                name,
+                _type(schema["properties"][name], schema),
+                _default(info, OTHER_DATA.get(".".join(path), {}).get(name)),
+                _text(info),
+            )
             for name, info in fields.items()
             if not members_of(info) and name != tag
         ),
@@ -90,7 +96,7 @@ def configuration_tables(
     for name, info in fields.items():
         for member in members_of(info):
             yield from configuration_tables(
-                member, (*path, name), tag_of(info), default=info.default
+                member, inside((*path, name), info), tag_of(info), default=info.default
             )
 
 
@@ -99,10 +105,23 @@ def _text(info: FieldInfo) -> str:
     return info.description
 
 
-def _default(info: FieldInfo) -> str:
+def _default(info: FieldInfo, other: object = None) -> str:
+    """Return a default as TOML, and that with other data than the digits where there is one."""
     if info.default is PydanticUndefined:
         return "required"
-    return "not set" if info.default is None else _toml(info.default)
+    default = "not set" if info.default is None else _toml(info.default)
+    return (
+        default if other is None else f"{default}; with other data than the digits: {_toml(other)}"
+    )
+
+
+def _when_default(path: str, tag: str | None, model: type[Section], default: object) -> str:
+    other = OTHER_DATA.get(path, {}).get(tag or "")
+    if other is None:
+        return "The default." if isinstance(default, model) else ""
+    if other in kinds_of(model, tag):
+        return "The default with other data than the digits."
+    return "The default with the digits." if isinstance(default, model) else ""
 
 
 def _toml(value: object) -> str:
@@ -149,7 +168,7 @@ def _section(table: Table, tree: str) -> nodes.section:
     heading += nodes.literal("", title) if table.path else nodes.Text(title)
     if table.kind:
         heading += [nodes.Text(" with "), nodes.literal("", table.kind)]
-    summary = table.summary + (" The default." * table.is_default)
+    summary = f"{table.summary} {table.when_default}".strip()
     section += [heading, nodes.paragraph("", "", *_inline(summary))]
     if table.keys:
         section += _rows(
@@ -224,7 +243,7 @@ class PublicNames(Directive):
     def run(self) -> list[nodes.Node]:
         """Return one row a name."""
         body = []
-        for name in fedlearn.__all__:
+        for name in sorted(fedlearn.__all__):
             value = getattr(fedlearn, name)
             link = pending_xref(
                 "",

@@ -1,107 +1,106 @@
-r"""What a client does with its examples: local SGD and its element-wise kin.
+r"""What a client does with its examples: the seam of local updates, and local SGD.
 
-:class:`LocalSgd` is the one place where the update rule stands. It works on lists of
-tensors of any shape, so one client's parameters and a stack of many clients' parameters
-take the same step.
+A local update is a frozen value. Its step works on lists of tensors with a leading client
+dimension, so that one client and a stack of many take the same step. What changes from step to
+step is *memory*; some of it a client keeps from one of its rounds to the next. Updates compose by
+wrapping, as :class:`~fedlearn.algorithms.proximal.Proximal` does.
+
+Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.messages import Settings
+from fedlearn.algorithms.lanes import LaneSpec, Over, size_of
+from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Ranged
+
+#: The global model, among what clients are told.
+MODEL = "model"
+
+#: Tensors with a leading client dimension: along the trainable parameters, or a single one.
+Tensors: TypeAlias = Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSgd:
-    r"""Minibatch SGD for E epochs with optional momentum, weight decay and proximal term.
-
-    Per step, with the gradient :math:`g` of the mean loss of the batch and the global model
-    :math:`x_0` that the client was sent:
-    :math:`d = g + \lambda x + \mu (x - x_0)`, :math:`v \leftarrow \beta v + d`,
-    :math:`x \leftarrow x - \eta v`.
+class MemorySpec:
+    """What a client remembers from step to step; zero at first.
 
     Attributes:
-        epochs: E, passes over the local examples, >= 1.
-        batch_size: Examples a step; ``None`` takes all of them at once. The last batch of
-            an epoch may be smaller.
-        learning_rate: :math:`\eta` > 0.
-        momentum: :math:`\beta` in [0, 1).
-        weight_decay: :math:`\lambda` >= 0.
-        proximal: :math:`\mu` >= 0; 0 is FedAvg.
-        shuffle: Draw a new order of the examples every epoch.
-        keep_momentum: The client keeps its velocity from one of its rounds to the next
-            instead of starting from zero. Client-held state.
+        over: ``Over.TRAINABLE``, ``Over.TENSORS``, or how many numbers it is.
+        is_kept: Whether it stays from one of the client's rounds to the next.
 
-    References:
-        McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_;
-        Li et al., 2020, `Federated Optimization in Heterogeneous Networks
-        <https://arxiv.org/abs/1812.06127>`_ (FedProx); Yu, Jin and Yang, 2019, `On the
-        Linear Speedup Analysis of Communication Efficient Momentum SGD
-        <https://arxiv.org/abs/1905.03817>`_ (local momentum, reset or kept).
+    Raises:
+        ValueError: It is over all tensors, of which some do not train, or of no number.
     """
 
-    epochs: int
-    batch_size: int | None
-    learning_rate: float
-    momentum: float = 0.0  # these defaults are the neutral elements: without them, FedAvg's SGD
-    weight_decay: float = 0.0
-    proximal: float = 0.0
-    shuffle: bool = True
-    keep_momentum: bool = False
+    over: Over | int
+    is_kept: bool
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; a client trains for at least one")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it is positive, or none for all")
-        if not self.learning_rate > 0.0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
-        for name, value in (("weight_decay", self.weight_decay), ("proximal", self.proximal)):
-            if not 0.0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value}; it is not negative")
-        if self.keep_momentum and self.momentum == 0.0:
-            raise ValueError("keep_momentum needs a momentum above 0")
+        if self.over is Over.ALL or (isinstance(self.over, int) and self.over < 1):
+            raise ValueError(
+                f"a client's memory is over {self.over!r}; it lies along what trains "
+                "(Over.TRAINABLE, Over.TENSORS), or is some numbers, at least one"
+            )
+
+
+#: By name: over what trains tensors as ``x``, over its tensors [K, 1] each; else one tensor [K, n].
+Memory: TypeAlias = Mapping[str, Tensors]
+
+
+class Moment(NamedTuple):
+    """When a step is taken.
+
+    Attributes:
+        round_num: Round index, from 0.
+        step: Steps that the client has taken in this round.
+        rate: What a schedule multiplies the learning rate by.
+    """
+
+    round_num: int
+    step: int
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWork(Ranged):
+    """How much a client does: all that schedules and virtual time need to know.
+
+    A rule of one's own inherits from it and defines ``step``, with :attr:`memory` if it needs some.
+
+    Attributes:
+        epochs: E, passes over the local examples a round, >= 1.
+        batch_size: Examples a step, fewer at the end of an epoch; ``None`` takes all at once.
+        shuffle: Draw a new order of the examples every epoch.
+    """
+
+    epochs: Count
+    batch_size: Count | None
+    shuffle: bool = True
 
     @property
-    def is_plain(self) -> bool:
-        """Whether a step is ``x -= learning_rate * (g + weight_decay * x)`` and no more."""
-        return self.momentum == 0.0 and self.proximal == 0.0
+    def work(self) -> "LocalWork":
+        """This."""
+        return self
 
-    def settings(self) -> Settings:
-        """Return the fields, as they travel in a request."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """Nothing beside the delta."""
+        return ()
 
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
-        """Return the local update that ``settings`` describe.
-
-        Raises:
-            ValueError: A field is missing, unknown, of the wrong type or out of range.
-        """
-        names = cls.__dataclass_fields__
-        if settings.keys() != names.keys():
-            wrong = sorted(settings.keys() ^ names.keys())
-            raise ValueError(f"local settings with missing or unknown fields {wrong}")
-        batch_size = settings["batch_size"]
-        return cls(
-            epochs=_read(settings, "epochs", int),
-            batch_size=None if batch_size is None else _read(settings, "batch_size", int),
-            learning_rate=_read(settings, "learning_rate", float),
-            momentum=_read(settings, "momentum", float),
-            weight_decay=_read(settings, "weight_decay", float),
-            proximal=_read(settings, "proximal", float),
-            shuffle=_read(settings, "shuffle", bool),
-            keep_momentum=_read(settings, "keep_momentum", bool),
-        )
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """Nothing."""
+        return {}
 
     def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the steps that clients with so many examples take, element-wise."""
@@ -113,50 +112,306 @@ class LocalSgd:
             return np.ones_like(num_examples)
         return -(-num_examples // self.batch_size)
 
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Return nothing."""
+        return {}
+
+
+class Affine(NamedTuple):
+    """A step of the form ``x <- keep * x + scale * gradient``."""
+
+    keep: float
+    scale: float
+
+
+@runtime_checkable
+class LocalUpdate(Protocol):
+    """What a client does with its examples, for any number of clients at once. Frozen."""
+
+    @property
+    def work(self) -> LocalWork:
+        """How much it does."""
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """What it contributes beside the delta."""
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """What it remembers, by name."""
+
     def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        *,
-        anchor: Sequence[Tensor],
-        velocity: Sequence[Tensor],
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
-        """Take one step, in place on ``params`` and ``velocity``.
+        """Take one step, in place on ``x`` and ``memory``.
 
         Args:
-            params: Local parameters.
-            grads: Gradients of the batch's mean loss; two may be the same tensor.
-            anchor: The global parameters; broadcast against ``params``.
-            velocity: Of the shapes of ``params``; unused (may be empty) without momentum.
+            x: Local parameters, or those of them that have a gradient: [K, ...] each.
+            grads: Gradients of the batch's mean loss, as ``x``; two may be the same tensor, and
+                none may be written to.
+            memory: As :attr:`memory` declares, along ``x``.
+            told: What the strategy tells, and as ``"model"`` the global parameters: along ``x``,
+                [1, ...] each.
+            moment: Which step it is.
         """
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Return the values of :attr:`lanes`, and bring the memory that is kept up to date.
+
+        Args:
+            x: Parameters after the last step, all that train.
+            memory: In place.
+            told: As for :meth:`step`.
+            num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
+        """
+
+
+def short_cut(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:
+    """Return what gives a step as multiplication and addition, if its class has that.
+
+    Executors then step inside the product that gives the gradient. ``affine`` must be defined
+    beside the ``step`` that it stands for: a class that overrides that alone has no short cut.
+    """
+    names = {"step", "affine"}
+    latest = next(kind for kind in type(local).__mro__ if names & vars(kind).keys())
+    affine: Callable[[Moment], Affine | None] | None = getattr(local, "affine", None)
+    return affine if names <= vars(latest).keys() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgd(LocalWork):
+    r"""Minibatch SGD for E epochs with optional momentum and weight decay.
+
+    Per step, with the gradient :math:`g` of the mean loss of the batch:
+    :math:`d = g + \lambda x`, :math:`v \leftarrow \beta v + d`, :math:`x \leftarrow x - \eta v`.
+
+    Attributes:
+        learning_rate: Local step size :math:`\eta`, > 0.
+        momentum: Local momentum :math:`\beta`, [0, 1).
+        weight_decay: Weight decay :math:`\lambda`, >= 0.
+        keep_momentum: Keep a client's velocity from one of its rounds to its next, where others
+            start from zero.
+
+    References:
+        McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_; Yu, Jin and
+        Yang, 2019, `On the Linear Speedup Analysis of Communication Efficient Momentum SGD
+        <https://arxiv.org/abs/1905.03817>`_ (local momentum, reset or kept).
+    """
+
+    learning_rate: Positive
+    momentum: BelowOne = 0.0  # these defaults are the neutral elements: without them, FedAvg's SGD
+    weight_decay: NotNegative = 0.0
+    keep_momentum: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_momentum and self.momentum == 0.0:
+            raise ValueError(
+                "keep_momentum is true, but there is no momentum to keep; set momentum above 0"
+            )
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """The velocity, with momentum."""
+        if not self.momentum:
+            return {}
+        return {"velocity": MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_momentum)}
+
+    def affine(self, moment: Moment) -> Affine | None:
+        """Return the step, without momentum."""
+        rate = self.learning_rate * moment.rate
+        return None if self.momentum else Affine(1.0 - rate * self.weight_decay, -rate)
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take one step, in place on ``x`` and the velocity."""
         directions = list(grads)
         if self.weight_decay:
-            directions = _sums(directions, params, factor=self.weight_decay)
-        if self.proximal:
-            pull = torch._foreach_sub(list(params), list(anchor))  # noqa: SLF001
-            directions = _sums(directions, pull, factor=self.proximal)
+            directions = sums(directions, x, factor=self.weight_decay)
         if self.momentum:
-            torch._foreach_mul_(list(velocity), self.momentum)
-            torch._foreach_add_(list(velocity), directions)
-            directions = list(velocity)
-        torch._foreach_add_(list(params), directions, alpha=-self.learning_rate)
+            velocity = list(memory["velocity"])
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, directions)
+            directions = velocity
+        torch._foreach_add_(list(x), directions, alpha=-self.learning_rate * moment.rate)
 
 
-def _sums(left: Sequence[Tensor], right: Sequence[Tensor], *, factor: float) -> list[Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """A local update around another: what it does not override is the inner one's.
+
+    The outermost acts first: what it makes of the gradients, the next one is given.
+    """
+
+    inner: LocalUpdate
+
+    @property
+    def work(self) -> LocalWork:
+        """As the inner one's."""
+        return self.inner.work
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """As the inner one's."""
+        return self.inner.lanes
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """As the inner one's."""
+        return self.inner.memory
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner one's step."""
+        self.inner.step(x, grads, memory, told=told, moment=moment)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Return what the inner one reports."""
+        return self.inner.report(x, memory, told=told, num_steps=num_steps)
+
+
+def pieces_of(local: LocalUpdate) -> Iterator[LocalUpdate]:
+    """Yield an update and those that it is wrapped around, the innermost first."""
+    if isinstance(local, Around):
+        yield from pieces_of(local.inner)
+    yield local
+
+
+def sums(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
     """Return ``left + factor * right``, pair by pair, in new tensors."""
     return list(torch._foreach_add(list(left), list(right), alpha=factor))  # noqa: SLF001 - as torch.optim does
 
 
-ScalarT = TypeVar("ScalarT", int, float, bool)
+def new_memory(
+    local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
+) -> dict[str, list[Tensor]]:
+    """Return the memory before the first step of ``x`` [K, ...]; see :func:`load_kept`."""
+    memory = {name: _zeros(spec.over, x) for name, spec in local.memory.items()}
+    load_kept(local, memory, kept=kept)
+    return memory
 
 
-def _read(settings: Settings, name: str, kind: type[ScalarT]) -> ScalarT:
-    value = settings[name]
-    if kind is float and type(value) is int:
-        return kind(value)
-    if type(value) is not kind:
-        raise ValueError(f"local setting {name} is {value!r}, not of type {kind.__name__}")
-    return value
+def _zeros(over: Over | int, x: Tensors) -> list[Tensor]:
+    if over is Over.TRAINABLE:
+        return [torch.zeros_like(value) for value in x]
+    sizes = [over] if isinstance(over, int) else [1] * len(x)
+    # Of whatever dtype the parameters are, these can be counted in.
+    dtype = torch.promote_types(x[0].dtype, torch.float32)
+    return [x[0].new_zeros(len(x[0]), size, dtype=dtype) for size in sizes]
+
+
+def load_kept(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor]) -> None:
+    """Begin a round, in place: memory is zero, or for the first clients what they kept [k, n]."""
+    for name, tensors in memory.items():
+        for value in tensors:
+            value.zero_()
+        if name in kept and local.memory[name].is_kept:
+            sizes = [value[0].numel() for value in tensors]
+            # All parameters may be one tensor here, for which the first one's number stands.
+            parts = kept[name][:, : sum(sizes)].split(sizes, dim=1)
+            for value, part in zip(tensors, parts, strict=True):
+                value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
+
+
+def along(memory: Memory, places: Sequence[int]) -> Memory:
+    """Return the part of a memory for some of the parameters; a single tensor is for all."""
+    return {
+        name: values if len(values) == 1 else [values[place] for place in places]
+        for name, values in memory.items()
+    }
+
+
+class LocalReport(NamedTuple):
+    """What K clients contribute beside their delta, and what they keep, by name: [K, n] each."""
+
+    lanes: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor]
+
+
+def report_of(
+    local: LocalUpdate,
+    x: Tensors,
+    memory: Memory,
+    *,
+    told: Memory,
+    num_steps: Tensor,
+    layout: Layout,
+) -> LocalReport:
+    """Have clients report after their last step: see :meth:`LocalUpdate.report`."""
+    reported = local.report(x, memory, told=told, num_steps=num_steps)
+    lanes = {name: rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
+    kept = {
+        # Where all parameters were one tensor, its number is that of each.
+        name: rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
+        for name, spec in local.memory.items()
+        if spec.is_kept
+    }
+    return LocalReport(lanes, kept)
+
+
+def along_trainable(layout: Layout, params_P: Tensor, told: Mapping[str, Tensor]) -> Memory:
+    """Return what clients are told, as :meth:`LocalUpdate.step` takes it.
+
+    Args:
+        layout: Of the model.
+        params_P: The global model, shape [P].
+        told: Vectors with one number a trainable parameter: shape [Q] each.
+
+    Raises:
+        ValueError: As :func:`require_told`.
+    """
+    require_told(told, layout)
+    views = layout.views(params_P)
+    found = {MODEL: [views[spec.name].unsqueeze(0) for spec in layout.trainable]}
+    for name, vector_Q in told.items():
+        parts = vector_Q.split([spec.size for spec in layout.trainable])
+        found[name] = [
+            part.view(1, *spec.shape) for part, spec in zip(parts, layout.trainable, strict=True)
+        ]
+    return found
+
+
+def require_told(told: Mapping[str, Tensor], layout: Layout) -> None:
+    """Raise ValueError if a vector has not [Q] numbers, or the name of the global model."""
+    for name, vector_Q in told.items():
+        if name == MODEL:
+            raise ValueError(f"clients are told the model as {MODEL!r}; give {name!r} another name")
+        if vector_Q.shape != (layout.num_trainable,):
+            raise ValueError(
+                f"the strategy tells {name!r} of shape {tuple(vector_Q.shape)}, but the model has "
+                f"{layout.num_trainable} trainable numbers; tell one for each"
+            )
+
+
+@contextmanager
+def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
+    """Run the block; raise ValueError if ``who`` wrote to ``tensors`` in it."""
+    watched = list(tensors)
+    before = written(watched)
+    yield
+    if written(watched) != before:
+        raise ValueError(
+            f"{who} wrote to the tensors that it was given, which others use; return new ones, "
+            "such as params.vector + delta instead of params.vector.add_(delta)"
+        )
+
+
+def written(tensors: Iterable[Tensor]) -> int:
+    """Return a number that grows with each time that one of the tensors is written to."""
+    return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - as autograd does
+
+
+def rows(tensors: Tensors) -> Tensor:
+    """Return tensors [K, ...] end to end, one row a client: [K, n]."""
+    return torch.cat([value.reshape(len(value), -1) for value in tensors], dim=1)
 
 
 def shuffled_positions(
@@ -164,28 +419,20 @@ def shuffled_positions(
 ) -> NDArray[np.int64]:
     """Return the order in which a client visits its examples in one epoch.
 
-    A function of its arguments alone, so that a simulation, a deployment and a resumed run
-    visit them alike.
-
-    Returns:
-        A permutation of ``range(num_examples)``.
+    It depends on the arguments alone: a simulation, a deployment and a resumed run visit alike.
     """
     keys = seed.hash(round_num, client_id, epoch, np.arange(num_examples))
     return np.argsort(keys, kind="stable")
 
 
 def batch_positions(
-    local: LocalSgd, *, seed: Seed, round_num: int, client_id: int, num_examples: int
+    work: LocalWork, *, seed: Seed, round_num: int, client_id: int, num_examples: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield which examples a client trains on, step by step; one epoch's order is in memory.
-
-    Yields:
-        Per step the positions in 0..num_examples-1, at most ``batch_size`` of them.
-    """
-    size = local.batch_size or num_examples
-    for epoch in range(local.epochs):
+    """Yield for each step which examples a client trains on; one epoch's order is in memory."""
+    size = work.batch_size or num_examples
+    for epoch in range(work.epochs):
         order = np.arange(num_examples)
-        if local.shuffle:
+        if work.shuffle:
             order = shuffled_positions(
                 seed,
                 round_num=round_num,

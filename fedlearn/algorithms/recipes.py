@@ -1,73 +1,95 @@
 """Algorithms by name: which pieces make FedAvg, FedProx, FedAdam and the rest.
 
-A recipe is a function that returns an :class:`Algorithm`; there is no class hierarchy of
-algorithms, since each is a local update, an aggregator and a server optimiser.
+A recipe is a function that returns an :class:`Algorithm`: a local update, an aggregation and a
+server optimiser. What needs more is a :class:`~fedlearn.algorithms.strategy.Strategy` of its own,
+such as :class:`~fedlearn.algorithms.scaffold.Scaffold`.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from fedlearn.algorithms.aggregators import WeightedMean
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
+from fedlearn.algorithms.lanes import DELTA, Aggregate
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.median import CoordinateMedian
+from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.server_optimizers import (
     SecondMoment,
     ServerAdaptive,
     ServerOptimizer,
     ServerSgd,
 )
+from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.params import Params
+from fedlearn.core.ranges import BelowOne, NotNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """A federated algorithm as its three pieces.
+class Algorithm(Strategy):
+    """A strategy of three pieces, the last of which says what a mean delta does to the model.
 
-    Attributes:
-        local: What clients do.
-        aggregator: How their deltas are combined.
-        server_optimizer: What the aggregate does to the global model.
+    Raises:
+        TypeError: ``local`` is no local update.
     """
 
-    local: LocalSgd
-    aggregator: WeightedMean
+    local: LocalUpdate
+    aggregation: Aggregation[Any]  # Any: its state is its own business
     server_optimizer: ServerOptimizer
+    transforms: Sequence[Transform] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.local, LocalUpdate):
+            raise TypeError(
+                f"local is {self.local!r}, which has no step to take; give a LocalSgd, or a class "
+                "of your own that inherits from LocalWork and defines step"
+            )
+
+    def init(self, params: Params) -> State:
+        """Return the optimiser's state."""
+        return self.server_optimizer.init(params)
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Return the optimiser's step by the aggregated delta."""
+        return Stepped(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
 
 
-def FedAvg(local: LocalSgd, *, weight_by_examples: bool = True) -> Algorithm:
+def FedAvg(local: LocalUpdate, *, weight_by_examples: bool = True) -> Algorithm:
     """Return federated averaging: the new model is the mean of the local ones.
 
     Args:
         local: What clients do.
-        weight_by_examples: As in the paper; otherwise each client counts the same.
+        weight_by_examples: Weight a client by its number of examples; otherwise all count the same.
 
     References:
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
         Decentralized Data <https://arxiv.org/abs/1602.05629>`_, algorithm 1.
     """
-    return FedAvgM(
-        local,
-        server_learning_rate=1.0,
-        server_momentum=0.0,
-        weight_by_examples=weight_by_examples,
-    )
+    return _averaging(local, _AS_IT_IS, by_examples=weight_by_examples)
 
 
 def FedAvgM(
-    local: LocalSgd,
+    local: LocalUpdate,
     *,
-    server_learning_rate: float,
-    server_momentum: float,
+    server_learning_rate: Positive,
+    server_momentum: BelowOne,
     weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return federated averaging with a server learning rate and server momentum.
+
+    Args:
+        local: What clients do.
+        server_learning_rate: Server step size, > 0.
+        server_momentum: Server momentum, [0, 1).
+        weight_by_examples: As for :func:`FedAvg`.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
         for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_.
     """
-    return Algorithm(
-        local=local,
-        aggregator=WeightedMean(by_examples=weight_by_examples),
-        server_optimizer=ServerSgd(learning_rate=server_learning_rate, momentum=server_momentum),
-    )
+    optimizer = ServerSgd(learning_rate=server_learning_rate, momentum=server_momentum)
+    return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
 def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorithm:
@@ -80,102 +102,91 @@ def FedSGD(*, learning_rate: float, weight_by_examples: bool = True) -> Algorith
     return FedAvg(gradient_step, weight_by_examples=weight_by_examples)
 
 
-def FedProx(local: LocalSgd, *, proximal: float, weight_by_examples: bool = True) -> Algorithm:
+def FedProx(
+    local: LocalUpdate, *, proximal: NotNegative, weight_by_examples: bool = True
+) -> Algorithm:
     """Return FedProx: FedAvg with a pull of ``proximal`` (mu) towards the global model.
 
     References:
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
         <https://arxiv.org/abs/1812.06127>`_, algorithm 2. With mu = 0 it is FedAvg.
     """
-    return FedAvg(replace(local, proximal=proximal), weight_by_examples=weight_by_examples)
+    pulled = Proximal(inner=local, proximal=proximal) if proximal else local
+    return FedAvg(pulled, weight_by_examples=weight_by_examples)
 
 
-def FedAdaptive(
-    local: LocalSgd,
-    *,
-    second_moment: SecondMoment,
-    server_learning_rate: float,
-    beta_1: float,
-    beta_2: float,
-    tau: float,
-    weight_by_examples: bool = True,
-) -> Algorithm:
-    """Return FedAdagrad, FedAdam or FedYogi, by ``second_moment``.
+def FedMedian(local: LocalUpdate) -> Algorithm:
+    """Return FedAvg with the coordinate-wise median in place of the mean.
 
     References:
-        Reddi et al., 2021, `Adaptive Federated Optimization
-        <https://arxiv.org/abs/2003.00295>`_, algorithm 2.
+        Yin et al., 2018, `Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+        Rates <https://arxiv.org/abs/1803.01498>`_, algorithm 1.
     """
-    return Algorithm(
-        local=local,
-        aggregator=WeightedMean(by_examples=weight_by_examples),
-        server_optimizer=ServerAdaptive(
-            second_moment=second_moment,
-            learning_rate=server_learning_rate,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            tau=tau,
-        ),
-    )
+    return Algorithm(local=local, aggregation=CoordinateMedian(), server_optimizer=_AS_IT_IS)
 
 
 def FedAdagrad(
-    local: LocalSgd,
+    local: LocalUpdate,
     *,
-    server_learning_rate: float,
-    beta_1: float,
-    tau: float,
+    server_learning_rate: Positive,
+    beta_1: BelowOne,
+    tau: Positive,
     weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedAdagrad: the second moment is the sum of squared deltas."""
-    return FedAdaptive(
-        local,
+    optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAGRAD,
-        server_learning_rate=server_learning_rate,
+        learning_rate=server_learning_rate,
         beta_1=beta_1,
         beta_2=0.0,
         tau=tau,
-        weight_by_examples=weight_by_examples,
     )
+    return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
 def FedAdam(
-    local: LocalSgd,
+    local: LocalUpdate,
     *,
-    server_learning_rate: float,
-    beta_1: float,
-    beta_2: float,
-    tau: float,
+    server_learning_rate: Positive,
+    beta_1: BelowOne,
+    beta_2: BelowOne,
+    tau: Positive,
     weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedAdam: the second moment is an exponential mean of squared deltas."""
-    return FedAdaptive(
-        local,
+    optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAM,
-        server_learning_rate=server_learning_rate,
+        learning_rate=server_learning_rate,
         beta_1=beta_1,
         beta_2=beta_2,
         tau=tau,
-        weight_by_examples=weight_by_examples,
     )
+    return _averaging(local, optimizer, by_examples=weight_by_examples)
 
 
 def FedYogi(
-    local: LocalSgd,
+    local: LocalUpdate,
     *,
-    server_learning_rate: float,
-    beta_1: float,
-    beta_2: float,
-    tau: float,
+    server_learning_rate: Positive,
+    beta_1: BelowOne,
+    beta_2: BelowOne,
+    tau: Positive,
     weight_by_examples: bool = True,
 ) -> Algorithm:
     """Return FedYogi: the second moment moves additively, so it forgets more slowly."""
-    return FedAdaptive(
-        local,
+    optimizer = ServerAdaptive(
         second_moment=SecondMoment.YOGI,
-        server_learning_rate=server_learning_rate,
+        learning_rate=server_learning_rate,
         beta_1=beta_1,
         beta_2=beta_2,
         tau=tau,
-        weight_by_examples=weight_by_examples,
     )
+    return _averaging(local, optimizer, by_examples=weight_by_examples)
+
+
+_AS_IT_IS = ServerSgd(learning_rate=1.0, momentum=0.0)
+
+
+def _averaging(local: LocalUpdate, optimizer: ServerOptimizer, *, by_examples: bool) -> Algorithm:
+    mean = WeightedMean(by_examples=by_examples)
+    return Algorithm(local=local, aggregation=mean, server_optimizer=optimizer)

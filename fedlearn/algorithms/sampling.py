@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
+from annotated_types import Gt
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Ranged
 from fedlearn.errors import CohortTooSmall
 
 
@@ -30,18 +32,8 @@ class CohortSampler(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class UniformSampler:
-    """A fixed number of clients, uniformly without replacement.
-
-    Example:
-        >>> UniformSampler().sample(
-        ...     range(1_000_000), num_asked=3, round_num=7, attempt=0, seed=Seed(0)
-        ... ) == UniformSampler().sample(
-        ...     range(1_000_000), num_asked=3, round_num=7, attempt=0, seed=Seed(0)
-        ... )
-        True
-    """
+class _Drawn:
+    """Draws so many clients as a rule of its own says, uniformly without replacement."""
 
     def sample(
         self,
@@ -52,16 +44,35 @@ class UniformSampler:
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return ``num_asked`` distinct clients."""
-        if num_asked > len(available):
-            raise CohortTooSmall(available=len(available), asked=num_asked)
+        """Return the cohort; see :class:`CohortSampler`."""
+        population = len(available)
+        if num_asked > population:
+            raise CohortTooSmall(available=population, asked=num_asked)
         rng = seed.derive("cohort", round_num, attempt).numpy()
-        chosen = rng.choice(len(available), num_asked, replace=False)
+        chosen = rng.choice(population, self._size(num_asked, population, rng), replace=False)
         return tuple(available[index] for index in chosen.tolist())
+
+    def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
+        """Return how many clients to ask."""
+        return num_asked
 
 
 @dataclass(frozen=True)
-class PoissonSampler:
+class UniformSampler(_Drawn):
+    """A fixed number of clients, uniformly without replacement.
+
+    Example:
+        >>> cohorts = [
+        ...     UniformSampler().sample(range(9), num_asked=3, round_num=7, attempt=0, seed=Seed(0))
+        ...     for _ in range(2)
+        ... ]
+        >>> cohorts[0] == cohorts[1]
+        True
+    """
+
+
+@dataclass(frozen=True)
+class PoissonSampler(Ranged, _Drawn):
     """Each client independently with rate ``num_asked / len(available)``, capped.
 
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to
@@ -75,29 +86,8 @@ class PoissonSampler:
         Gaussian Mechanism <https://arxiv.org/abs/1908.10530>`_.
     """
 
-    cap: float
+    cap: Annotated[float, Gt(1)]
 
-    def __post_init__(self) -> None:
-        if not 1.0 < self.cap < float("inf"):
-            raise ValueError(f"cap is {self.cap}; it is finite and above 1")
-
-    def sample(
-        self,
-        available: Sequence[ClientId],
-        *,
-        num_asked: int,
-        round_num: int,
-        attempt: int,
-        seed: Seed,
-    ) -> tuple[ClientId, ...]:
-        """Return a cohort of random size with expectation ``num_asked``."""
-        population = len(available)
-        if num_asked > population:
-            raise CohortTooSmall(available=population, asked=num_asked)
-        rng = seed.derive("cohort", round_num, attempt).numpy()
-        size = min(int(rng.binomial(population, num_asked / population)), self._largest(num_asked))
-        chosen = rng.choice(population, min(size, population), replace=False)
-        return tuple(available[index] for index in chosen.tolist())
-
-    def _largest(self, num_asked: int) -> int:
-        return int(np.ceil(self.cap * num_asked))
+    def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
+        largest = int(np.ceil(self.cap * num_asked))
+        return min(int(rng.binomial(population, num_asked / population)), largest, population)

@@ -1,11 +1,9 @@
 r"""From an aggregated delta to the next global model.
 
-Sign convention: the aggregate :math:`\Delta` is a delta (local minus global), so it is
-*added*. A gradient-descent reader takes :math:`-\Delta` as the pseudo-gradient.
-
-Only the layout's trainable prefix passes through the optimiser; floating-point statistics
-(BatchNorm) move by their mean delta, since dividing a running variance by the root of its
-own second moment has no meaning and can make it negative.
+The aggregate :math:`\Delta` is local minus global, so it is *added*: :math:`-\Delta` is the
+pseudo-gradient. Only the layout's trainable prefix passes through the optimiser; floating-point
+statistics (BatchNorm) move by their mean delta, since dividing a running variance by the root of
+its own second moment has no meaning and can make it negative.
 """
 
 from collections.abc import Mapping
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.core.params import Params
+from fedlearn.core.ranges import BelowOne, Positive, Ranged
 
 OptimizerState = Mapping[str, Tensor]
 
@@ -42,7 +41,7 @@ def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSgd:
+class ServerSgd(Ranged):
     r"""Momentum SGD on the pseudo-gradient: FedAvg at rate 1 and momentum 0, else FedAvgM.
 
     :math:`v \leftarrow \beta v + \Delta,\; x \leftarrow x + \eta v`.
@@ -56,14 +55,8 @@ class ServerSgd:
         for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_ (FedAvgM).
     """
 
-    learning_rate: float
-    momentum: float
-
-    def __post_init__(self) -> None:
-        if not self.learning_rate > 0.0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum is {self.momentum}; it lies in [0, 1)")
+    learning_rate: Positive
+    momentum: BelowOne
 
     def init(self, params: Params) -> OptimizerState:
         """Return a zero velocity, or nothing without momentum."""
@@ -93,7 +86,7 @@ class SecondMoment(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerAdaptive:
+class ServerAdaptive(Ranged):
     r"""FedAdagrad, FedAdam and FedYogi (Reddi et al., algorithm 2).
 
     :math:`m \leftarrow \beta_1 m + (1-\beta_1)\Delta`, then by ``second_moment``
@@ -105,10 +98,10 @@ class ServerAdaptive:
 
     Attributes:
         second_moment: Which of the three.
-        learning_rate: :math:`\eta` > 0.
-        beta_1: In [0, 1).
-        beta_2: In [0, 1); unused by Adagrad.
-        tau: Adaptivity :math:`\tau` > 0: the smaller, the more adaptive.
+        learning_rate: Server step size :math:`\eta`, > 0.
+        beta_1: Decay of the mean delta, [0, 1).
+        beta_2: Decay of the squared delta, [0, 1).
+        tau: Adaptivity, > 0: the smaller, the more the step adapts.
 
     References:
         Reddi et al., 2021, `Adaptive Federated Optimization
@@ -116,19 +109,10 @@ class ServerAdaptive:
     """
 
     second_moment: SecondMoment
-    learning_rate: float
-    beta_1: float
-    beta_2: float
-    tau: float
-
-    def __post_init__(self) -> None:
-        if not self.learning_rate > 0.0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it is positive")
-        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"{name} is {beta}; it lies in [0, 1)")
-        if not self.tau > 0.0:
-            raise ValueError(f"tau is {self.tau}; it is positive")
+    learning_rate: Positive
+    beta_1: BelowOne
+    beta_2: BelowOne
+    tau: Positive
 
     def init(self, params: Params) -> OptimizerState:
         """Return a zero first moment and a second moment of tau squared."""

@@ -3,6 +3,11 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge
+
+from fedlearn.core.ranges import Count, Ranged, Whole
 
 
 class BelowMinimum(StrEnum):
@@ -14,7 +19,7 @@ class BelowMinimum(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StragglerPolicy:
+class StragglerPolicy(Ranged):
     """Over-selection, deadline and minimum as one value.
 
     A round asks ``ceil(num_wanted * over_selection)`` clients and closes at the first of:
@@ -23,11 +28,12 @@ class StragglerPolicy:
 
     Attributes:
         num_wanted: Reports that close a round.
-        over_selection: Clients asked per report wanted, >= 1.
+        over_selection: Clients asked per report wanted, >= 1; rounded up to whole clients.
         deadline_s: Seconds from the broadcast to the cut-off; may be infinite.
         min_reports: Fewest reports that make a round.
-        below_minimum: Ask a fresh cohort, leave the model as it is, or fail the run.
-        max_retries: Attempts after the first, under ``retry``; then the run fails.
+        below_minimum: What a round below its minimum does: ask a fresh cohort, leave the model
+            as it is, or fail the run.
+        max_retries: Attempts of a round after its first, >= 0; then the run fails.
 
     References:
         Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design
@@ -39,26 +45,21 @@ class StragglerPolicy:
         13
     """
 
-    num_wanted: int
-    over_selection: float
+    num_wanted: Count
+    over_selection: Annotated[float, Ge(1)]
     deadline_s: float
     min_reports: int
     below_minimum: BelowMinimum
-    max_retries: int
+    max_retries: Whole
 
     def __post_init__(self) -> None:
-        if self.num_wanted < 1:
-            raise ValueError(f"num_wanted is {self.num_wanted}; at least one report is needed")
-        if not 1.0 <= self.over_selection < math.inf:
-            raise ValueError(f"over_selection is {self.over_selection}; it is finite, at least 1")
+        super().__post_init__()
         if not 1 <= self.min_reports <= self.num_wanted:
             raise ValueError(
                 f"min_reports is {self.min_reports}; it lies in 1..num_wanted ({self.num_wanted})"
             )
         if not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s is {self.deadline_s}; it is positive")
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries is {self.max_retries}; it is not negative")
 
     @property
     def num_asked(self) -> int:

@@ -1,7 +1,6 @@
-"""The commands as a user types them: arguments, options and their help texts.
+"""The commands of runs: arguments, options, help texts, and what they do.
 
-Everything heavy is behind :mod:`fedlearn.cli.commands`, which each command imports when it
-runs: torch and what needs it take a second, and ``fedlearn --help`` is there in a quarter.
+Each imports what it needs when it runs: torch takes a second, ``fedlearn --help`` a quarter.
 """
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
@@ -9,7 +8,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -17,17 +16,19 @@ from typing import Annotated, TypeAlias
 import typer
 
 from fedlearn.cli import deployed
-from fedlearn.cli.failures import Reporter
+from fedlearn.cli.failures import report as report_failure
 from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
     DataDir,
+    FromPrevious,
     Json,
     Output,
     Overrides,
     RunArgument,
     RunsDir,
+    examples,
 )
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
@@ -63,7 +64,6 @@ Experiment: TypeAlias = Annotated[
     typer.Argument(
         metavar="EXPERIMENT.toml",
         help="The configuration; without it, the main job on the digits.",
-        show_default=False,
     ),
 ]
 
@@ -90,13 +90,12 @@ def _root(
 
 
 @app.command(
-    epilog="""\b
-Examples:
-  fedlearn simulate
-  fedlearn simulate experiment.toml --set client.epochs=3 --set algorithm.name=fedprox
-  fedlearn simulate --rounds 50 --workers 2 --name first-try
-  fedlearn simulate --json | jq .accuracy
-"""
+    epilog=examples(
+        "simulate",
+        "simulate experiment.toml --set client.epochs=3 --set algorithm.name=fedprox",
+        "simulate --rounds 50 --workers 2 --name first-try",
+        "simulate --json | jq .accuracy",
+    )
 )
 def simulate(
     *,
@@ -120,37 +119,24 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a federated simulation and record it."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.surroundings import followed, site
+    from fedlearn.config import load
+    from fedlearn.experiment.simulate import run_config
 
-    settings = _settings(name=name, workers=workers, rounds=rounds, centralized=centralized)
-    commands.do_simulate(
-        experiment,
-        overrides=[*(overrides or ()), *settings],
-        places=commands.Places(runs_dir=runs_dir, data_dir=data_dir),
-        as_json=as_json,
-    )
-
-
-def _settings(
-    *, name: str | None, workers: int | None, rounds: int | None, centralized: bool
-) -> Iterator[str]:
-    """Yield the override that each option stands for."""
-    if name is not None:
-        yield f"name={json.dumps(name)}"  # quoted, since a name may look like a number
-    if workers is not None:
-        yield f"engine.num_workers={workers}"
-    if rounds is not None:
-        yield f"num_rounds={rounds}"
-    if centralized:
-        yield "centralized=true"
+    settings = {
+        "name": None if name is None else json.dumps(name),  # quoted: it may look like a number
+        "engine.num_workers": workers,
+        "num_rounds": rounds,
+        "centralized": "true" if centralized else None,
+    }
+    given = (f"{key}={value}" for key, value in settings.items() if value is not None)
+    config = load(experiment, overrides=[*(overrides or ()), *given])
+    with followed(as_json=as_json) as progress:
+        run_config(config, site(config, progress, runs_dir=runs_dir, data_dir=data_dir))
 
 
 @app.command(
-    epilog="""\b
-Examples:
-  fedlearn check experiment.toml
-  fedlearn check --set cohort.num_wanted=20 > experiment.toml
-"""
+    epilog=examples("check experiment.toml", "check --set cohort.num_wanted=20 > experiment.toml")
 )
 def check(
     *,
@@ -159,26 +145,57 @@ def check(
     data_dir: DataDir = None,
 ) -> None:
     """Print a configuration as it would run; run nothing."""
-    from fedlearn.cli import commands
+    from fedlearn.build import algorithm, deployment, secure_plan
+    from fedlearn.cli.surroundings import site
+    from fedlearn.config import load, render
+    from fedlearn.config.data import NoData
+    from fedlearn.experiment.simulate import resolve_config
 
-    places = commands.Places(runs_dir=None, data_dir=data_dir)
-    commands.do_check(experiment, overrides=overrides or (), places=places)
+    config = load(experiment, overrides=overrides or ())
+    # The parameters of secure aggregation come first: a deployment has them, too, where the
+    # rest may not be fit to be simulated.
+    served = config.resolved(num_clients=None)
+    plan = secure_plan(served, served.straggler_policy(), algorithm(served))
+    for line in () if plan is None else plan.explain().splitlines():
+        typer.echo(f"# {line}")
+    here = site(config, data_dir=data_dir)
+    if isinstance(config.data, NoData):  # it cannot be simulated, so it is built as it is served
+        deployment(config, data_dir=here.addresses.data_dir).make_model()
+        notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
+    else:
+        notes = resolve_config(config, here).notes
+    for note in notes:
+        typer.echo(f"# {note}")
+    typer.echo(render(config).removesuffix("\n"))
 
 
 @app.command()
 def runs(*, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """List all runs."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.overview import run_line, runs_table
+    from fedlearn.cli.surroundings import has_runs, site
 
-    commands.do_runs(places=commands.Places(runs_dir=runs_dir), as_json=as_json)
+    here, histories = site(runs_dir=runs_dir), []
+    if has_runs(here):
+        with here.database() as database:
+            histories = [(each, database.run(each.name).rounds()) for each in database.runs()]
+    if as_json:
+        for history in histories:
+            typer.echo(run_line(history))
+    elif histories:
+        typer.echo(runs_table(histories))
+    else:
+        typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
 
 
 @app.command()
 def show(run: RunArgument, *, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """Print all about a run."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.overview import run_object, run_page
+    from fedlearn.cli.surroundings import opened
 
-    commands.do_show(run, places=commands.Places(runs_dir=runs_dir), as_json=as_json)
+    with opened([run], runs_dir=runs_dir) as [found]:
+        typer.echo(run_object(found) if as_json else run_page(found))
 
 
 @app.command(epilog="Example: fedlearn compare calm-otter-17 brisk-heron-42 --target 0.9")
@@ -195,33 +212,26 @@ def compare(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print two runs side by side."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.surroundings import opened
+    from fedlearn.experiment.comparison import compare
 
-    commands.do_compare((a, b), target=target, places=commands.Places(runs_dir=runs_dir))
+    with opened([a, b], runs_dir=runs_dir) as runs:
+        first, second = ((run.record, run.history) for run in runs)
+    typer.echo(compare(first, second, target=target).render().removesuffix("\n"))
 
 
-@app.command(
-    epilog="""\b
-Examples:
-  fedlearn resume calm-otter-17
-  fedlearn resume
-"""
-)
+@app.command(epilog=examples("resume calm-otter-17", "resume"))
 def resume(
     run: Annotated[
         str | None,
         typer.Argument(
             metavar="[RUN]",
             help="Name of a simulated run; without it, the deployed run that is paused.",
-            show_default=False,
         ),
     ] = None,
     *,
     config: ConfigFile = COORDINATOR_TOML,
-    from_previous: Annotated[
-        bool,
-        typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged."),
-    ] = False,
+    from_previous: FromPrevious = False,
     as_json: Json = False,
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
@@ -234,10 +244,12 @@ def resume(
     if run is None:
         deployed.control(config, "run")
         return
-    from fedlearn.cli import commands
+    from fedlearn.cli.surroundings import followed, require_runs, site
+    from fedlearn.experiment.simulate import resume
 
-    places = commands.Places(runs_dir=runs_dir, data_dir=data_dir)
-    commands.do_resume(run, places=places, as_json=as_json, from_previous=from_previous)
+    with followed(as_json=as_json) as progress:
+        here = require_runs(site(None, progress, runs_dir=runs_dir, data_dir=data_dir))
+        resume(run, here, from_previous=from_previous)
 
 
 @app.command(epilog="Example: fedlearn plot calm-otter-17 brisk-heron-42 --output both.png")
@@ -248,17 +260,22 @@ def plot(
     runs_dir: RunsDir = None,
 ) -> None:
     """Draw the curves of runs as PNG."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.surroundings import opened
+    from fedlearn.experiment.plot import plot
 
-    commands.do_plot(runs, output=output, places=commands.Places(runs_dir=runs_dir))
+    with opened(runs, runs_dir=runs_dir) as found:
+        target = found[0].path / "curves.png" if len(found) == 1 else Path("curves.png")
+        histories = [(run.record, run.history) for run in found]
+        typer.echo(str(plot(histories, output or target)))
 
 
 @app.command()
 def report(run: RunArgument, *, output: Output = None, runs_dir: RunsDir = None) -> None:
     """Write one HTML file about a run."""
-    from fedlearn.cli import commands
+    from fedlearn.cli.surroundings import opened
 
-    commands.do_report(run, output=output, places=commands.Places(runs_dir=runs_dir))
+    with opened([run], runs_dir=runs_dir) as [found]:
+        typer.echo(str(found.report(output)))
 
 
 @app.command(epilog="Example: fedlearn export calm-otter-17 --output model.safetensors")
@@ -275,43 +292,43 @@ def export(
     runs_dir: RunsDir = None,
 ) -> None:
     """Write a run's weights as safetensors."""
-    from fedlearn.cli import commands
+    from safetensors.torch import save
 
-    places = commands.Places(runs_dir=runs_dir)
-    commands.do_export(run, output=output, last=last, force=force, places=places)
+    from fedlearn.cli.surroundings import opened
+    from fedlearn.core.files import write_durably
+    from fedlearn.errors import ConfigError, StoreError
+
+    path = output or Path(f"{run}.safetensors")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} is there already; give --force to replace it")
+    with opened([run], runs_dir=runs_dir) as [found]:
+        weights = found.weights(best=not last)
+    write_durably(path, save(weights), raises=StoreError)
+    typer.echo(str(path))
 
 
 app.add_typer(deployed.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Args:
-        arguments: What follows the program's name; ``None`` takes the process's.
-    """
+    """Run the command line on ``arguments``, or the process's own, and return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    reporter = _reporter(given, os.environ)
-    configure_logs(debug=reporter.debug, quiet=reporter.rank > 0)
+    rank = int(os.environ.get("RANK", "0"))
+    debug = "--debug" in given or os.environ.get("FEDLEARN_DEBUG", "0") not in ("", "0")
+    configure_logs(debug=debug, quiet=rank > 0)
     prepare_for_grpc(os.environ, verbosity="ERROR")  # or every stranger at a port writes a line
     command = typer.main.get_command(app)
     try:
-        with _only_rank_0_speaks(reporter.rank):
+        with _only_rank_0_speaks(rank):
             code = command.main(
                 args=[each for each in given if each != "--debug"],
                 prog_name="fedlearn",
                 standalone_mode=False,
             )
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)
-        return reporter.report(error)
+        # The arguments may be what is wrong, so they are not parsed for this.
+        return report_failure(error, as_json="--json" in given, debug=debug, rank=rank)
     return code if isinstance(code, int) else 0
-
-
-def _reporter(arguments: Sequence[str], environ: Mapping[str, str]) -> Reporter:
-    """Read what failures are told by: also where the arguments cannot be parsed."""
-    debug = "--debug" in arguments or environ.get("FEDLEARN_DEBUG", "0") not in ("", "0")
-    rank = int(environ.get("RANK", "0"))
-    return Reporter(as_json="--json" in arguments and rank == 0, debug=debug, rank=rank)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,14 @@ As in :mod:`fedlearn.cli.app`, what takes long to import is imported by the comm
 """
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -14,11 +20,17 @@ from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
     DataDir,
+    FromPrevious,
     Insecure,
     Json,
     Output,
     Overrides,
+    examples,
 )
+from fedlearn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedlearn.deployment.operator import Operator
 
 app = typer.Typer()
 
@@ -27,20 +39,13 @@ ClientFolder: TypeAlias = Annotated[
 ]
 
 
-@app.command(
-    epilog="""\b
-Examples:
-  fedlearn init && fedlearn coordinator coordinator.toml
-  fedlearn init --client
-"""
-)
+@app.command(epilog=examples("init && fedlearn coordinator coordinator.toml", "init --client"))
 def init(
     file: Annotated[
         Path | None,
         typer.Argument(
             metavar="[FILE]",
             help="The file to write; without it, coordinator.toml or client.toml.",
-            show_default=False,
         ),
     ] = None,
     *,
@@ -50,20 +55,19 @@ def init(
     ] = False,
 ) -> None:
     """Write a commented configuration of a coordinator, or of a client."""
-    from fedlearn.cli import operations
+    from fedlearn.deployment.starter import write_starter
 
-    if client:
-        operations.do_init_client(file or CLIENT_TOML)
-    else:
-        operations.do_init(file or COORDINATOR_TOML)
+    path = file or (CLIENT_TOML if client else COORDINATOR_TOML)
+    write_starter(path, of_client=client)
+    uses = f"join FILE --task … --config {path}" if client else f"coordinator {path}"
+    typer.echo(f"{path}: read it, then `fedlearn {uses}`")
 
 
 @app.command(
-    epilog="""\b
-Examples:
-  fedlearn coordinator coordinator.toml
-  fedlearn coordinator coordinator.toml --set num_rounds=50 --serve-on
-"""
+    epilog=examples(
+        "coordinator coordinator.toml",
+        "coordinator coordinator.toml --set num_rounds=50 --serve-on",
+    )
 )
 def coordinator(
     file: Annotated[
@@ -80,10 +84,7 @@ def coordinator(
             help="Stay when the run is done, and tell clients to come back later.",
         ),
     ] = False,
-    from_previous: Annotated[
-        bool,
-        typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged."),
-    ] = False,
+    from_previous: FromPrevious = False,
     restored: Annotated[
         bool,
         typer.Option("--restored", help="All comes from a backup: drop what clients sent since."),
@@ -94,18 +95,22 @@ def coordinator(
 
     It goes on where it was stopped or killed, inside a round too. SIGTERM parks the round.
     """
-    from fedlearn.cli import operations
+    from fedlearn.cli.surroundings import followed
+    from fedlearn.config import load
+    from fedlearn.deployment.coordinator import Start, coordinate
+    from fedlearn.deployment.places import Places
 
-    operations.do_coordinator(
-        file,
-        overrides=overrides or (),
-        data_dir=data_dir,
-        insecure=insecure,
-        serve_on=serve_on,
-        from_previous=from_previous,
-        restored=restored,
-        as_json=as_json,
-    )
+    start = Start.RESTORED if restored else Start.WHERE_IT_IS
+    places = Places.of(load(file, overrides=overrides or ()), environ=os.environ, data_dir=data_dir)
+    again = shlex.join(["fedlearn", "coordinator", str(file)])
+    with followed(as_json=as_json, resume=again) as progress:
+        coordinate(
+            places,
+            insecure=insecure,
+            serve_on=serve_on,
+            start=Start.FROM_PREVIOUS if from_previous else start,
+            progress=progress,
+        )
 
 
 @app.command(epilog="Example: fedlearn demo --rounds 5")
@@ -118,17 +123,15 @@ def demo(
     ] = None,
 ) -> None:
     """Run a coordinator and five clients on this machine, beside the simulation of the same."""
-    from fedlearn.cli import operations
+    from fedlearn.deployment.demo import demo
 
-    operations.do_demo(rounds=rounds, keep=keep)
+    demo(num_rounds=rounds, keep=keep, out=sys.stdout, environ=os.environ)
 
 
 @app.command(
-    epilog="""\b
-Examples:
-  fedlearn invite clinic-a
-  fedlearn invite clinic-b --tag country=ch --tag kind=hospital -o b.invitation
-"""
+    epilog=examples(
+        "invite clinic-a", "invite clinic-b --tag country=ch --tag kind=hospital -o b.invitation"
+    )
 )
 def invite(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client; unique.")],
@@ -142,9 +145,11 @@ def invite(
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
     """Write the file with which one client may join; it works once."""
-    from fedlearn.cli import operations
-
-    operations.do_invite(name, tags=tags or (), output=output, insecure=insecure, config=config)
+    path = output or Path(f"{name}.invitation")
+    with _operator(config) as operator:
+        invitation = operator.invite(name, tags=tags or (), path=path, insecure=insecure)
+    typer.echo(f"{path}: hand it to {name} over a channel you trust; it works once")
+    typer.echo(f"it ends at {invitation.expires_utc}; `fedlearn join {path} --task …` uses it")
 
 
 @app.command()
@@ -154,34 +159,48 @@ def revoke(
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
     """Refuse a client from now on, and end an invitation that it has not used."""
-    from fedlearn.cli import operations
+    with _operator(config) as operator:
+        client = operator.registry.revoke(name)
+    if client is None:
+        typer.echo(f"the invitation of {name} has ended; it never joined")
+    else:
+        typer.echo(f"{name} (client {client.client_id}) is refused from now on")
 
-    operations.do_revoke(name, config=config)
 
-
-@app.command(
-    epilog="""\b
-Examples:
-  fedlearn roster
-  fedlearn roster -o deployment.roster
-"""
-)
+@app.command(epilog=examples("roster", "roster -o deployment.roster"))
 def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> None:
     """Write the identity keys of all clients, for their users to compare and to pin.
 
     Without it, clients believe the keys that the coordinator tells them first.
     """
-    from fedlearn.cli import operations
+    from fedlearn.cli.tables import KEY_HEADER, key_row
+    from fedlearn.experiment.comparison import aligned
 
-    operations.do_roster(output, config=config)
+    path = output or Path("clients.roster")
+    with _operator(config) as operator:
+        clients = operator.roster(path).clients
+    typer.echo(aligned([KEY_HEADER, *(key_row(*each) for each in sorted(clients.items()))]))
+    typer.echo(f"{path}: have each client's user compare its line with `fedlearn pins NAME` there,")
+    typer.echo(
+        "then hand it to all; `fedlearn join FILE --roster` believes these keys and no others"
+    )
 
 
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
     """List the enrolled clients, and who is invited and has not joined."""
-    from fedlearn.cli import operations
+    from fedlearn.cli.tables import members, members_table
+    from fedlearn.core.clock import SystemClock
 
-    operations.do_clients(config=config, as_json=as_json)
+    with _operator(config) as operator:
+        found = members(operator.registry.clients(), operator.registry.open_invitations())
+    if as_json:
+        for each in found:
+            typer.echo(json.dumps(each))
+    elif found:
+        typer.echo(members_table(found, now_unix_s=SystemClock().unix_s()))
+    else:
+        typer.echo("no clients yet; `fedlearn invite NAME` invites one")
 
 
 @app.command()
@@ -192,9 +211,17 @@ def rounds(
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
     """List the latest rounds of the deployed run."""
-    from fedlearn.cli import operations
+    from fedlearn.cli.tables import round_line, rounds_table
 
-    operations.do_rounds(last=last, config=config, as_json=as_json)
+    with _operator(config) as operator:
+        found = operator.rounds(last)
+    if as_json:
+        for each in found:
+            typer.echo(round_line(each))
+    elif found:
+        typer.echo(rounds_table(found))
+    else:
+        typer.echo("no round is finished yet; `fedlearn why` tells what the run waits for")
 
 
 @app.command()
@@ -212,19 +239,24 @@ def abort(*, config: ConfigFile = COORDINATOR_TOML) -> None:
 @app.command()
 def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
     """Tell what the deployed run is waiting for, client by client."""
-    from fedlearn.cli import operations
+    from fedlearn.core.words import printable
 
-    operations.do_why(config=config, as_json=as_json)
+    with _operator(config) as operator:
+        explanation = operator.why()
+    if as_json:
+        typer.echo(json.dumps(explanation.values()))
+    else:
+        for line in explanation.lines():
+            typer.echo(printable(line))
 
 
 @app.command(
-    epilog="""\b
-Examples:
-  fedlearn join clinic-a.invitation --task trainer.py:Trainer
-  fedlearn join clinic-a.invitation --task my_package.training:Trainer --home /var/lib/fedlearn
-  fedlearn join clinic-a.invitation --task trainer.py:Trainer --config client.toml
-  fedlearn join clinic-a.invitation --check
-"""
+    epilog=examples(
+        "join clinic-a.invitation --task trainer.py:Trainer",
+        "join clinic-a.invitation --task my_package.training:Trainer --home /var/lib/fedlearn",
+        "join clinic-a.invitation --task trainer.py:Trainer --config client.toml",
+        "join clinic-a.invitation --check",
+    )
 )
 def join(
     invitation: Annotated[
@@ -236,7 +268,6 @@ def join(
         typer.Option(
             metavar="MODULE:CLASS",
             help="The trainer, or path/to/file.py:Class; it is called without arguments.",
-            show_default=False,
         ),
     ] = None,
     home: Annotated[
@@ -244,7 +275,6 @@ def join(
         typer.Option(
             metavar="DIR",
             help="Folder of the client's keys and state; without it, one named after the client.",
-            show_default=False,
         ),
     ] = None,
     config: Annotated[
@@ -253,7 +283,6 @@ def join(
             metavar="FILE",
             help="What this client refuses and when it may train; `fedlearn init --client` writes "
             "one. Without it, the defaults.",
-            show_default=False,
         ),
     ] = None,
     require_secure_aggregation: Annotated[
@@ -269,7 +298,6 @@ def join(
             metavar="FILE",
             help="Identity keys of the other clients, from `fedlearn roster`: these are believed "
             "in secure aggregation and no others. Without it, those that the coordinator tells.",
-            show_default=False,
         ),
     ] = None,
     check: Annotated[
@@ -284,44 +312,43 @@ def join(
 
     Typing this command is the consent to train on this machine's data.
     """
-    from fedlearn.cli import operations
+    from fedlearn.deployment.join import check_before, join
 
-    operations.do_join(
+    if check:
+        check_before(invitation, task=task, home=home, config=config)
+        return
+    if task is None:
+        raise ConfigError(
+            "--task is missing: name the trainer, as module:Class or path/to/file.py:Class"
+        )
+    join(
         invitation,
         task=task,
         home=home,
         config=config,
         require_secure_aggregation=require_secure_aggregation,
         roster=roster,
-        check=check,
     )
 
 
-@app.command(
-    epilog="""\b
-Examples:
-  fedlearn rotate clinic-a
-  fedlearn rotate /var/lib/fedlearn
-"""
-)
+@app.command(epilog=examples("rotate clinic-a", "rotate /var/lib/fedlearn"))
 def rotate(client: ClientFolder) -> None:
     """Replace a client's keys and certificate, on its machine; the client may be running.
 
     The old identity key signs the new one, so other clients go on with it. For a key that
     somebody else may have, use `fedlearn revoke` and a new invitation instead.
     """
-    from fedlearn.cli import operations
+    from fedlearn.deployment.known_keys import client_home
+    from fedlearn.identity.lineage import fingerprint
 
-    operations.do_rotate(client)
+    home = client_home(client, environ=os.environ)
+    enrolment = home.keys.ask_rotation()
+    key = fingerprint(enrolment.identity.public_key)
+    typer.echo(f"{enrolment.invitation.name}: the keys with {key} will be replaced when the client")
+    typer.echo("connects; one that runs does so at once, or when its secure aggregation is over")
 
 
-@app.command(
-    epilog="""\b
-Examples:
-  fedlearn pins clinic-a
-  fedlearn pins clinic-a --forget 3
-"""
-)
+@app.command(epilog=examples("pins clinic-a", "pins clinic-a --forget 3"))
 def pins(
     client: ClientFolder,
     *,
@@ -332,19 +359,73 @@ def pins(
             min=0,
             help="Accept the next key of this client, whose old one is lost: ask its owner first. "
             "The client must not run meanwhile.",
-            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """List the identity keys that a client believes in secure aggregation, its own first."""
-    from fedlearn.cli import operations
+    from fedlearn.cli.tables import KEY_HEADER, key_row
+    from fedlearn.core.messages import ClientId
+    from fedlearn.deployment.known_keys import client_home, forget_pin, known_keys
+    from fedlearn.experiment.comparison import aligned
+    from fedlearn.identity.lineage import fingerprint
+    from fedlearn.identity.rosters import KnownKey
 
-    operations.do_pins(client, forget=forget, as_json=as_json)
+    home = client_home(client, environ=os.environ)
+    if forget is not None:
+        forget_pin(home, ClientId(forget))
+        typer.echo(f"the key of client {forget} is forgotten: the next one seen of it is pinned")
+        return
+    enrolment, pins = known_keys(home)
+    name, lineage = enrolment.invitation.name, enrolment.lineage
+    own = KnownKey(name=name, key=lineage.key, num_rotations=lineage.num_rotations)
+    keys = [(enrolment.client_id, own), *sorted(pins.clients.items())]
+    if as_json:
+        for number, known in keys:
+            values = {"client_id": number, "name": known.name, "identity_key": known.key.hex()}
+            more = {"fingerprint": fingerprint(known.key), "num_rotations": known.num_rotations}
+            typer.echo(json.dumps(values | more))
+        return
+    source = "the roster" if pins.roster else "the coordinator"
+    places = ["this client", *[source] * len(pins.clients)]
+    rows = [(*key_row(*each), place) for each, place in zip(keys, places, strict=True)]
+    typer.echo(aligned([(*KEY_HEADER, "from"), *rows]))
 
 
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
-    """Tell the coordinator of ``config`` to run, pause or abort."""
-    from fedlearn.cli import operations
+    """Tell the coordinator of ``config`` to run, pause or abort; a done run hears nothing."""
+    from fedlearn.rounds.records import RunStatus
+    from fedlearn.store.lease import deployment
 
-    operations.do_control(wanted, config=config)
+    with _operator(config) as operator:
+        name = deployment(operator.database, operator.places.run_name).name
+        if operator.database.run(name).record.status is RunStatus.DONE:
+            verb = "resume" if wanted == "run" else wanted
+            typer.echo(f"{name} is done; nothing to {verb}")
+            return
+        is_heard = operator.control(wanted)
+    said = {
+        "run": f"{name} goes on",
+        "pause": f"{name} pauses when its round is finished",
+        "abort": f"{name} is being ended",
+    }
+    late = "no coordinator is alive: the next one will know"
+    typer.echo(said[wanted] if is_heard else late)
+
+
+@contextmanager
+def _operator(config: Path) -> Iterator["Operator"]:
+    """Open the deployment; where nothing was deployed, no database is made."""
+    from fedlearn.config import load
+    from fedlearn.core.clock import SystemClock
+    from fedlearn.deployment.operator import Operator
+    from fedlearn.deployment.places import Places
+
+    if not config.exists():
+        raise ConfigError(
+            f"{config}: there is no such file; name the coordinator's configuration with "
+            "--config, or write one: `fedlearn init`"
+        )
+    places = Places.of(load(config, overrides=()), environ=os.environ)
+    with places.database() as database:
+        yield Operator(places, database, SystemClock())

@@ -9,9 +9,7 @@ import structlog
 def configure_logs(*, debug: bool, quiet: bool) -> None:
     """Send structlog's events to standard error: lines for a person, JSON off a terminal.
 
-    Args:
-        debug: Whether to show what is of use for finding errors only.
-        quiet: Whether to say nothing at all, as a worker of torchrun does.
+    Where it is ``quiet``, as in a worker of torchrun, nothing is said at all.
     """
     level = logging.DEBUG if debug else logging.INFO
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()

@@ -21,7 +21,7 @@ Json: TypeAlias = Annotated[
 ]
 RunsDir: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--runs-dir", metavar="DIR", help="Directory of the runs.", show_default=False),
+    typer.Option("--runs-dir", metavar="DIR", help="Directory of the runs."),
 ]
 DataDir: TypeAlias = Annotated[
     Path | None,
@@ -37,6 +37,15 @@ Insecure: TypeAlias = Annotated[
     bool,
     typer.Option("--insecure", help="Plaintext, on loopback only, for trying things out."),
 ]
+FromPrevious: TypeAlias = Annotated[
+    bool, typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged.")
+]
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help: how it may be typed, a line each."""
+    return "\n".join(["\b", "Examples:", *(f"  fedlearn {each}" for each in commands)])
+
 
 #: Where the commands about a deployment look for its configuration.
 COORDINATOR_TOML = Path("coordinator.toml")

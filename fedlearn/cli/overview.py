@@ -1,20 +1,21 @@
 """Runs as text and as JSON: a line for each, or all about one."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     History,
     Summary,
+    aligned,
     best_point,
+    json_text,
+    leaves,
     number_text,
     series,
     summarize,
 )
-from fedlearn.experiment.progress import next_command
+from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
 from fedlearn.store.checkpoints import CheckpointFile
 
@@ -27,10 +28,7 @@ _TABLES = ("python", "data", "model", "algorithm", "client", "cohort", "straggle
 
 def runs_table(histories: Sequence[History]) -> str:
     """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
-    rows = [_HEADER, *map(_row, histories)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    return aligned([_HEADER, *map(_row, histories)])
 
 
 def _row(history: History) -> tuple[str, ...]:
@@ -46,7 +44,7 @@ def _row(history: History) -> tuple[str, ...]:
 
 def run_line(history: History) -> str:
     """Return the facts of :func:`runs_table` about one run as a JSON object."""
-    return _json(_brief(history))
+    return json_text(_brief(history))
 
 
 def _brief(history: History) -> dict[str, object]:
@@ -62,7 +60,7 @@ def _brief(history: History) -> dict[str, object]:
 
 
 def _best_accuracy(history: History) -> float | None:
-    best = best_point(series(history[1], "accuracy"), "accuracy")
+    best = best_point(series(history[1], "accuracy"), "max")
     return None if best is None else best.value
 
 
@@ -84,7 +82,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "created", record.created_utc
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
     yield "time", summary.times()
-    yield from _measured(summary)
+    yield from measured(summary)
     yield from _participation(summary)
     for name in _TABLES:
         if name != "devices" or not record.is_deployed:  # they describe simulated ones
@@ -92,18 +90,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)
     yield "path", printable(str(run.path))
-    yield from _next_commands(summary, run.path)
-
-
-def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
-    if (best := summary.best) is not None:
-        value = number_text(best.point.value)
-        yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
-    central = summary.central_metrics().items()
-    yield "final", ", ".join(f"{printable(name)} {number_text(value)}" for name, value in central)
-    for name, spread in summary.client_metrics().items():
-        parts = ", ".join(f"{part} {number_text(value)}" for part, value in spread.items())
-        yield "clients", f"{printable(name)}: {parts}"
+    yield from next_steps(summary, run.path, "report", "export")
 
 
 def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -121,26 +108,13 @@ def _settings(table: object) -> str:
     """Return a table of the configuration in one line; empty if there is none."""
     if not isinstance(table, Mapping):
         return ""
-    return printable(" ".join(_pairs(table, "")))
-
-
-def _pairs(table: Mapping[str, object], prefix: str) -> Iterator[str]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _pairs(value, f"{prefix}{key}.")
-        elif value is not None:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"{prefix}{key}={text}"
+    set_ones = ((key, value) for key, value in leaves(table) if value not in (None, {}))
+    texts = ((k, value if isinstance(value, str) else json.dumps(value)) for k, value in set_ones)
+    return printable(" ".join(f"{key}={text}" for key, text in texts))
 
 
 def _checkpoint(file: CheckpointFile) -> str:
     return f"after round {file.round_num}: {file.path.name}, {file.num_bytes / 1e6:.1f} MB"
-
-
-def _next_commands(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
-    verbs = ("resume", "report", "export") if summary.is_resumable else ("report", "export")
-    for verb in verbs:
-        yield "next", next_command(verb, summary.name, path=path)
 
 
 def run_object(run: Run) -> str:
@@ -160,7 +134,7 @@ def run_object(run: Run) -> str:
     everything = _brief((record, rounds)) | {
         "error": record.error,
         "best": found,
-        "metrics": dict(summary.metrics),
+        "metrics": summary.metrics,
         "participation": {**counts._asdict(), "clients": summary.num_clients},
         "failures": dict(summary.reasons),
         "skipped_rounds": summary.num_skipped,
@@ -169,25 +143,8 @@ def run_object(run: Run) -> str:
         "seconds": summary.seconds,
         "checkpoints": checkpoints,
         "path": str(run.path),
-        "config": dict(record.config),
+        "config": record.config,
         "config_hash": record.config_hash,
-        "versions": dict(record.versions),
+        "versions": record.versions,
     }
-    return _json(everything)
-
-
-def _json(values: Mapping[str, object]) -> str:
-    return json.dumps(_finite(values), allow_nan=False)
-
-
-def _finite(value: object) -> object:
-    """Return ``value`` with ``None`` for the numbers that JSON does not have."""
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case Mapping():
-            return {str(key): _finite(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_finite(each) for each in value]
-        case _:
-            return value
+    return json_text(everything)

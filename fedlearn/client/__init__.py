@@ -8,48 +8,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedlearn.client.agent import Agent
-    from fedlearn.client.conditions import Conditions
-    from fedlearn.client.policy import Policy, SecureAggregationPolicy
-    from fedlearn.training.torch_trainer import TorchTrainer
-    from fedlearn.training.trainer import (
-        LocalEvaluation,
-        LocalResult,
-        LocalTrainer,
-        TaskControl,
-        TrainContext,
-    )
-
-__all__ = [
-    "Agent",
-    "Conditions",
-    "LocalEvaluation",
-    "LocalResult",
-    "LocalTrainer",
-    "Policy",
-    "SecureAggregationPolicy",
-    "TaskControl",
-    "TorchTrainer",
-    "TrainContext",
-]
+    from fedlearn.client.agent import Agent as Agent
+    from fedlearn.client.conditions import Conditions as Conditions
+    from fedlearn.client.policy import Policy as Policy
+    from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
+    from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
+    from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
+    from fedlearn.training.trainer import LocalResult as LocalResult
+    from fedlearn.training.trainer import LocalTrainer as LocalTrainer
+    from fedlearn.training.trainer import TaskControl as TaskControl
+    from fedlearn.training.trainer import TrainContext as TrainContext
 
 _HOME = {
-    "Agent": "client.agent",
-    "Conditions": "client.conditions",
-    "LocalEvaluation": "training.trainer",
-    "LocalResult": "training.trainer",
-    "LocalTrainer": "training.trainer",
-    "Policy": "client.policy",
-    "SecureAggregationPolicy": "client.policy",
-    "TaskControl": "training.trainer",
-    "TorchTrainer": "training.torch_trainer",
-    "TrainContext": "training.trainer",
+    "client.agent": "Agent",
+    "client.conditions": "Conditions",
+    "client.policy": "Policy SecureAggregationPolicy",
+    "training.torch_trainer": "TorchTrainer",
+    "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }
+
+__all__ = [name for names in _HOME.values() for name in names.split()]
 
 
 def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
-    if name in _HOME:
-        return getattr(importlib.import_module(f"fedlearn.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"fedlearn.{module}"), name)
     raise AttributeError(f"module 'fedlearn.client' has no attribute {name!r}")
 
 

@@ -3,16 +3,15 @@
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from fedlearn.client.backoff import Backoff
-from fedlearn.client.callbacks import Caller, LatestFacts
+from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -30,6 +29,9 @@ _STOP_S = 15.0
 _STEADY_S = 60.0
 #: Seconds that another process of this client gets to see that there is no consent any more.
 _ALONE_S = 30.0
+#: Seconds between two questions to the probes.
+_ASK_S = 1.0
+_CLOCK = SystemClock()
 
 # In the application's process: what becomes of a line is the application's to say; if it says
 # nothing, warnings and errors go to standard error.
@@ -200,21 +202,13 @@ class Agent:
                 self._home.erase()
 
     def forget(self) -> None:
-        """Revoke consent and remove everything, keys included.
-
-        Raises:
-            DeploymentError: As for :meth:`revoke_consent`.
-        """
+        """Revoke consent and remove everything, keys included; raises as :meth:`revoke_consent`."""
         self.revoke_consent()
         with self._home.locked(timeout_s=_ALONE_S):
             self._home.forget()
 
     def status(self) -> AgentStatus:
-        """Return where the agent stands.
-
-        Raises:
-            DeploymentError: The process is a wrong one, as for :meth:`start`.
-        """
+        """Return where the agent stands; raises as :meth:`start`."""
         self._require_own_process()
         with self._changed:
             return replace(self._status, has_consent=self._has_consent())
@@ -223,12 +217,7 @@ class Agent:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _is_forked(self) -> bool:
@@ -262,13 +251,15 @@ class Agent:
     def _supervise(self) -> None:
         if not self._has_consent():
             self._erase_leftovers()
-        backoff, clock = Backoff(), SystemClock()
-        with _caller("fedlearn-progress") as progress, _caller("fedlearn-probes") as asking:
-            facts = LatestFacts(self._probes, caller=asking, clock=clock)
+        backoff = Backoff()
+        with (
+            closing(Caller("fedlearn-progress")) as progress,
+            closing(Caller("fedlearn-probes")) as asking,
+        ):
             while self._wait_until_wanted():
-                begin_s = clock.now_s()
-                crash = self._run_child(facts, progress)
-                if clock.now_s() - begin_s > _STEADY_S:
+                begin_s = _CLOCK.now_s()
+                crash = self._run_child(progress, asking)
+                if _CLOCK.now_s() - begin_s > _STEADY_S:
                     backoff.reset()
                 if crash is None or self._is_stopping or not self._has_consent():
                     continue
@@ -296,7 +287,7 @@ class Agent:
         except DeploymentError as error:
             _log.error("local state is not erased: %s", error)
 
-    def _run_child(self, facts: LatestFacts, progress: Caller) -> str | None:
+    def _run_child(self, progress: Caller, asking: Caller) -> str | None:
         """Run one training process to its end.
 
         Returns:
@@ -311,9 +302,11 @@ class Agent:
             self._child = child
         if self._is_stopping or not self._has_consent():
             child.ask_to_stop()
+        if self._probes != Probes():
+            asking.call(partial(self._ask_probes, child, asking))
         is_final, words = False, ""
         try:
-            for event in child.events(facts.now):
+            for event in child.events():
                 if event.kind is EventKind.CRASHED:
                     words = f": {event.message}"  # told with the exit code
                     continue
@@ -321,12 +314,22 @@ class Agent:
                 self._hear(event, progress)
             code = child.process.wait()
         finally:
-            child.close()
+            child.link.close()
             with self._changed:
                 self._child = None
                 self._changed.notify_all()
             self._update(is_running=False, pid=None, is_connected=False)
         return None if is_final or child.was_asked_to_stop else f"exit code {code}{words}"
+
+    def _ask_probes(self, child: TrainingProcess, asking: Caller) -> None:
+        """Tell the process what the probes find, and again in a second, while it is the child."""
+        if self._child is not child:
+            return
+        asking.call(partial(self._ask_probes, child, asking))  # also if one of them fails
+        try:
+            child.tell(self._probes.facts())
+        finally:
+            _CLOCK.sleep(_ASK_S)
 
     def _end_child(self) -> None:
         """Return when there is no child any more."""
@@ -342,12 +345,11 @@ class Agent:
     def _hear(self, event: AgentEvent, progress: Caller) -> None:
         if event.kind is not EventKind.PROGRESS:
             self._update(last=event)
-        if event.kind is EventKind.ACCEPTED:
-            self._update(num_accepted=self._status.num_accepted + 1)
-        if event.kind is EventKind.CONNECTED:
-            self._update(is_connected=True)
-        if event.kind is EventKind.DISCONNECTED:
-            self._update(is_connected=False)
+        match event.kind:
+            case EventKind.ACCEPTED:
+                self._update(num_accepted=self._status.num_accepted + 1)
+            case EventKind.CONNECTED | EventKind.DISCONNECTED:
+                self._update(is_connected=event.kind is EventKind.CONNECTED)
         if event.is_final:
             with self._changed:
                 self._is_hopeless = True
@@ -357,13 +359,3 @@ class Agent:
     def _update(self, **changes: Any) -> None:  # Any: a value of any field
         with self._changed:
             self._status = replace(self._status, **changes)
-
-
-@contextmanager
-def _caller(name: str) -> Iterator[Caller]:
-    """Call the application's code while the block runs."""
-    caller = Caller(name)
-    try:
-        yield caller
-    finally:
-        caller.close()

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from fedlearn.core.randomness import jitter
 
+#: Upper bounds of the first wait and of all.
+_FIRST_S, _LAST_S = 1.0, 300.0
+
 
 @dataclass
 class Backoff:
     """Waits of up to 1 s, 2 s, 4 s, … 5 min, each uniformly distributed from zero.
 
     Attributes:
-        first_s: Upper bound of the first wait.
-        last_s: Upper bound of all waits.
         jitter: A number in [0, 1).
 
     References:
@@ -24,14 +25,12 @@ class Backoff:
         [0.5, 1.0, 2.0, 4.0]
     """
 
-    first_s: float = 1.0
-    last_s: float = 300.0
     jitter: Callable[[], float] = jitter
     _bound_s: float = 0.0
 
     def next_s(self) -> float:
         """Return the seconds to wait now."""
-        self._bound_s = min(self.last_s, 2.0 * self._bound_s or self.first_s)
+        self._bound_s = min(_LAST_S, 2.0 * self._bound_s or _FIRST_S)
         return self._bound_s * self.jitter()
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from types import TracebackType
 
@@ -20,8 +21,10 @@ import structlog
 
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.home import Home
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.live_session import cancel
+from fedlearn.client.options import OPTIONS
 from fedlearn.client.runtime import Runtime, make_runtime
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
@@ -40,16 +43,7 @@ class _Application:
         self._writer: asyncio.StreamWriter | None = None
         # It must come to its end with this process, whatever the trainer starts or forks.
         link.set_inheritable(False)
-        os.register_at_fork(after_in_child=self._let_go)
-
-    def _let_go(self) -> None:
-        """Be a worker of the trainer's: one that ends when it is told to, as at our exit.
-
-        The event loop's handler would keep it alive, and tell the loop instead.
-        """
-        self._link.close()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        keep_from_forks(link)
 
     def tell(self, event: AgentEvent) -> None:
         """Send one event; an application that has gone does not hear it."""
@@ -57,20 +51,15 @@ class _Application:
         if self._writer is not None:
             self._writer.write(line)
             return
-        try:
+        with suppress(OSError):
             self._link.sendall(line)
-        except OSError:
-            return
 
     def tell_end(self, error: FedlearnError) -> None:
         """Say why this process ends: it would end so again."""
         self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
 
     def tell_crash(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Say what this process ends of, without the words: they may tell of the data."""
         self.tell(AgentEvent(kind=EventKind.CRASHED, message=kind.__name__))
@@ -92,12 +81,16 @@ class _Application:
     async def listen(self, runtime: Runtime) -> None:
         """Hear what the application knows until it is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._link)
-        try:
+        with suppress(ConnectionError):  # it was killed
             while line := await reader.readline():
                 runtime.tell(Facts(**json.loads(line)))
-        except ConnectionError:
-            pass  # it was killed
         runtime.stop()
+
+
+def _be_worker() -> None:
+    """Be a worker of the trainer's, which SIGTERM ends: the loop's handler would not."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def _run(runtime: Runtime, application: _Application) -> bool:
@@ -106,8 +99,7 @@ async def _run(runtime: Runtime, application: _Application) -> bool:
     try:
         return await runtime.run()
     finally:
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
+        await cancel([listening])
 
 
 def main() -> None:
@@ -118,8 +110,9 @@ def main() -> None:
     )
     application = _Application(socket.socket(fileno=int(sys.argv[1])))
     application.watch()
+    os.register_at_fork(after_in_child=_be_worker)
     sys.excepthook = application.tell_crash
-    options = RuntimeOptions.from_json(sys.stdin.read())
+    options = OPTIONS.validate_json(sys.stdin.buffer.read())
     try:
         with Home(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # the process of an application that has just died ends within a batch

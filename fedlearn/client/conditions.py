@@ -1,12 +1,13 @@
 """When a device may train: on mains power, idle, on an unmetered network, at night."""
 
+import math
 import os
 import re
 import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +23,8 @@ _IDLE_SHARE = 0.25
 #: Seconds over which that share is averaged.
 _IDLE_WINDOW_S = 10.0
 _IDLE_SHORTEST_S = 0.5
+#: Seconds for which what the application tells holds: a probe may take its time, not for ever.
+_TOLD_S = 10.0
 #: Seconds for which NetworkManager's answer holds.
 _METERED_AGE_S = 30.0
 _TIME = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
@@ -42,15 +45,16 @@ class Facts:
     idle: bool | None = None
     unmetered: bool | None = None
 
+    def known(self) -> dict[str, bool]:
+        """Return what can be told."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
     """What the application knows better than the operating system; polled in its process.
 
-    Attributes:
-        on_power: As in :class:`Facts`; ``None``: ask the operating system.
-        idle: The same.
-        unmetered: The same.
+    Each tells what :class:`Facts` has under its name; ``None``: ask the operating system.
     """
 
     on_power: Probe | None = None
@@ -59,11 +63,7 @@ class Probes:
 
     def facts(self) -> Facts:
         """Ask every probe that there is."""
-        return Facts(
-            on_power=self.on_power() if self.on_power else None,
-            idle=self.idle() if self.idle else None,
-            unmetered=self.unmetered() if self.unmetered else None,
-        )
+        return Facts(**{name: probe() for name, probe in vars(self).items() if probe is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Conditions:
     """What must hold before and during training; what is not asked for need not be known.
 
     Attributes:
-        on_power: Only on mains power.
-        idle: Only while nobody uses the device.
-        unmetered: Only on a network that costs nothing by volume.
+        on_power: Whether only on mains power.
+        idle: Whether only while nobody uses the device.
+        unmetered: Whether only on a network that costs nothing by volume.
         between: Only from one local time until another, ``("22:00", "06:00")``; over midnight
             if the second is earlier.
 
@@ -102,8 +102,8 @@ class Conditions:
             )
         if self.between[0] == self.between[1]:
             raise ConfigError(
-                f"conditions.between is never: both times are {self.between[0]}; leave it out to "
-                "train all day"
+                f"conditions.between is {self.between!r}, which is never; leave it out to train "
+                "all day"
             )
 
     def unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
@@ -131,10 +131,10 @@ def local_time(unix_s: float) -> datetime:
 
 @dataclass
 class Device:
-    """Asks the operating system (Linux).
+    """Asks the operating system (Linux); what the application tells comes before.
 
     Attributes:
-        clock: When it was asked.
+        clock: When it was asked, or told.
         power_supplies: Where the kernel lists mains adapters and batteries.
         processor_times: Where the kernel counts the processors' time.
     """
@@ -144,9 +144,20 @@ class Device:
     processor_times: Path = Path("/proc/stat")
     _load: deque[tuple[float, float, float]] = field(default_factory=deque)
     _metered: tuple[float, bool | None] | None = None
+    _told: tuple[float, Facts] = (-math.inf, Facts())
+
+    def tell(self, facts: Facts) -> None:
+        """Take what the application knows; it holds for a few seconds."""
+        self._told = self.clock.now_s(), facts
 
     def facts(self) -> Facts:
-        """Return what can be told; to be called every second or so."""
+        """Return what can be told; to be called every second or so, and may take a moment."""
+        found = self.found()
+        told_s, told = self._told
+        return found if self.clock.now_s() - told_s > _TOLD_S else replace(found, **told.known())
+
+    def found(self) -> Facts:
+        """Return what the operating system tells."""
         return Facts(on_power=self._on_power(), idle=self._idle(), unmetered=self._unmetered())
 
     def _on_power(self) -> bool | None:

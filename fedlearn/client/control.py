@@ -1,5 +1,6 @@
 """How a running task hears from the runtime, and what it keeps against a restart."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping
 
@@ -22,10 +23,10 @@ _REPORT_SPACING_S = 0.1
 class WorkControl:
     """The :class:`~fedlearn.training.trainer.TaskControl` of a deployed client.
 
-    Args:
-        home: Where checkpoints lie.
-        clock: Rations checkpoints and reports.
-        on_report: Called in the training thread with a fraction and a loss.
+    ``on_report`` is called in the training thread with a fraction and a loss.
+
+    Attributes:
+        download: What fetches the request, once that has begun; it is called off, too.
     """
 
     def __init__(
@@ -33,11 +34,14 @@ class WorkControl:
     ) -> None:
         self._home, self._clock, self._on_report = home, clock, on_report
         self._called_off = threading.Event()
+        self.download: asyncio.Task[None] | None = None
         self._next_checkpoint_s = self._next_report_s = float("-inf")
 
     def call_off(self) -> None:
-        """End the task at its next :meth:`check`; from any thread."""
+        """End the task at its next :meth:`check`; from the event loop's thread."""
         self._called_off.set()
+        if self.download is not None:
+            self.download.cancel()
 
     @property
     def is_called_off(self) -> bool:
@@ -45,11 +49,7 @@ class WorkControl:
         return self._called_off.is_set()
 
     def check(self) -> None:
-        """Do nothing, or end the task.
-
-        Raises:
-            Cancelled: It was called off.
-        """
+        """Raise :class:`Cancelled` if the task was called off."""
         if self.is_called_off:
             raise Cancelled("the task was called off")
 
@@ -62,22 +62,16 @@ class WorkControl:
 
     def saved(self) -> Mapping[str, Tensor]:
         """Return what :meth:`save` kept of this task."""
-        content = self._home.checkpoint()
-        if not content:
-            return {}
         try:
-            return safetensors.torch.load(content)
+            content = self._home.checkpoint()
+            return safetensors.torch.load(content) if content else {}
         except SafetensorError as error:
             log = structlog.get_logger(__name__)
             log.warning("task_checkpoint_unreadable", error=str(error))
             return {}
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep ``tensors`` durably, unless that would take too large a share of the time.
-
-        Raises:
-            DeploymentError: The disk is full or not writable.
-        """
+        """Keep ``tensors`` durably, unless that would take too large a share of the time."""
         begin_s = self._clock.now_s()
         if begin_s < self._next_checkpoint_s:
             return

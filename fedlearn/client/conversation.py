@@ -2,7 +2,7 @@
 
 ::
 
-    Offered -> Start -> Answered -> Keep -> Kept -> Deliver -> Settled -> Drop
+    Offered -> Begin -> Answered -> Hold -> Held -> Deliver -> Settled -> Drop
                  |
                  +-- called off (coordinator, conditions, user) -> CallOff -> Ended
 
@@ -11,10 +11,12 @@ The work on a task (downloading, training) is one action; it ends with exactly o
 the end of a batch and not at once. A task that came meanwhile waits for that.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
+from fedlearn.client.tasks import HeldReply, OpenTask
+from fedlearn.transport.content import TaskKey
 
 # Events: what happened.
 
@@ -55,13 +57,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Answered:
-    """Work on a task has ended with a reply.
-
-    Attributes:
-        task: Which.
-        reply: The reply's bytes.
-        state: This client's state after it; ``None``: as before.
-    """
+    """Work on a task has ended with a reply, and this client's state (``None``: as before)."""
 
     task: OpenTask
     reply: bytes = field(repr=False)
@@ -70,13 +66,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Ended:
-    """Work on a task has ended without a reply: called off, or the download broke."""
-
-    key: TaskKey
+    """Work on the task has ended without a reply: called off, or the download broke."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class Held:
     """A reply is durable."""
 
     held: HeldReply
@@ -84,12 +78,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Surveyed:
-    """A second has passed.
-
-    Attributes:
-        unmet: Conditions that do not hold now.
-        now_unix_s: The time.
-    """
+    """A second has passed; some conditions do not hold now."""
 
     unmet: tuple[str, ...]
     now_unix_s: float
@@ -108,7 +97,7 @@ Event: TypeAlias = (
     | Settled
     | Answered
     | Ended
-    | Kept
+    | Held
     | Surveyed
     | Stopped
 )
@@ -117,7 +106,7 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class Start:
+class Begin:
     """Work on a task, from what an earlier attempt at it has left."""
 
     task: OpenTask
@@ -133,13 +122,11 @@ class CallOff:
 
 @dataclass(frozen=True)
 class Erase:
-    """Remove what the work on a task has left."""
-
-    key: TaskKey
+    """Remove what the work on the task has left."""
 
 
 @dataclass(frozen=True)
-class Keep:
+class Hold:
     """Make a reply durable, with the state after it."""
 
     answered: Answered
@@ -147,12 +134,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Send a reply.
+    """Send a reply; again, if its task came once more.
 
-    Attributes:
-        held: Which.
-        is_asked_again: Whether its task came once more. One that was sent before a coordinator
-            had opened its exchange again, after a restart, was not heard.
+    What was sent before a coordinator had opened its exchange again, after a restart, was not
+    heard.
     """
 
     held: HeldReply
@@ -172,7 +157,7 @@ class Disconnect:
     """End the session."""
 
 
-Action: TypeAlias = Start | CallOff | Erase | Keep | Deliver | Drop | Disconnect
+Action: TypeAlias = Begin | CallOff | Erase | Hold | Deliver | Drop | Disconnect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +165,6 @@ class Conversation:
     """Where a client stands.
 
     Attributes:
-        is_connected: Whether there is a session.
         is_stopping: Whether this process shall end.
         unmet: Conditions that do not hold.
         task: What is worked on, or was until it was called off.
@@ -210,10 +194,10 @@ class Conversation:
         return self.is_stopping and self.task is None
 
 
-Step: TypeAlias = tuple[Conversation, tuple[Action, ...]]
+Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 
 
-def step(here: Conversation, event: Event) -> Step:  # noqa: C901, PLR0911 - one line per event
+def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911 - one line per event
     """Return where the client stands after ``event``, and what is to be done."""
     match event:
         case Connected(run_id):
@@ -228,9 +212,9 @@ def step(here: Conversation, event: Event) -> Step:  # noqa: C901, PLR0911 - one
             return _forget_reply(here, key, "settled")
         case Answered():
             return _answered(here, event)
-        case Ended(key):
-            return _ended(here, key)
-        case Kept(held):
+        case Ended():
+            return _ended(here)
+        case Held(held):
             return replace(here, held=held), ((Deliver(held),) if here.is_connected else ())
         case Surveyed():
             return _surveyed(here, event)
@@ -239,27 +223,20 @@ def step(here: Conversation, event: Event) -> Step:  # noqa: C901, PLR0911 - one
             return _call_off(stopping, "stopped")
 
 
-def _connected(here: Conversation, run_id: str) -> Step:
-    here = replace(here, is_connected=True)
-    actions: list[Action] = []
-    if here.held is not None and here.held.key.run_id != run_id:
-        here, dropped = _forget_reply(here, here.held.key, "its run is over")
-        actions += dropped
-    if here.task is not None and here.task.key.run_id != run_id:
-        here, called_off = _withdrawn(here, here.task.key, "its run is over")
-        actions += called_off
-    if here.held is not None:
-        actions.append(Deliver(here.held))
-    return here, tuple(actions)
+def _connected(here: Conversation, run_id: str) -> Transition:
+    here, actions = _give_up(
+        replace(here, is_connected=True), lambda each: each.key.run_id != run_id, "its run is over"
+    )
+    return here, (*actions, *(() if here.held is None else (Deliver(here.held),)))
 
 
-def _offered(here: Conversation, task: OpenTask) -> Step:
+def _offered(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping:
         return here, ()  # the session is about to end; the next one is offered it again
     if here.held is not None and here.held.key == task.key:
         return here, (Deliver(here.held, is_asked_again=True),)
     if here.task is None:
-        return _start(here, task)
+        return _begin(here, task)
     if here.task.key == task.key and not here.is_called_off:
         return here, ()  # offered again by a new session: the work goes on
     # One thing is asked at a time: if this is another, the one in work has closed.
@@ -267,12 +244,12 @@ def _offered(here: Conversation, task: OpenTask) -> Step:
     return _call_off(here, "the coordinator has moved on")
 
 
-def _start(here: Conversation, task: OpenTask) -> Step:
+def _begin(here: Conversation, task: OpenTask) -> Transition:
     here = replace(here, task=task, waiting=None, is_called_off=False, is_withdrawn=False)
-    return here, (Start(task),)
+    return here, (Begin(task),)
 
 
-def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Step:
+def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Transition:
     if here.waiting is not None and here.waiting.key == key:
         here = replace(here, waiting=None)
     if here.task is not None and here.task.key == key:
@@ -280,30 +257,30 @@ def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Step:
     return _forget_reply(here, key, reason)
 
 
-def _call_off(here: Conversation, reason: str) -> Step:
+def _call_off(here: Conversation, reason: str) -> Transition:
     if here.task is None or here.is_called_off:
         return here, ()
     return replace(here, is_called_off=True), (CallOff(here.task.key, reason),)
 
 
-def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Step:
+def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
     if here.held is None or here.held.key != key:
         return here, ()
     return replace(here, held=None), (Drop(here.held, reason),)
 
 
-def _answered(here: Conversation, event: Answered) -> Step:
+def _answered(here: Conversation, event: Answered) -> Transition:
     if here.is_withdrawn:
-        return _ended(here, event.task.key)
+        return _ended(here)
     here = replace(here, task=None, is_called_off=False)
     if here.waiting is not None and here.waiting.key == event.task.key:
         here = replace(here, waiting=None)  # called off too late to end: this is its answer
     here, actions = _next(here)
-    return here, (Keep(event), *actions)
+    return here, (Hold(event), *actions)
 
 
-def _ended(here: Conversation, key: TaskKey) -> Step:
-    erase = (Erase(key),) if here.is_withdrawn else ()
+def _ended(here: Conversation) -> Transition:
+    erase = (Erase(),) if here.is_withdrawn else ()
     # Work that ended unasked lost its connection: the next session is offered it again.
     leave = () if here.is_called_off or not here.is_connected else (Disconnect(),)
     here = replace(here, task=None, is_called_off=False, is_withdrawn=False)
@@ -311,12 +288,14 @@ def _ended(here: Conversation, key: TaskKey) -> Step:
     return here, (*erase, *actions, *leave)
 
 
-def _next(here: Conversation) -> Step:
-    return (here, ()) if here.waiting is None else _start(here, here.waiting)
+def _next(here: Conversation) -> Transition:
+    return (here, ()) if here.waiting is None else _begin(here, here.waiting)
 
 
-def _surveyed(here: Conversation, event: Surveyed) -> Step:
-    here, actions = _expire(here, event.now_unix_s)
+def _surveyed(here: Conversation, event: Surveyed) -> Transition:
+    here, actions = _give_up(
+        here, lambda each: each.expires_unix_s < event.now_unix_s, "its deadline is long past"
+    )
     here = replace(here, unmet=event.unmet)
     if not event.unmet:
         return here, actions
@@ -327,12 +306,13 @@ def _surveyed(here: Conversation, event: Surveyed) -> Step:
     return here, (*actions, *called_off, *leave)
 
 
-def _expire(here: Conversation, now_unix_s: float) -> Step:
-    actions: list[Action] = []
-    if here.task is not None and here.task.expires_unix_s < now_unix_s:
-        here, called_off = _withdrawn(here, here.task.key, "its deadline is long past")
-        actions += called_off
-    if here.held is not None and here.held.expires_unix_s < now_unix_s:
-        here, dropped = _forget_reply(here, here.held.key, "its deadline is long past")
-        actions += dropped
-    return here, tuple(actions)
+def _give_up(
+    here: Conversation, is_over: Callable[[OpenTask | HeldReply], bool], reason: str
+) -> Transition:
+    """Withdraw the task, and forget the reply, of which ``is_over`` holds."""
+    actions: tuple[Action, ...] = ()
+    for each in (here.task, here.held):
+        if each is not None and is_over(each):
+            here, more = _withdrawn(here, each.key, reason)
+            actions += more
+    return here, actions

@@ -11,18 +11,16 @@ from enum import StrEnum
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from fedlearn.client.credentials import credentials_of
-from fedlearn.client.home import Enrolment, Home
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
+from fedlearn.client.live_session import session_at
 from fedlearn.client.loading import make_trainer
-from fedlearn.client.renewal import renewal_advice
 from fedlearn.core.clock import SystemClock, WallClock, utc
 from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
+from fedlearn.identity.identity import SERVER_NAME, Invitation
 from fedlearn.session.faults import in_users_code
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.grpc_client import DoorConnection
-from fedlearn.transport.identity import Invitation
 
 _CLOCK = SystemClock()
 _TIMEOUT_S = 10.0
@@ -42,23 +40,9 @@ class Verdict(StrEnum):
     BAD = "BAD"
 
 
-@runtime_checkable
-class _TriesOut(Protocol):
-    """A trainer that can tell beforehand whether its data go through its model."""
-
-    def try_out(self) -> None:
-        """Put some examples through it, or raise what keeps them from it."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """What one look has shown.
-
-    Attributes:
-        name: What was looked at.
-        verdict: How it is.
-        message: What was found, and what to do if it is not fine.
-    """
+    """What was looked at, how it is, and what to do if it is not fine."""
 
     name: str
     verdict: Verdict
@@ -75,17 +59,13 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Yield what is found, one thing after another; nothing is joined, and no token redeemed.
 
-    Args:
-        invitation: The operator's file.
-        home: The client's folder, or where it would be.
-        trainer: The user's, by name; ``None``: do not make one.
-        clock: This device's.
+    ``home`` is the client's folder, or where it would be; without a ``trainer`` none is made.
     """
     try:
         invited = Invitation.load(invitation)
-        enrolment = Home(home).enrolment()
+        enrolment = Home(home).keys.enrolment()
     except DeploymentError as error:
-        yield Finding(name="invitation", verdict=Verdict.BAD, message=str(error))
+        yield Finding("invitation", Verdict.BAD, str(error))
         return
     yield _invitation(invited, enrolment, now_unix_s=clock.unix_s())
     disk = _disk(home)
@@ -106,18 +86,17 @@ def diagnose(
 
 def _invitation(invited: Invitation, enrolment: Enrolment | None, *, now_unix_s: float) -> Finding:
     if enrolment is not None and enrolment.is_with(invited):
-        advice = renewal_advice(enrolment, now_unix_s=now_unix_s)
+        advice = enrolment.renewal_advice(now_unix_s=now_unix_s)
         verdict = Verdict.OK if advice is None else Verdict.WARNING
-        words = advice or f"{invited.name} is enrolled"
-        return Finding(name="invitation", verdict=verdict, message=words)
+        return Finding("invitation", verdict, advice or f"{invited.name} is enrolled")
     now = utc(now_unix_s)
     if invited.expires_utc < now:  # both ISO 8601 in UTC: they compare as times do
         words = f"expired at {invited.expires_utc}, it is {now} by this clock; ask for a new one"
-        return Finding(name="invitation", verdict=Verdict.BAD, message=words)
+        return Finding("invitation", Verdict.BAD, words)
     words = f"for {invited.name}, until {invited.expires_utc}"
     if enrolment is not None:
         words += f"; {enrolment.invitation.name} is enrolled here and will be anew"
-    return Finding(name="invitation", verdict=Verdict.OK, message=words)
+    return Finding("invitation", Verdict.OK, words)
 
 
 def _one_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -133,22 +112,20 @@ def _one_clock(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 def _disk(home: Path) -> Finding:
     place = next(each for each in (home, *home.absolute().parents) if each.is_dir())
+    if (obstacle := _obstacle(home, place)) is not None:
+        return Finding("disk", Verdict.BAD, obstacle)
     free_bytes = shutil.disk_usage(place).free
     words = f"{free_bytes / 2**30:.1f} GiB free in {place}"
-    if (obstacle := _obstacle(home, place)) is not None:
-        return Finding(name="disk", verdict=Verdict.BAD, message=obstacle)
-    if free_bytes < _ENOUGH_BYTES:
-        words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
-    verdict = Verdict.OK if free_bytes >= _ENOUGH_BYTES else Verdict.BAD
-    return Finding(name="disk", verdict=verdict, message=words)
+    if free_bytes >= _ENOUGH_BYTES:
+        return Finding("disk", Verdict.OK, words)
+    words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
+    return Finding("disk", Verdict.BAD, words)
 
 
 def _obstacle(home: Path, place: Path) -> str | None:
     """Return what keeps a client from working in ``home``, by a look that changes nothing there.
 
-    Args:
-        home: Its folder, or where it would be.
-        place: The innermost folder of its path that is there.
+    ``place`` is the innermost folder of its path that is there.
     """
     if home.exists() and place != home:
         return f"{home} is a file; name a folder"
@@ -167,12 +144,12 @@ def _address(name: str, address: str, invited: Invitation, clock: WallClock) -> 
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as stream:
-            yield Finding(name=f"{name} address", verdict=Verdict.OK, message=f"{address} answers")
+            yield Finding(f"{name} address", Verdict.OK, f"{address} answers")
             if invited.ca_pem:
                 yield from _tls(name, stream, invited, clock)
     except (OSError, ValueError) as error:
         words = f"{address}: {error}; check the network, firewalls, and that it is running"
-        yield Finding(name=f"{name} address", verdict=Verdict.BAD, message=words)
+        yield Finding(f"{name} address", Verdict.BAD, words)
 
 
 def _tls(
@@ -182,23 +159,22 @@ def _tls(
     try:
         context = ssl.create_default_context(cadata=invited.ca_pem.decode("ascii"))
         context.set_alpn_protocols(["h2"])
-        with context.wrap_socket(stream, server_hostname=invited.server_name) as secure:
+        with context.wrap_socket(stream, server_hostname=SERVER_NAME) as secure:
             certificate = secure.getpeercert() or {}
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in (_NOT_YET, _NO_LONGER):
             words = f"{error.verify_message} at {now}, this device's time; set its clock"
-            yield Finding(name="clock", verdict=Verdict.BAD, message=words)
+            yield Finding("clock", Verdict.BAD, words)
             return
         words = f"{error.verify_message}: not the coordinator of this invitation, or one between"
-        yield Finding(name=f"{name} TLS", verdict=Verdict.BAD, message=words)
+        yield Finding(f"{name} TLS", Verdict.BAD, words)
     except OSError as error:
         words = f"{error}; is something between this device and the coordinator?"
-        yield Finding(name=f"{name} TLS", verdict=Verdict.BAD, message=words)
+        yield Finding(f"{name} TLS", Verdict.BAD, words)
     else:
         words = f"the coordinator's certificate, until {certificate['notAfter']}"
-        yield Finding(name=f"{name} TLS", verdict=Verdict.OK, message=words)
-        words = f"{now}, within the certificate's time"
-        yield Finding(name="clock", verdict=Verdict.OK, message=words)
+        yield Finding(f"{name} TLS", Verdict.OK, words)
+        yield Finding("clock", Verdict.OK, f"{now}, within the certificate's time")
 
 
 def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
@@ -208,53 +184,48 @@ def _session(enrolment: Enrolment, clock: WallClock) -> Iterator[Finding]:
         try:
             welcome = asyncio.run(_welcome(enrolment, address))
         except (ConnectionError, ConnectionRefused, ProtocolError, DeploymentError) as error:
-            yield Finding(name="session", verdict=Verdict.BAD, message=str(error))
+            yield Finding("session", Verdict.BAD, str(error))
         else:
-            words = f"welcome to run {welcome.run_id}"
-            yield Finding(name="session", verdict=Verdict.OK, message=words)
+            yield Finding("session", Verdict.OK, f"welcome to run {welcome.run_id}")
             yield _offset(welcome.unix_s, begin_unix_s, clock.unix_s())
 
 
 def _offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -> Finding:
     """Compare the coordinator's clock with what this one said before and after it was read.
 
-    Nothing that a coordinator decides depends on a client's clock: deadlines travel as seconds
-    that are left. Only certificates, and the user's own conditions, go by it.
+    Only certificates, and the user's own conditions, go by it: deadlines travel as seconds left.
     """
-    name = "clock offset"
     ahead_s = max(0.0, begin_unix_s - their_unix_s) - max(0.0, their_unix_s - end_unix_s)
-    if abs(ahead_s) <= _MAX_OFFSET_S:
-        words = f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
-        return Finding(name=name, verdict=Verdict.OK, message=words)
-    words = (
-        f"this device's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} "
-        "the coordinator's; set it, or certificates will begin and end at the wrong time here"
-    )
-    return Finding(name=name, verdict=Verdict.WARNING, message=words)
+    verdict, words = Verdict.OK, f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
+    if abs(ahead_s) > _MAX_OFFSET_S:
+        side = "ahead of" if ahead_s > 0 else "behind"
+        verdict, words = (
+            Verdict.WARNING,
+            (
+                f"this device's clock is {abs(ahead_s):.0f} s {side} the coordinator's; set it, or "
+                "certificates will begin and end at the wrong time here"
+            ),
+        )
+    return Finding("clock offset", verdict, words)
 
 
 async def _welcome(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
     software = f"fedlearn {version('fedlearn')}"
     hello = wire_pb2.Hello(protocol=wire.PROTOCOL, software=software, only_looks=True)
-    name, credentials = enrolment.invitation.name, credentials_of(enrolment)
-    async with (
-        DoorConnection(address, credentials, name=name) as connection,
-        connection.session(hello) as session,
-    ):
-        return session.welcome
+    async with session_at(address, enrolment, hello) as live:
+        return live.session.welcome
 
 
 def _data(name: str) -> Finding:
     try:
         with in_users_code():
             trainer = make_trainer(name)
-            if isinstance(trainer, _TriesOut):
-                trainer.try_out()
+            if (try_out := getattr(trainer, "try_out", None)) is not None:
+                try_out()  # puts some of its examples through its model
     except FedlearnError as error:
-        return Finding(name="data", verdict=Verdict.BAD, message=str(error))
+        return Finding("data", Verdict.BAD, str(error))
     num_examples = getattr(trainer, "num_examples", None)
     if num_examples is None:
-        return Finding(name="data", verdict=Verdict.OK, message=f"{name} was made")
-    words = f"{name} has {num_examples} examples"
+        return Finding("data", Verdict.OK, f"{name} was made")
     verdict = Verdict.OK if num_examples > 0 else Verdict.BAD
-    return Finding(name="data", verdict=verdict, message=words)
+    return Finding("data", verdict, f"{name} has {num_examples} examples")

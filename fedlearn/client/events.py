@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+
+from fedlearn.core.messages import EvaluateRequest
+from fedlearn.transport.content import TaskKey
 
 
 class EventKind(StrEnum):
@@ -50,6 +52,9 @@ class AgentEvent:
     is_final: bool = False
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> "AgentEvent":  # Any: what JSON holds
-        """Return the event whose fields are ``values``."""
-        return cls(**{**values, "kind": EventKind(values["kind"])})
+    def of(cls, kind: EventKind, *, key: TaskKey | None = None, message: str = "") -> "AgentEvent":
+        """Return what is told of a task; an evaluation is of the model after the round named."""
+        round_num = None if key is None else key.round_num
+        if key is not None and key.kind == EvaluateRequest.kind:
+            round_num = key.round_num - 1 if key.round_num else None
+        return cls(kind=kind, round_num=round_num, message=message)

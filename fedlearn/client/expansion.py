@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import structlog
 
@@ -18,7 +18,7 @@ from fedlearn.errors import AggregationAborted, Cancelled
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import Shared
 from fedlearn.secagg.fixed_point import Lane, Words
-from fedlearn.session.secure import Kept
+from fedlearn.session.secure import KeptState
 
 #: Masks that would take more memory are expanded when they are needed, into the vector itself.
 MAX_EXPANDED_BYTES = 256 << 20
@@ -28,59 +28,10 @@ MAX_EXPANDED_BYTES = 256 << 20
 _NICER = 10
 _NICEST = 19
 
+#: Masks, and of which step; ``None``: there was nothing to expand, or it was dropped.
+_Found: TypeAlias = tuple[Shared, tuple[Words, ...]] | None
+
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class _Masks:
-    step: Shared
-    words: tuple[Words, ...]
-
-    def are_of(self, step: Shared) -> bool:
-        """Whether they hide the vector of ``step``: of its session, under its secrets."""
-        return self.step.session.id == step.session.id and self.step.seed == step.seed
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """One expansion, under way or done.
-
-    Attributes:
-        secure: Whose masks.
-        is_dropped: Whether they are of no use any more.
-        masks: ``None``: there was nothing to expand, or it was dropped.
-    """
-
-    secure: SecureClient
-    is_dropped: threading.Event = field(default_factory=threading.Event)
-    masks: "Future[_Masks | None]" = field(default_factory=Future)
-
-    def run(self, state: bytes) -> None:
-        """Expand what a client at ``state`` will need next."""
-        masks = None
-        try:
-            masks = self._expanded(state)
-        except (Cancelled, AggregationAborted, MemoryError) as error:
-            # An abort will be said in words when the message comes that it is an answer to.
-            _log.debug("masks_not_expanded", reason=type(error).__name__)
-        finally:
-            self.masks.set_result(masks)
-
-    def _expanded(self, state: bytes) -> _Masks | None:
-        self._check()
-        session = Kept.of(state).session
-        step = None if session is None else session.step
-        if not isinstance(step, Shared) or expanded_bytes(step.session.terms.lanes) > (
-            MAX_EXPANDED_BYTES
-        ):
-            return None
-        words = self.secure.expand(step, check=self._check)
-        _log.debug("masks_expanded", round_num=step.session.terms.round_num)
-        return _Masks(step, words)
-
-    def _check(self) -> None:
-        if self.is_dropped.is_set():
-            raise Cancelled
 
 
 class MasksAhead:
@@ -94,43 +45,68 @@ class MasksAhead:
         self._worker = ThreadPoolExecutor(
             1, thread_name_prefix="fedlearn-masks", initializer=_give_way
         )
-        self._job: _Job | None = None
+        # Set once it is of no use any more; of an expansion that is under way, or done.
+        self._latest: tuple[threading.Event, Future[_Found]] | None = None
 
     def follow(self, secure: SecureClient, state: bytes) -> None:
         """Drop what was expanded for an earlier state, and begin on what ``state`` will need.
 
-        Args:
-            secure: The client's side of secure aggregation.
-            state: What the client will answer the next message from, already durable: of a state
-                that was never kept, the masks would be another session's.
+        The client will answer the next message from that, and it is durable: of a state that was
+        never kept, the masks would be another session's.
         """
         self.drop()
-        self._job = _Job(secure)
-        self._worker.submit(self._job.run, state)
+        is_dropped = threading.Event()
+        self._latest = is_dropped, self._worker.submit(_expanded, secure, state, is_dropped)
 
     def take(self, step: Shared) -> tuple[Words, ...] | None:
         """Return the masks of ``step``, once they are expanded; ``None``: there are none.
 
         From any thread. To wait for what has begun takes no longer than to begin again.
         """
-        job = self._job
-        masks = None if job is None else job.masks.result()
-        if masks is None or not masks.are_of(step):
+        latest = self._latest
+        if latest is None or (found := latest[1].result()) is None:
+            return None
+        of, masks = found
+        if (of.session.id, of.seed) != (step.session.id, step.seed):  # also of other secrets
             return None
         self.drop()
         _log.info("masks_were_ready", round_num=step.session.terms.round_num)
-        return masks.words
+        return masks
 
     def drop(self) -> None:
         """Forget what was expanded; what is under way ends soon."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.is_dropped.set()
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            latest[0].set()
 
     def close(self) -> None:
         """End for good."""
         self.drop()
         self._worker.shutdown(wait=False)
+
+
+def _expanded(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> _Found:
+    """Expand what a client at ``state`` will need next; ``None``: nothing, or it was dropped."""
+
+    def check() -> None:
+        if is_dropped.is_set():
+            raise Cancelled
+
+    try:
+        check()
+        session = KeptState.of(state).session
+        step = None if session is None else session.step
+        if not isinstance(step, Shared) or expanded_bytes(step.session.terms.lanes) > (
+            MAX_EXPANDED_BYTES
+        ):
+            return None
+        words = secure.expand(step, check=check)
+    except (Cancelled, AggregationAborted, MemoryError) as error:
+        # An abort will be said in words when the message comes that it is an answer to.
+        _log.debug("masks_not_expanded", reason=type(error).__name__)
+        return None
+    _log.debug("masks_expanded", round_num=step.session.terms.round_num)
+    return step, words
 
 
 def expanded_bytes(lanes: Iterable[Lane]) -> int:

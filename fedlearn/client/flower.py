@@ -1,20 +1,20 @@
 """A client of a Flower federation: the session that answers everywhere else, as a ClientApp."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedlearn.client.policy import Policy
-from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import Failure, settings_in
-from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
-from fedlearn.identity.lineage import fingerprint
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import Failure
+from fedlearn.errors import DeploymentError, PolicyViolation
+from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
-from fedlearn.secagg.client import SecureClient
-from fedlearn.session.pins import PinFile, Pins
+from fedlearn.session.pins import PinFile
 from fedlearn.session.secure import after_failure
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import (
@@ -51,29 +51,27 @@ def client_app(
     def answer(node: Node, keys: Keys) -> flower.Answer:
         policy = policy_of(node)
         trainer = _WhenAsked(node, make_trainer)
-        session = ClientSession(
+        secure = policy.secure_client(
             node.client_id,
-            trainer,
-            _secure(node, keys, policy),
-            pin_file=_pin_file(node, keys),
+            keys.identity,
+            coordinator_key=keys.coordinator_key,
+            num_threads=torch.get_num_threads(),
         )
-        return _WithinPolicy(policy, session).handle
+        pin_file = _pin_file(node, keys)
+        session = ClientSession(node.client_id, trainer, secure, pin_file=pin_file)
+
+        def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+            try:
+                # Nobody counts days here: who makes a policy for Flower leaves that limit out.
+                policy.judge_encoded(data, num_tasks_today=0)
+            except PolicyViolation as violation:
+                log_refusal(violation)
+                return encode(Failure(str(violation))), after_failure(state)
+            return session.handle(data, state, personal=personal)
+
+        return handle
 
     return flower.client_app(answer)
-
-
-def _secure(node: Node, keys: Keys, policy: Policy) -> SecureClient | None:
-    """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
-    if not keys.coordinator_key:
-        return None
-    return SecureClient(
-        client_id=node.client_id,
-        signer=keys.identity,
-        coordinator_key=keys.coordinator_key,
-        directory={node.client_id: keys.identity.public_key},
-        policy=policy.secure_aggregation.terms(),
-        num_threads=torch.get_num_threads(),
-    )
 
 
 def _pin_file(node: Node, keys: Keys) -> PinFile | None:
@@ -93,50 +91,10 @@ def _pin_file(node: Node, keys: Keys) -> PinFile | None:
         return None
     file = PinFile(path=keys.folder / "pins.json", coordinator_key=keys.coordinator_key)
     if roster is not None and keys.coordinator_key:
+        own = Lineage(keys.identity.public_key)
         given = IdentityRoster.load(Path(str(roster)))
-        _require_own(given, node, keys)
-        if file.read().roster != given.digest:
-            file.write(Pins.of(given))  # from now on these clients and nobody else
+        file.take(given, client_id=node.client_id, lineage=own)
     return file
-
-
-def _require_own(roster: IdentityRoster, node: Node, keys: Keys) -> None:
-    if roster.coordinator_key != keys.coordinator_key:
-        raise DeploymentError(
-            "the roster of this node's configuration is of another coordinator than the one it "
-            "has pinned; take that one's roster"
-        )
-    entry, own = roster.clients.get(node.client_id), keys.identity.public_key
-    if entry is not None and entry.key != own:
-        raise DeploymentError(
-            f"the roster of this node's configuration has {fingerprint(entry.key)} for client "
-            f"{node.client_id}, whose key here is {fingerprint(own)}; ask for a new roster"
-        )
-
-
-@dataclass(frozen=True)
-class _WithinPolicy:
-    """A session that is asked only what the policy allows."""
-
-    policy: Policy
-    session: ClientSession
-
-    def handle(self, data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
-        try:
-            self._judge(data)
-        except PolicyViolation as violation:
-            log_refusal(violation)
-            return encode(Failure(str(violation))), after_failure(state)
-        return self.session.handle(data, state, personal=personal)
-
-    def _judge(self, data: bytes) -> None:
-        try:
-            request = decode(data)
-        except ProtocolError:
-            return  # the session says so
-        kind, settings = type(request).__name__, settings_in(request)
-        # Nobody counts days here: who makes a policy for Flower leaves that limit out.
-        self.policy.judge(kind, settings=settings, num_tasks_today=0)
 
 
 @dataclass(frozen=True)
@@ -146,8 +104,16 @@ class _WhenAsked:
     node: Node
     make_trainer: Callable[[Node], LocalTrainer]
 
+    @cached_property
+    def _trainer(self) -> LocalTrainer:
+        return self.make_trainer(self.node)
+
+    @property
+    def honours(self) -> Collection[str]:
+        return self._trainer.honours
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        return self.make_trainer(self.node).train(tensors, context=context)
+        return self._trainer.train(tensors, context=context)
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
-        return self.make_trainer(self.node).evaluate(tensors, control=control)
+        return self._trainer.evaluate(tensors, control=control)

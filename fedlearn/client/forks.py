@@ -1,21 +1,15 @@
 """What a forked child must not keep open: it may outlive the process that it was forked from."""
 
 import os
-from typing import Protocol
+from io import FileIO
+from socket import socket
 from weakref import WeakSet
 
-
-class Closable(Protocol):
-    """A socket or a file without a buffer, which a child would write once more."""
-
-    def close(self) -> None:
-        """Let go of it in this process."""
+# A file with a buffer would be written once more by a child.
+_own = WeakSet[socket | FileIO]()
 
 
-_own = WeakSet[Closable]()
-
-
-def keep_from_forks(resource: Closable) -> None:
+def keep_from_forks(resource: socket | FileIO) -> None:
     """Have ``resource`` closed in every child that is forked from now on, while it is in use."""
     _own.add(resource)
 

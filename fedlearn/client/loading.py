@@ -1,22 +1,18 @@
 """The user's trainer by its name, so that another process can make it."""
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 
+from fedlearn.core.user_files import module_in
 from fedlearn.errors import DeploymentError
 from fedlearn.training.trainer import LocalTrainer
 
 
 def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
-    """Return the name under which another process finds ``trainer``.
-
-    Args:
-        trainer: ``"module:Class"``, ``"path/file.py:Class"``, or a class or function at the
-            top level of a module.
+    """Return the name under which another process finds ``trainer``, as an agent is given it.
 
     Raises:
         DeploymentError: It is a lambda, a method or a local function: another process cannot
@@ -63,18 +59,26 @@ def make_trainer(name: str) -> LocalTrainer:
     if not callable(factory):
         raise DeploymentError(f"{place} has no class or function {attribute}; check its spelling")
     trainer: LocalTrainer = factory()
+    made = f"{name} makes a {type(trainer).__name__}"
     for method in ("train", "evaluate"):
         if not callable(getattr(trainer, method, None)):
-            raise DeploymentError(
-                f"{name} makes a {type(trainer).__name__} without a method {method}; it must be "
-                "a LocalTrainer"
-            )
+            raise DeploymentError(f"{made} without a method {method}; it must be a LocalTrainer")
+    if not isinstance(getattr(trainer, "honours", None), Collection):
+        raise DeploymentError(
+            f"{made} that does not say which settings it honours; add such as `honours = "
+            '("epochs", "batch_size", "learning_rate")`, those that its train acts on'
+        )
     return trainer
 
 
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
-        return _module_of_file(Path(place))
+        path = Path(place)
+        if not path.is_file():
+            raise DeploymentError(f"there is no file {path}; check the trainer's path")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as for a script: its neighbours can be imported
+        return module_in(path)
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -84,18 +88,3 @@ def _module(place: str) -> ModuleType:
                 "where this program finds its own modules"
             ) from error
         raise
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise DeploymentError(f"there is no file {path}; check the trainer's path")
-    name = f"fedlearn_trainer_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # it ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there for the module they are made in
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as for a script: its neighbours can be imported
-    spec.loader.exec_module(module)
-    return module

@@ -1,58 +1,34 @@
 """What a client's process is started with."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """How one client takes part.
+    """How one client takes part: what :class:`~fedlearn.client.agent.Agent` is given.
 
     Attributes:
-        home: The client's folder.
-        trainer: Name of the user's trainer, ``"module:Class"`` or ``"path/file.py:Class"``.
-        invitation: The file to enrol with, unless that is done.
-        conditions: What must hold before and during training.
-        policy: What is refused.
+        trainer: Its name, ``"module:Class"`` or ``"path/file.py:Class"``.
         num_threads: Threads that torch may use. Masks of secure aggregation are expanded on as many
             as there are cores.
-        niceness: Added to the process' own: 0 is a program like any other, 19 gives way to all.
-        roster: File with the identity keys of the other clients (`fedlearn roster`), which are then
-            believed and no others; ``None``: the coordinator is believed where it first tells them.
+        roster: ``None``: the coordinator is believed where it first tells identity keys.
     """
 
     home: Path
     trainer: str
-    invitation: Path | None
-    conditions: Conditions
-    policy: Policy
-    num_threads: int
-    niceness: int
+    invitation: Path | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    policy: Policy = field(default_factory=Policy)
+    num_threads: int = 1
+    niceness: int = 0
     roster: Path | None = None
 
-    def to_json(self) -> str:
-        """Return the options as text, for another process."""
-        return json.dumps(asdict(self), default=str)
 
-    @classmethod
-    def from_json(cls, text: str) -> "RuntimeOptions":
-        """Return the options that :meth:`to_json` wrote."""
-        values = json.loads(text)
-        between = values["conditions"]["between"]
-        conditions = {**values["conditions"], "between": between and tuple(between)}
-        secure = SecureAggregationPolicy(**values["policy"]["secure_aggregation"])
-        invitation, roster = values["invitation"], values["roster"]
-        return cls(
-            **{
-                **values,
-                "home": Path(values["home"]),
-                "invitation": invitation and Path(invitation),
-                "roster": roster and Path(roster),
-                "conditions": Conditions(**conditions),
-                "policy": Policy(**{**values["policy"], "secure_aggregation": secure}),
-            }
-        )
+#: To and from the JSON that another process is told.
+OPTIONS = TypeAdapter(RuntimeOptions)

@@ -1,13 +1,31 @@
 """The client's floor: what it refuses, whatever the coordinator asks."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from mmap import mmap
+from typing import Annotated, Literal, TypeAlias
 
-from fedlearn.core.messages import EvaluateRequest, SecureRequest, Settings, TrainRequest
-from fedlearn.errors import ConfigError, PolicyViolation
+from annotated_types import Ge
+
+from fedlearn.core.codec import peek
+from fedlearn.core.messages import (
+    SECURE_KIND,
+    ClientId,
+    EvaluateRequest,
+    Request,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
+    Settings,
+    TrainingNotice,
+    TrainRequest,
+)
+from fedlearn.core.ranges import BelowOne, Count, Positive, Whole, out_of_range
+from fedlearn.errors import ConfigError, PolicyViolation, ProtocolError
+from fedlearn.identity.identity import Identity
+from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import MAX_LEVEL
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.policy import Policy as TermsPolicy
+from fedlearn.secagg.policy import TermsPolicy
 
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
 
@@ -17,8 +35,13 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
 }
 #: Privacy in a sparse graph fails with at most 2^-40.
 _SIGMA_BITS = 40
-#: A sum of one is no sum.
-_FEWEST_CLIENTS = 2
+#: Requests whose replies the coordinator can read.
+_IN_THE_CLEAR = {
+    TrainRequest.kind: "an update that the coordinator could read",
+    EvaluateRequest.kind: "an evaluation that the coordinator could read",
+}
+SumSize: TypeAlias = Annotated[int, Ge(2)]
+"""Clients in a sum: a sum of one is no sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +49,20 @@ class SecureAggregationPolicy:
     """What a client demands of secure aggregation.
 
     Attributes:
-        required: Refuse to send an update that the coordinator could read.
-        adversary: Whom a session must at least hold against: "active", a coordinator that lies, or
-            "honest-but-curious", one that keeps to the protocol.
-        allow_sparse: Whether a sparse graph will do.
-        corruption: Largest fraction of a cohort that this client believes corrupted, [0, 1).
-        min_cohort: Fewest clients in a sum that contains its update, at least 2.
-        max_cohort: Most clients that it works for: its own cost grows with them.
-        max_clip: Largest norm of its update that a coordinator may ask for.
-        max_upload_bytes: Largest masked update.
-        max_releases_per_round: In how many attempts of one round it helps to unmask; with 1, a
-            coordinator that crashed between the sum and its commit cannot repeat the round with
-            the same clients.
+        required: Whether an update that the coordinator could read is refused, and every
+            evaluation, which it can read: enough of them give the data away.
+        adversary: Whom a session must at least hold against: "active" is a coordinator that lies,
+            "honest-but-curious" one that keeps to the protocol and keeps what it is sent.
+        allow_sparse: Whether sharing masks with some of the cohort will do, or with all of it. With
+            some, it does not hold against a coordinator that lies, whatever the session claims.
+        corruption: Largest fraction of the clients asked that this client believes in one hand with
+            the coordinator, [0, 1): it bounds threshold and quorum from below.
+        min_cohort: Fewest clients in a sum that contains this client's update, >= 2.
+        max_cohort: Most clients asked: this client's own work and traffic grow with them, >= 2.
+        max_clip: Largest L2 norm of its update that a coordinator may ask for, > 0.
+        max_upload_bytes: Largest masked update in bytes, >= 1.
+        max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; with 1,
+            a coordinator that crashed late in a round cannot repeat it with the same clients.
 
     Raises:
         ConfigError: A value is out of range, or the adversary is unknown.
@@ -49,29 +74,24 @@ class SecureAggregationPolicy:
 
     required: bool = False
     adversary: AdversaryName = "active"
-    allow_sparse: bool = True
-    corruption: float = 0.1
-    min_cohort: int = 3
-    max_cohort: int = 10_000
-    max_clip: float = 1000.0
-    max_upload_bytes: int = 1 << 34
-    max_releases_per_round: int = 2
+    allow_sparse: bool = False
+    corruption: BelowOne = 0.1
+    min_cohort: SumSize = 3
+    max_cohort: SumSize = 10_000
+    max_clip: Positive = 1000.0
+    max_upload_bytes: Count = 1 << 34
+    max_releases_per_round: Count = 2
 
     def __post_init__(self) -> None:
-        if self.adversary not in get_args(AdversaryName):
-            known = ", ".join(get_args(AdversaryName))
-            raise _impossible("adversary", self.adversary, f"it is one of {known}")
-        if not 0.0 <= self.corruption < 1.0:
-            raise _impossible("corruption", self.corruption, "it is in [0, 1)")
-        if not self.max_clip > 0.0:
-            raise _impossible("max_clip", self.max_clip, "a clip is above 0")
-        if self.min_cohort < _FEWEST_CLIENTS:
-            raise _impossible("min_cohort", self.min_cohort, f"it is at least {_FEWEST_CLIENTS}")
-        if self.max_cohort < self.min_cohort:
-            raise _impossible("max_cohort", self.max_cohort, f"min_cohort is {self.min_cohort}")
-        for name in ("max_upload_bytes", "max_releases_per_round"):
-            if (value := getattr(self, name)) < 1:
-                raise _impossible(name, value, "it is at least 1")
+        wrong = out_of_range(self)
+        if self.adversary not in _ADVERSARIES:
+            wrong = f"adversary is {self.adversary!r}; it is one of {', '.join(_ADVERSARIES)}"
+        elif self.max_cohort < self.min_cohort:
+            wrong = (
+                f"max_cohort is {self.max_cohort}, below min_cohort ({self.min_cohort}); raise it"
+            )
+        if wrong:
+            raise ConfigError(f"policy.secure_aggregation.{wrong}")
 
     def terms(self) -> TermsPolicy:
         """Return what this client accepts of the terms of a session."""
@@ -89,18 +109,15 @@ class SecureAggregationPolicy:
         )
 
 
-def _impossible(name: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError(f"policy.secure_aggregation.{name} is {value!r}; {remedy}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What a client lets be done with its data.
 
     Attributes:
-        max_epochs: Most passes over the data in one task; ``None``: any number.
-        max_tasks_per_day: Most trainings within 24 hours; ``None``: any number.
-        evaluate: Whether to tell how a model does on this client's data.
+        max_epochs: Most passes over the data in one training, >= 0; ``None``: any number.
+        max_tasks_per_day: Most trainings within 24 hours, >= 0; ``None``: any number.
+        evaluate: Whether to tell how a model does on this client's data; never where secure
+            aggregation is required.
         secure_aggregation: Whether it is required, and what is demanded of it.
 
     Raises:
@@ -110,44 +127,80 @@ class Policy:
         >>> Policy(max_epochs=2).judge("TrainRequest", settings={"epochs": 2}, num_tasks_today=0)
     """
 
-    max_epochs: int | None = None
-    max_tasks_per_day: int | None = None
+    max_epochs: Whole | None = None
+    max_tasks_per_day: Whole | None = None
     evaluate: bool = True
     secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "max_tasks_per_day"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"policy.{name} is {value}; a maximum is at least 0")
+        if wrong := out_of_range(self):
+            raise ConfigError(f"policy.{wrong}")
+
+    def secure_client(
+        self, client_id: ClientId, identity: Identity, *, coordinator_key: bytes, num_threads: int
+    ) -> SecureClient | None:
+        """Return a client's side of secure aggregation; ``None``: it has no key to trust."""
+        if not coordinator_key:
+            return None
+        return SecureClient(
+            client_id=client_id,
+            signer=identity,
+            coordinator_key=coordinator_key,
+            directory={client_id: identity.public_key},
+            policy=self.secure_aggregation.terms(),
+            num_threads=num_threads,
+        )
 
     def judge(self, kind: str, *, settings: Settings | None, num_tasks_today: int) -> None:
         """Check a request before it is worked on; terms of sessions are judged where they are read.
 
         Args:
-            kind: Class of the request.
-            settings: How to train, now or later in the session; ``None`` while that is not known
-                yet, or if nothing is to be trained.
+            kind: Of the request, as it is announced.
+            settings: How to train, now or later; ``None``: not known yet, or nothing to train.
             num_tasks_today: Trainings within the last 24 hours, without this one.
 
         Raises:
             PolicyViolation: It asks for more than this allows.
         """
-        if kind == EvaluateRequest.__name__ and not self.evaluate:
+        if kind == EvaluateRequest.kind and not self.evaluate:
             raise PolicyViolation(rule="evaluate", asked="an evaluation", limit="none")
-        if kind == TrainRequest.__name__:
-            self._judge_plain()
-            self._judge_training(settings, num_tasks_today)
-        elif kind == SecureRequest.__name__ and settings is not None:
-            self._judge_training(settings, num_tasks_today)  # other messages ask for none
-
-    def _judge_plain(self) -> None:
-        if self.secure_aggregation.required:
+        if kind in _IN_THE_CLEAR and self.secure_aggregation.required:
             raise PolicyViolation(
                 rule="secure_aggregation.required",
-                asked="an update that the coordinator could read",
+                asked=_IN_THE_CLEAR[kind],
                 limit="secure aggregation alone",
             )
+        if kind == TrainRequest.kind or (kind == SECURE_KIND and settings is not None):
+            self._judge_training(
+                settings, num_tasks_today
+            )  # a session's other messages ask for none
+
+    def judge_encoded(self, data: bytes | mmap, *, num_tasks_today: int) -> Request | None:
+        """Check a whole request, whatever it was announced as, as :meth:`judge` does.
+
+        Args:
+            data: Its bytes; of a file that is mapped only the header is read.
+            num_tasks_today: As for :meth:`judge`.
+
+        Returns:
+            The request; ``None``: it is none, as the session will say.
+        """
+        try:
+            request = peek(data)
+        except ProtocolError:
+            return None
+        match request:
+            case (
+                TrainRequest(settings=settings)
+                | SecureTrainRequest(train=TrainRequest(settings=settings))
+                | SecureTermsRequest(notice=TrainingNotice(settings=settings))
+            ):
+                self.judge(request.kind, settings=settings, num_tasks_today=num_tasks_today)
+            case EvaluateRequest() | SecureStageRequest():
+                self.judge(request.kind, settings=None, num_tasks_today=num_tasks_today)
+            case _:
+                return None
+        return request
 
     def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:
         if self.max_tasks_per_day is not None and num_tasks_today >= self.max_tasks_per_day:

@@ -8,21 +8,25 @@ import selectors
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from pydantic import TypeAdapter
+
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import OPTIONS, RuntimeOptions
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _CHILD = "fedlearn.client.child"
+_EVENT = TypeAdapter(AgentEvent)
 
 # In the application's process: what becomes of a line is the application's to say.
 _log = logging.getLogger(__name__)
@@ -30,11 +34,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainingProcess:
-    """A running training process and the socket to it.
+    """A running training process.
 
     Attributes:
-        process: The process.
-        link: When this end closes, the process ends.
+        link: The socket to it; when this end closes, the process ends.
         was_asked_to_stop: Whether its end is no surprise.
     """
 
@@ -44,13 +47,9 @@ class TrainingProcess:
 
     @classmethod
     def start(cls, options: RuntimeOptions, *, python: str) -> Self:
-        """Start a process that can import what this one can.
+        """Start a process that can import what this one can, in a Python like :func:`interpreter`.
 
         Its gRPC is silent unless the environment says otherwise (``GRPC_VERBOSITY``).
-
-        Args:
-            options: What it is to do.
-            python: The interpreter, see :func:`interpreter`.
 
         Raises:
             OSError: There is no such interpreter, or no memory or process left.
@@ -58,41 +57,43 @@ class TrainingProcess:
         own, other = socket.socketpair()
         # A forked worker of the application that outlives it must not keep the socket open.
         keep_from_forks(own)
-        try:
-            with other:
-                process = _spawn(python, other)
-        except OSError:
-            own.close()
-            raise
+        with ExitStack() as if_failed, other:
+            if_failed.callback(own.close)
+            process = _spawn(python, other)
+            if_failed.pop_all()
         assert process.stdin is not None  # a pipe
-        try:
-            with process.stdin as stream:
-                stream.write(options.to_json().encode())
-        except BrokenPipeError:
-            pass  # it has died already: its exit code says so
+        with suppress(BrokenPipeError), process.stdin as stream:
+            stream.write(
+                OPTIONS.dump_json(options)
+            )  # one that has died already says so by its exit code
         return cls(process, own)
 
-    def events(self, facts: Callable[[], Facts]) -> Iterator[AgentEvent]:
-        """Yield what the process tells until it ends, and tell it ``facts`` every second.
-
-        It has ended when it has: a worker that it leaves behind may hold its end of the socket.
-        """
+    def events(self) -> Iterator[AgentEvent]:
+        """Yield what the process tells until it ends, though a worker of it hold the socket."""
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self.link, selectors.EVENT_READ)
             while True:
                 has_ended = self.process.poll() is not None  # asked before the last look
-                self._send(facts())
                 if not selector.select(0.0 if has_ended else _POLL_S):
                     if has_ended:
                         return
                     continue
-                data = self._receive()
+                try:
+                    data = self.link.recv(_CHUNK_BYTES)
+                except ConnectionError:
+                    return  # it was killed
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    if (event := _event(line)) is not None:
+                    try:
+                        event = _EVENT.validate_json(line)
+                    except ValueError as error:  # as after an update under our feet
+                        _log.warning(
+                            "the training process said no event (%s)", type(error).__name__
+                        )
+                    else:
                         yield event
 
     def ask_to_stop(self) -> None:
@@ -100,21 +101,10 @@ class TrainingProcess:
         self.was_asked_to_stop = True
         self.process.terminate()
 
-    def close(self) -> None:
-        """Let go of a process that has ended."""
-        self.link.close()
-
-    def _receive(self) -> bytes:
-        try:
-            return self.link.recv(_CHUNK_BYTES)
-        except ConnectionError:
-            return b""  # it was killed
-
-    def _send(self, facts: Facts) -> None:
-        try:
+    def tell(self, facts: Facts) -> None:
+        """Send what is known of the device; a process that has ended does not hear it."""
+        with suppress(OSError):
             self.link.sendall(json.dumps(asdict(facts)).encode() + b"\n")
-        except OSError:
-            return  # it has ended, which the reader sees
 
 
 def interpreter() -> str:
@@ -145,32 +135,16 @@ def is_training_process() -> bool:
 
 
 def _spawn(python: str, link: socket.socket) -> "subprocess.Popen[bytes]":
+    environ = dict(os.environ)
+    # gRPC would write each handshake that fails; what matters is an event.
+    prepare_for_grpc(environ, verbosity="NONE")
+    # Empty stands for the working directory; a path may be that of a zip file.
+    paths = [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100
     return subprocess.Popen(  # noqa: S603 - our own module
         # -P: nothing is imported from the working directory unless the application does so too
         [python, "-P", "-m", _CHILD, str(link.fileno())],
         stdin=subprocess.PIPE,
         pass_fds=[link.fileno()],
         process_group=0,  # Ctrl-C in a terminal is for the application, from the first moment
-        env=_environ(),
+        env=environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-
-
-def _environ() -> dict[str, str]:
-    environ = dict(os.environ)
-    # gRPC would write each handshake that fails; what matters is an event.
-    prepare_for_grpc(environ, verbosity="NONE")
-    return environ | {"PYTHONPATH": os.pathsep.join(_import_path())}
-
-
-def _event(line: bytes) -> AgentEvent | None:
-    """Return what a line says; ``None``: nothing known, as after an update under our feet."""
-    try:
-        return AgentEvent.from_values(json.loads(line))
-    except (ValueError, TypeError, KeyError) as error:
-        _log.warning("the training process said what is no event (%s)", type(error).__name__)
-        return None
-
-
-def _import_path() -> list[str]:
-    """Return where this process finds modules; empty stands for the working directory."""
-    return [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100 - may be a zip

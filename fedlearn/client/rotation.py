@@ -6,7 +6,8 @@ from collections.abc import Callable
 import structlog
 
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.home import Enrolment, Home
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
 from fedlearn.core.clock import Clock
 from fedlearn.errors import EnrolmentRefused, ProtocolError
 from fedlearn.identity.lineage import fingerprint
@@ -23,15 +24,10 @@ _log = structlog.get_logger(__name__)
 
 
 class KeyRotation:
-    """Carries out what :meth:`fedlearn.client.home.Home.ask_rotation` noted.
+    """Carries out what :meth:`fedlearn.client.keyring.Keyring.ask_rotation` noted.
 
     Identity and TLS key are replaced together, with a statement that the old identity key and the
     new one sign. If the coordinator is away, the client goes on with the old ones.
-
-    Args:
-        home: The client's folder, which this process works in.
-        clock: Monotonic.
-        on_event: Told how it went.
     """
 
     def __init__(self, home: Home, *, clock: Clock, on_event: Callable[[AgentEvent], None]) -> None:
@@ -44,10 +40,10 @@ class KeyRotation:
 
         Args:
             enrolment: With the present keys.
-            run_id: The run that this client last heard of; empty: of none.
-            is_connected: Whether it would have to leave the coordinator for that.
+            run_id: The run last heard of; empty: of none.
+            is_connected: Whether the client would have to leave the coordinator for that.
         """
-        if not self._home.wants_rotation(enrolment):
+        if not self._home.keys.wants_rotation(enrolment):
             self._noted_s = math.inf
             return False
         now_s = self._clock.now_s()
@@ -62,12 +58,9 @@ class KeyRotation:
 
         The coordinator may have taken them without its answer having come: then it does not hear
         this client, which asks again before its next session.
-
-        Raises:
-            DeploymentError: The keys cannot be written.
         """
         self._noted_s = -math.inf  # once tried, no session is waited for: see above
-        identity = self._home.coming_identity()
+        identity = self._home.keys.coming_identity()
         lineage = enrolment.followed_by(identity)
         for address in enrolment.invitation.enrolment_addresses:
             try:
@@ -77,18 +70,15 @@ class KeyRotation:
             except (ConnectionError, ProtocolError) as error:
                 _log.warning("rotation_waits", address=address, error=str(error))
             except EnrolmentRefused as error:
-                self._home.keep_keys()
+                self._home.keys.keep_keys()
                 _log.error("rotation_refused", address=address, error=str(error))
                 self._on_event(AgentEvent(kind=EventKind.REFUSED, message=str(error)))
                 return enrolment
             else:
-                return self._taken_over(enrolment, certificate_pem)
+                taken = self._home.keys.rotate(enrolment, certificate_pem=certificate_pem)
+                words = f"identity key {fingerprint(taken.identity.public_key)}"
+                _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)
+                self._on_event(AgentEvent(kind=EventKind.ENROLLED, message=words))
+                return taken
         self._next_s = self._clock.now_s() + _AGAIN_S
         return enrolment
-
-    def _taken_over(self, enrolment: Enrolment, certificate_pem: bytes) -> Enrolment:
-        taken = self._home.rotate(enrolment, certificate_pem=certificate_pem)
-        words = f"identity key {fingerprint(taken.identity.public_key)}"
-        _log.info("keys_replaced", num_rotations=taken.lineage.num_rotations)
-        self._on_event(AgentEvent(kind=EventKind.ENROLLED, message=words))
-        return taken

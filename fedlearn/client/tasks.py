@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedlearn.core.codec import peek
+from fedlearn.core.messages import Failure
 from fedlearn.errors import ProtocolError
-from fedlearn.transport import wire_pb2
+from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import TaskKey
 
 #: A run's id becomes the name of a file.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -16,48 +19,21 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: an open round that much more time. Whether a reply is late is the coordinator's to say.
 GRACE_S = 900.0
 
+#: A failure is a few words; a reply that is larger need not be looked into.
+_MAX_FAILURE_BYTES = 1 << 16
 
-@dataclass(frozen=True, kw_only=True)
-class TaskKey:
-    """Which task of which round.
 
-    Attributes:
-        run_id: Unique to the run for ever.
-        kind: Class of the request.
-        round_num: Round index, from 0.
-        attempt: How often the round was tried before.
-        exchange: Messages of this kind before it in the attempt.
+def require_run_id(run_id: str) -> None:
+    """Check that a run id can be a file's name.
+
+    Raises:
+        ProtocolError: It cannot.
     """
-
-    run_id: str
-    kind: str
-    round_num: int
-    attempt: int
-    exchange: int
-
-    @classmethod
-    def of(cls, message: wire_pb2.TaskKey) -> "TaskKey":
-        """Return the key in ``message``.
-
-        Raises:
-            ProtocolError: The run's id could not be a file's name.
-        """
-        if not _RUN_ID.fullmatch(message.run_id):
-            raise ProtocolError(
-                f"the task's run id {message.run_id[:80]!r} is not of 1 to 64 letters, digits, "
-                "- and _; is this a fedlearn coordinator?"
-            )
-        return cls(
-            run_id=message.run_id,
-            kind=message.kind,
-            round_num=message.round_num,
-            attempt=message.attempt,
-            exchange=message.exchange,
+    if not _RUN_ID.fullmatch(run_id):
+        raise ProtocolError(
+            f"the run id {run_id[:80]!r} is not of 1 to 64 letters, digits, - and _; is this a "
+            "fedlearn coordinator?"
         )
-
-    def message(self) -> wire_pb2.TaskKey:
-        """Return the key for the wire."""
-        return wire_pb2.TaskKey(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,45 +41,23 @@ class OpenTask:
     """A task that the coordinator waits for.
 
     Attributes:
-        key: Which.
-        digest: Of the request's bytes.
-        num_bytes: Of the request.
-        data: The request itself where it is small, else empty.
+        message: As it came; its request lies in it where that is small, and with it whatever part
+            of the request is for this client alone, anew whenever the task is offered again.
         expires_unix_s: When to give it up if the coordinator says nothing, by this client's own
             clock; infinite without a deadline.
-        max_reply_bytes: Largest reply that the coordinator takes.
-        max_inline_bytes: Largest reply that goes inside the session's stream.
-        personal: Part of the request that is for this client alone; mostly empty. It comes anew
-            with the task whenever that is offered again.
     """
 
     key: TaskKey
-    digest: bytes
-    num_bytes: int
-    data: bytes = field(repr=False)
+    message: wire_pb2.Task = field(repr=False)
     expires_unix_s: float
-    max_reply_bytes: int
-    max_inline_bytes: int
-    personal: bytes = field(repr=False)
 
     @classmethod
     def of(cls, message: wire_pb2.Task, *, now_unix_s: float) -> "OpenTask":
-        """Return the task in ``message``, which has just come.
-
-        Raises:
-            ProtocolError: Its key is malformed.
-        """
+        """Return the task in ``message``, which has just come; raises as :func:`require_run_id`."""
+        require_run_id(message.key.run_id)
         left_s = message.remaining_s + GRACE_S if message.remaining_s > 0.0 else math.inf
-        return cls(
-            key=TaskKey.of(message.key),
-            digest=message.digest,
-            num_bytes=message.num_bytes,
-            data=message.data,
-            expires_unix_s=now_unix_s + left_s,
-            max_reply_bytes=message.max_reply_bytes,
-            max_inline_bytes=message.max_inline_bytes,
-            personal=message.personal,
-        )
+        key = TaskKey.of(message.key)
+        return cls(key=key, message=message, expires_unix_s=now_unix_s + left_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +65,8 @@ class HeldReply:
     """A finished reply that is not settled yet.
 
     Attributes:
-        key: Of its task.
-        digest: Of the reply's bytes.
-        num_bytes: Of the reply.
-        expires_unix_s: As of its task.
-        max_inline_bytes: As of its task.
+        key, expires_unix_s, max_inline_bytes: As of its task.
+        digest, num_bytes: Of the reply.
         path: The reply's bytes.
     """
 
@@ -126,11 +77,25 @@ class HeldReply:
     max_inline_bytes: int
     path: Path
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether it goes inside the session's stream; else it is an upload."""
+        return self.num_bytes <= min(self.max_inline_bytes, wire.MAX_INLINE_BYTES)
+
+    def is_failure(self) -> bool:
+        """Return whether it says that there is no result."""
+        if self.num_bytes > _MAX_FAILURE_BYTES:
+            return False
+        try:
+            return isinstance(peek(self.path.read_bytes()), Failure)
+        except (OSError, ProtocolError):
+            return False  # that it is of no use is found out where it is sent
+
     def values(self) -> dict[str, Any]:  # Any: what JSON holds
         """Return all but the path, for a JSON file."""
         expires = self.expires_unix_s if math.isfinite(self.expires_unix_s) else None
         return {
-            "key": vars(self.key),
+            "key": self.key._asdict(),
             "digest": self.digest.hex(),
             "num_bytes": self.num_bytes,
             "expires_unix_s": expires,
@@ -139,11 +104,7 @@ class HeldReply:
 
     @classmethod
     def from_values(cls, values: dict[str, Any], *, path: Path) -> "HeldReply":
-        """Return the reply that :meth:`values` describes.
-
-        Raises:
-            KeyError, TypeError, ValueError: They are not such values.
-        """
+        """Return the reply that :meth:`values` describes; KeyError, TypeError, ValueError: none."""
         expires = values["expires_unix_s"]
         return cls(
             key=TaskKey(**values["key"]),

@@ -1,112 +1,133 @@
 """Who trains a round: cohort, stragglers, simulated devices."""
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.config.section import Count, PathText, Section
+from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds
+from fedlearn.config.section import PathText, Section
+from fedlearn.core.ranges import Count, Positive
+from fedlearn.simulation import behaviour, sources
+
+#: What stands in place of the defaults below where the data are other than the main job's digits:
+#: stragglers and drop-outs are asked for, not given.
+OTHER_DATA: Final[Mapping[str, Mapping[str, Any]]] = {
+    "cohort": {"num_wanted": "auto"},
+    "stragglers": {"over_selection": 1.0, "deadline_s": "auto"},
+    "devices": {"kind": "ideal"},
+}
+
+#: What "auto" stands for: reports that close a round where there are clients enough, and seconds
+#: that a deployed coordinator waits, as real clients go away without a word.
+USUAL_WANTED, REAL_DEADLINE_S = 10, 600.0
 
 
-class UniformCohort(Section):
-    """A fixed number of clients, uniformly without replacement."""
+class Cohort(DeclaredSection):
+    """Which clients are asked."""
 
-    sampling: Literal["uniform"] = Field("uniform", description="How clients are drawn.")
-    num_wanted: int = Field(10, ge=1, description="Reports that close a round, >= 1.")
-
-
-class PoissonCohort(Section):
-    """Each client independently with the same probability: cohorts of varying size."""
-
-    sampling: Literal["poisson"] = Field("poisson", description="How clients are drawn.")
-    num_wanted: int = Field(10, ge=1, description="Reports that close a round, >= 1.")
-    cap: float = Field(
-        2.0, gt=1, description="Largest cohort as a multiple of the expected one, > 1."
+    sampling: str = Field(description="How clients are drawn.")
+    num_wanted: Count | Literal["auto"] = Field(
+        USUAL_WANTED,
+        description=f'Reports that close a round, >= 1; "auto": {USUAL_WANTED}, or in a simulation '
+        "of fewer clients as many as can be asked.",
     )
 
 
-Cohort: TypeAlias = Annotated[UniformCohort | PoissonCohort, Field(discriminator="sampling")]
+COHORTS = kinds(
+    "sampling", Cohort, kind("uniform", UniformSampler), kind("poisson", PoissonSampler, cap=2.0)
+)
 
 
+@declared_by(
+    StragglerPolicy,
+    given=("num_wanted",),
+    over_selection=1.3,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=3,
+)
 class StragglersSection(Section):
     """When a round closes, and what happens when too few have reported by then."""
 
-    over_selection: float = Field(
-        1.3, ge=1, description="Clients asked per report wanted, >= 1; rounded up to whole clients."
-    )
-    deadline_s: Annotated[float, Field(gt=0)] | Literal["none"] = Field(
+    deadline_s: Positive | Literal["none", "auto"] = Field(
         10.0,
         description="Seconds (virtual in a simulation) from the broadcast to the cut-off, > 0; "
-        '"none" waits for every client.',
+        f'"none" waits for every client; "auto": "none" in a simulation, {REAL_DEADLINE_S} in a '
+        "deployment.",
     )
     min_reports: Count | Literal["half"] = Field(
         "half",
         description="Fewest reports that make a round, 1 to cohort.num_wanted; "
         '"half" is half of cohort.num_wanted, rounded up.',
     )
-    below_minimum: Annotated[BelowMinimum, Field(strict=False)] = Field(
-        BelowMinimum.RETRY,
-        description="What a round below its minimum does: ask a fresh cohort, leave the model "
-        "as it is, or fail the run.",
-    )
-    max_retries: int = Field(
-        3, ge=0, description="Attempts of a round after its first, >= 0; then the run fails."
-    )
 
 
-class LognormalBandwidth(Section):
-    """Bandwidths that are log-normal over the population."""
+class Bandwidth(DeclaredSection):
+    """How fast devices communicate."""
 
-    kind: Literal["lognormal"] = Field("lognormal", description="How bandwidths are modelled.")
-    median_mbit_per_s: float = Field(
-        5.0, gt=0, description="Median bandwidth of the devices, 10**6 bits a second, > 0."
-    )
-    sigma: float = Field(
-        1.0, ge=0, description="Standard deviation of its logarithm, >= 0; 0: all alike."
-    )
+    kind: str = Field(description="How bandwidths are modelled.")
+
+    def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
+        """Return the bandwidths."""
+        made: behaviour.Bandwidth = self.build()
+        return made
 
 
-class TracesBandwidth(Section):
+class TracesBandwidth(Bandwidth):
     """Recorded bandwidths, one trace a client."""
 
-    kind: Literal["traces"] = Field("traces", description="How bandwidths are modelled.")
     path: PathText | None = Field(
         None, description="The npz file; without it, bandwidth_traces.npz in the data directory."
     )
 
-
-Bandwidth: TypeAlias = Annotated[LognormalBandwidth | TracesBandwidth, Field(discriminator="kind")]
-
-
-class IdealDevices(Section):
-    """Devices that answer at once and never fail."""
-
-    kind: Literal["ideal"] = Field("ideal", description="What the simulated devices do.")
+    def modelled(self, data_dir: Path) -> behaviour.Bandwidth:
+        """Return the bandwidths; raises DataError where they are missing or damaged."""
+        return sources.bandwidth_traces(Path(self.path or data_dir / "bandwidth_traces.npz"))
 
 
-class LognormalDevices(Section):
+BANDWIDTHS = kinds(
+    "kind",
+    Bandwidth,
+    kind("lognormal", behaviour.LognormalBandwidth, median_mbit_per_s=5.0, sigma=1.0),
+    kind("traces", TracesBandwidth),
+)
+
+
+class Devices(DeclaredSection):
+    """The simulated devices."""
+
+    kind: str = Field(description="What the simulated devices do.")
+
+    def modelled(self, data_dir: Path) -> behaviour.ClientBehaviour:
+        """Return what they do."""
+        made: behaviour.ClientBehaviour = self.build()
+        return made
+
+
+class LognormalDevices(Devices):
     """Devices whose speeds differ, and which sometimes fail."""
 
-    kind: Literal["lognormal"] = Field("lognormal", description="What the simulated devices do.")
-    median_ms_per_example: float = Field(
-        20.0,
-        gt=0,
-        description="Median milliseconds of one example's forward pass, > 0; "
-        "a training step costs three of them.",
-    )
-    speed_sigma: float = Field(
-        1.0, ge=0, description="Standard deviation of its logarithm, >= 0; 0: all alike."
-    )
-    round_jitter_sigma: float = Field(
-        0.1,
-        ge=0,
-        description="Standard deviation of the logarithm of a factor on a client's compute time "
-        "that is drawn anew every round, >= 0.",
-    )
-    dropout_rate: float = Field(
-        0.05, ge=0, le=1, description="Probability that a client fails in a round, [0, 1]."
-    )
-    bandwidth: Bandwidth = Field(LognormalBandwidth(), description="How fast devices communicate.")
+    bandwidth: Annotated[Bandwidth, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
+
+    def modelled(self, data_dir: Path) -> behaviour.ClientBehaviour:
+        """Return what they do; raises DataError where bandwidth traces are missing or damaged."""
+        return built(behaviour.Behaviour, self, bandwidth=self.bandwidth.modelled(data_dir))
 
 
-Devices: TypeAlias = Annotated[IdealDevices | LognormalDevices, Field(discriminator="kind")]
+DEVICES = kinds(
+    "kind",
+    Devices,
+    kind("ideal", behaviour.Instant),
+    kind(
+        "lognormal",
+        LognormalDevices,
+        behaviour.Behaviour,
+        median_ms_per_example=20.0,
+        speed_sigma=1.0,
+        dropout_rate=0.05,
+        round_jitter_sigma=0.1,
+    ),
+)

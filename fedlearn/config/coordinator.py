@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints
 
-from fedlearn.config.section import PathText, Problem, Section
+from fedlearn.config.pieces import declared_by
+from fedlearn.config.section import PathText, Problem, Section, told_as
 from fedlearn.config.toml import shown
+from fedlearn.core.ranges import NotNegative, Positive
+from fedlearn.door.eligibility import Requirements
+from fedlearn.door.settings import DoorSettings
 
 Address: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"),
-    WithJsonSchema({"type": "string", "allowed": '"host:port"'}),
+    told_as('"host:port"'),
 ]
 AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
 #: What a tag is: a key and a value.
@@ -19,7 +23,7 @@ TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._:/-]+$"
 Tag: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=TAG_PATTERN, max_length=100),
-    WithJsonSchema({"type": "string", "allowed": '"key=value"'}),
+    told_as('"key=value"'),
 ]
 Tags: TypeAlias = Annotated[tuple[Tag, ...], Field(strict=False)]
 Names: TypeAlias = Annotated[
@@ -27,6 +31,7 @@ Names: TypeAlias = Annotated[
 ]
 
 
+@declared_by(Requirements)
 class EligibilitySection(Section):
     """What a client must be and say of itself before it is asked."""
 
@@ -34,17 +39,16 @@ class EligibilitySection(Section):
         (),
         description="Tags that its invitation must have given it, all of them; empty: any client.",
     )
-    min_examples: int = Field(
-        0, ge=0, description="Fewest examples that it must say it has, >= 0; 0: it need not say."
-    )
     devices: Names = Field(
         (), description='Devices it may train on, such as "cpu", "cuda"; empty: any.'
     )
-    on_power: bool = Field(False, description="Whether it must say that it is on mains power.")
-    idle: bool = Field(False, description="Whether it must say that nobody is using it.")
-    unmetered: bool = Field(False, description="Whether it must say that its network is unmetered.")
 
 
+@declared_by(
+    DoorSettings,
+    given=("max_handshakes", "handshake_timeout_s", "max_messages_per_s"),
+    max_connected=2000,
+)
 class CoordinatorSection(Section):
     """The deployed coordinator; a simulation ignores it."""
 
@@ -76,56 +80,25 @@ class CoordinatorSection(Section):
         description="Folder of the certificate authority's keys and of updates on their way, "
         'shared by those that take over; without it, "coordinator" beside the runs directory.',
     )
-    max_connected: int = Field(
-        2000,
-        ge=1,
-        description="Clients connected at a time, >= 1; others are told when to come back.",
-    )
-    come_back_s: float = Field(
+    patience_s: NotNegative = Field(
         60.0,
-        gt=0,
-        description="Seconds after which a client that is not needed shall come back, > 0; each "
-        "is given some more or less.",
-    )
-    patience_s: float = Field(
-        60.0,
-        ge=0,
         description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
         "asks those that are there, if they are at least stragglers.min_reports.",
     )
-    recovery_grace_s: float = Field(
-        30.0,
-        ge=0,
-        description="Seconds that a round which a restart interrupted waits for its clients at "
-        "least, >= 0.",
-    )
-    lease_ttl_s: float = Field(
+    lease_ttl_s: Positive = Field(
         5.0,
-        gt=0,
         description="Seconds of silence after which another coordinator on the same database "
         "takes over, > 0.",
     )
-    shutdown_grace_s: float = Field(
+    shutdown_grace_s: NotNegative = Field(
         5.0,
-        ge=0,
         description="Seconds that a stop gives uploads on their way, >= 0; then the round is "
         "parked.",
     )
-    stall_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds without progress that end a client's upload or download, > 0; it "
-        "may resume.",
+    invitation_valid_h: Positive = Field(
+        72.0, description="Hours within which an invitation must be used, > 0."
     )
-    certificate_days: int = Field(
-        365, ge=1, description="Days that a client's certificate is valid, >= 1."
-    )
-    invitation_valid_h: float = Field(
-        72.0, gt=0, description="Hours within which an invitation must be used, > 0."
-    )
-    eligibility: EligibilitySection = Field(
-        EligibilitySection(), description="Which clients may be asked."
-    )
+    eligibility: EligibilitySection = EligibilitySection()
 
     def problems(self) -> Iterator[Problem]:
         """Refuse ports that there are not, and two services on one address."""

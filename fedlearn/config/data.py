@@ -1,109 +1,118 @@
 """The examples and whose they are: sources and partitions."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.section import Args, Columns, Factory, Fraction, PathText, Problem, Section
+from fedlearn.config.called import Called, not_returned, user_call
+from fedlearn.config.pieces import DeclaredSection, built, kind, kinds
+from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
 from fedlearn.config.toml import shown
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError
+from fedlearn.simulation import sources
+from fedlearn.simulation.federated_data import (
+    Bootstrap,
+    FederatedData,
+    Natural,
+    from_examples,
+    from_npz,
+    from_parquet,
+)
+from fedlearn.simulation.partition import Dirichlet, Iid, Shards
 
 
-class IidPartition(Section):
-    """Examples are dealt out at random, in equal numbers."""
+class Partition(DeclaredSection):
+    """How the training examples are divided among clients."""
 
-    kind: Literal["iid"] = Field("iid", description="How the examples are divided.")
-    num_clients: int = Field(50, ge=1, description="Clients in the population, >= 1.")
-
-
-class DirichletPartition(Section):
-    """Label skew: each class is dealt out in proportions drawn from a Dirichlet."""
-
-    kind: Literal["dirichlet"] = Field("dirichlet", description="How the examples are divided.")
-    num_clients: int = Field(50, ge=1, description="Clients in the population, >= 1.")
-    alpha: float = Field(
-        0.3, gt=0, description="Concentration, > 0: 0.1 is strong skew, 100 nearly none."
-    )
-    min_examples: int = Field(
-        5, ge=1, description="Fewest examples of a client, >= 1; proportions are redrawn until met."
-    )
+    kind: str = Field(description="How the examples are divided.")
 
 
-class ShardsPartition(Section):
-    """Examples sorted by label and cut into shards; a client gets a few of them."""
-
-    kind: Literal["shards"] = Field("shards", description="How the examples are divided.")
-    num_clients: int = Field(50, ge=1, description="Clients in the population, >= 1.")
-    shards_per_client: int = Field(2, ge=1, description="Shards a client gets, >= 1.")
-
-
-class NaturalPartition(Section):
-    """Examples belong to who produced them, as the data say."""
-
-    kind: Literal["natural"] = Field("natural", description="How the examples are divided.")
-
-
-class BootstrapPartition(Section):
-    """Virtual clients that draw their examples with replacement: populations of any size."""
-
-    kind: Literal["bootstrap"] = Field("bootstrap", description="How the examples are divided.")
-    num_clients: int = Field(50, ge=1, description="Clients in the population, >= 1.")
-    examples_per_client: int = Field(50, ge=1, description="Examples a client draws, >= 1.")
-
-
-Partition: TypeAlias = Annotated[
-    IidPartition | DirichletPartition | ShardsPartition | NaturalPartition | BootstrapPartition,
-    Field(discriminator="kind"),
-]
+PARTITIONS = kinds(
+    "kind",
+    Partition,
+    kind("iid", Iid, num_clients=50),
+    kind("dirichlet", Dirichlet, num_clients=50, alpha=0.3, min_examples=5),
+    kind("shards", Shards, num_clients=50, shards_per_client=2),
+    kind("natural", Natural),
+    kind("bootstrap", Bootstrap, num_clients=50, examples_per_client=50),
+)
 _NO_GROUPS = 'or set data.partition.kind to "iid", "dirichlet", "shards" or "bootstrap"'
 
 
-class DigitsData(Section):
+class Data(DeclaredSection):
+    """The examples and whose they are."""
+
+    source: str = Field(description="Where the examples come from.")
+
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set; ``data_dir`` is for what is named without a path.
+
+        Raises:
+            ConfigError: The data cannot be divided so, or a factory does not return data.
+            DataError: Data are missing or cannot be trained on.
+        """
+        raise NotImplementedError
+
+
+class _Divided(Data):
+    partition: Annotated[Partition, PARTITIONS] = PARTITIONS.of("natural")
+
+
+class DigitsData(_Divided):
     """The 1,797 real 8 x 8 digits inside scikit-learn."""
 
-    source: Literal["digits"] = Field("digits", description="Where the examples come from.")
-    test_fraction: float = Field(
-        0.2, gt=0, lt=1, description="Share of the examples held out for the central test, (0, 1)."
-    )
-    partition: Partition = Field(
-        DirichletPartition(), description="How the training examples are divided among clients."
+    test_fraction: Fraction = Field(
+        0.2, description="Share of the examples held out for the central test, (0, 1)."
     )
 
     def problems(self) -> Iterator[Problem]:
         """Refuse a natural partition: nobody knows who wrote these digits."""
-        if isinstance(self.partition, NaturalPartition):
+        if self.partition.kind == "natural":
             text = 'the digits have no natural clients; take data.source = "mnist-by-writer", '
             yield Problem(("partition.kind", "source"), f'"natural": {text}{_NO_GROUPS}')
 
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        digits = sources.digits(test_fraction=self.test_fraction, seed=Seed(seed).derive("data"))
+        return from_examples(digits, partition=self.partition.build(), seed=seed)
 
-class MnistByWriterData(Section):
+
+class MnistByWriterData(Data):
     """MNIST with one client per writer: 539 training writers, none of them in the test set."""
 
-    source: Literal["mnist-by-writer"] = Field(
-        "mnist-by-writer", description="Where the examples come from."
-    )
     path: PathText | None = Field(
         None, description="The npz file; without it, mnist.npz in the data directory."
     )
 
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        mnist = sources.mnist_by_writer(Path(self.path or data_dir / "mnist.npz"))
+        return from_examples(mnist, partition=Natural(), seed=seed)
 
-class NpzData(Section):
+
+class NpzData(_Divided):
     """Arrays in a numpy npz file."""
 
-    source: Literal["npz"] = Field("npz", description="Where the examples come from.")
     path: PathText = Field(description="The npz file.")
-    features: str = Field("x", description="Name of the training features: first axis examples.")
+    features: Arrays = Field(
+        "x",
+        description="Name of the training features: first axis examples. Several names are several "
+        "inputs of the model: an array of them its positional arguments, a table its keyword "
+        "arguments.",
+    )
     labels: str = Field("y", description="Name of the training labels.")
     groups: str | None = Field(
         None, description="Name of an array with each training example's client id."
     )
-    test_features: str | None = Field(None, description="Name of the test features.")
+    test_features: Arrays | None = Field(
+        None, description="Name of the test features, or of each input's."
+    )
     test_labels: str | None = Field(None, description="Name of the test labels.")
     test_fraction: Fraction | None = Field(
         None, description="Share of the examples held out where there are no test arrays, (0, 1)."
-    )
-    partition: Partition = Field(
-        NaturalPartition(), description="How the training examples are divided among clients."
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -119,58 +128,102 @@ class NpzData(Section):
         elif not any(arrays) and self.test_fraction is None:
             text = "there is no test set; set test_features and test_labels, or test_fraction"
             yield Problem(("test_fraction", "source"), text)
-        if isinstance(self.partition, NaturalPartition) and self.groups is None:
+        if self.partition.kind == "natural" and self.groups is None:
             text = f'"natural" needs client ids; name their array in data.groups, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
 
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        arrays = (self.test_features, self.test_labels)
+        test = self.test_fraction if None in arrays else arrays
+        return built(from_npz, self, test=test, partition=self.partition.build(), seed=seed)
 
-class ParquetData(Section):
+
+class ParquetData(_Divided):
     """Columns of Parquet files; they may be larger than memory."""
 
-    source: Literal["parquet"] = Field("parquet", description="Where the examples come from.")
     path: PathText = Field(description="The training file, or a directory of them.")
     test_path: PathText = Field(description="The test file, or a directory of them.")
     client_column: str | None = Field(None, description="Column with each row's client id.")
     label_column: str = Field("label", description="Column with the labels.")
     feature_columns: Columns | Literal["all"] = Field(
-        "all", description='Columns with the features; "all" takes those with no other role.'
-    )
-    partition: Partition = Field(
-        NaturalPartition(), description="How the training examples are divided among clients."
+        "all",
+        description='Columns with the features, side by side; "all" takes those with no other '
+        "role. Several arrays of them are several inputs of the model: an array of arrays its "
+        "positional arguments, a table its keyword arguments.",
     )
 
     def problems(self) -> Iterator[Problem]:
         """Require a client column for a natural partition, and one role a column."""
-        if isinstance(self.partition, NaturalPartition) and self.client_column is None:
+        if self.partition.kind == "natural" and self.client_column is None:
             text = f'"natural" needs client ids; name data.client_column, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
         taken = {self.label_column, self.client_column} - {None}
-        twice = [column for column in self.feature_columns if column in taken]
-        if self.feature_columns != "all" and twice:
+        twice = [column for column in self._named_columns() if column in taken]
+        if twice:
             text = f"has {shown(twice)}, which are labels or client ids; remove them"
             yield Problem(("feature_columns",), text)
 
+    def _named_columns(self) -> Iterator[str]:
+        if self.feature_columns != "all":
+            columns = self.feature_columns
+            for each in columns.values() if isinstance(columns, dict) else columns:
+                yield from [each] if isinstance(each, str) else each
 
-class PythonData(Section):
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        if self.partition.kind != "natural":
+            raise ConfigError(
+                f'data.partition.kind is "{self.partition.kind}", but streaming Parquet is divided '
+                'by its client column; set it to "natural" and name data.client_column'
+            )
+        assert self.client_column is not None  # required of a natural partition
+        return from_parquet(
+            self.path,
+            test_path=self.test_path,
+            client=self.client_column,
+            label=self.label_column,
+            features=None if self.feature_columns == "all" else self.feature_columns,
+        )
+
+
+class PythonData(Called, _Divided):
     """A data set that a function of yours returns."""
 
-    source: Literal["python"] = Field("python", description="Where the examples come from.")
-    factory: Factory = Field(
-        description='The function: "module:function" or "path/to/file.py:function".'
-    )
-    args: Args = Field({}, description="Keyword arguments of the function.")
-    partition: Partition = Field(
-        NaturalPartition(), description="How the training examples are divided among clients."
-    )
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        made = user_call("data.factory", self.factory, self.args)()
+        if isinstance(made, sources.TrainTest):
+            return from_examples(made, partition=self.partition.build(), seed=seed)
+        if not isinstance(made, FederatedData):
+            raise not_returned("data.factory", self.factory, made, "FederatedData or TrainTest")
+        if self.partition.kind != "natural":
+            raise ConfigError(
+                f'data.partition.kind is "{self.partition.kind}", but {self.factory} returned '
+                "FederatedData, which is divided already; remove data.partition, or return "
+                "TrainTest"
+            )
+        return made
 
 
-class NoData(Section):
+class NoData(Data):
     """No examples at the coordinator: a deployment whose clients evaluate, too."""
 
-    source: Literal["none"] = Field("none", description="Where the examples come from.")
+    def federated(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Refuse: there are none to simulate."""
+        raise ConfigError(
+            'data.source is "none", which is for a coordinator whose clients have all the '
+            "data; name the data to simulate, as with --set data.source=digits"
+        )
 
 
-Data: TypeAlias = Annotated[
-    DigitsData | MnistByWriterData | NpzData | ParquetData | PythonData | NoData,
-    Field(discriminator="source"),
-]
+DATA = kinds(
+    "source",
+    Data,
+    kind("digits", DigitsData, partition=PARTITIONS.of("dirichlet")),
+    kind("mnist-by-writer", MnistByWriterData),
+    kind("npz", NpzData),
+    kind("parquet", ParquetData),
+    kind("python", PythonData),
+    kind("none", NoData),
+)

@@ -1,15 +1,17 @@
 """From a TOML file, overrides or a mapping to a tree, and from a tree to TOML."""
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedlearn.config.keys import known_keys
+from fedlearn.config.keys import ANY_NAME, known_keys, value_at
 from fedlearn.config.problems import Complaint, Override, Sources, checked
 from fedlearn.config.redaction import redacted
-from fedlearn.config.toml import Key, Scanner, key_lines, shown, toml_lines
+from fedlearn.config.toml import keys_in, shown, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 
@@ -32,12 +34,12 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
 
     Example:
         >>> load(None, overrides=["client.epochs=3", "algorithm.name=fedprox"]).algorithm
-        FedProxAlgorithm(name='fedprox', weight_by_examples=True, proximal=0.01)
+        FedProx(name='fedprox', proximal=0.01, weight_by_examples=True)
     """
     file = None if path is None else Path(path)
-    raw, lines = ({}, {}) if file is None else read(file)
+    raw, toml = ({}, "") if file is None else read(file)
     base = Path.cwd() if file is None else file.absolute().parent
-    raw = _with_absolute_paths(raw, (), base)
+    raw = _with_absolute_paths(raw, base)
     complaints: list[Complaint] = []
     accepted: list[Override] = []
     for order, text in enumerate(overrides):
@@ -47,7 +49,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
             accepted.append(override)
         except ValueError as error:
             complaints.append(Complaint((math.inf, order), f"--set {redacted(text)}: {error}"))
-    sources = Sources(str(file) if file else "the defaults", lines, tuple(accepted))
+    sources = Sources(str(file or "the defaults"), toml, tuple(accepted))
     return checked(Config, raw, sources=sources, complaints=complaints)
 
 
@@ -66,10 +68,10 @@ def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
     Example:
         >>> config = from_mapping({"num_rounds": 5, "model": {"hidden": (32, 16)}}, source="me")
         >>> config.num_rounds, config.model
-        (5, MlpModel(kind='mlp', hidden=(32, 16)))
+        (5, Mlp(kind='mlp', hidden=(32, 16)))
     """
-    raw = _with_absolute_paths(_plain(values), (), Path.cwd())
-    return checked(Config, raw, sources=Sources(source, lines={}, overrides=()))
+    raw = _with_absolute_paths(_plain(values), Path.cwd())
+    return checked(Config, raw, sources=Sources(source))
 
 
 def render(config: Config) -> str:
@@ -83,15 +85,15 @@ def render(config: Config) -> str:
     return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
 
 
-def read(file: Path) -> tuple[dict[str, Any], Mapping[Key, int]]:
-    """Return the values of a TOML file, not validated yet, and the line of each.
+def read(file: Path) -> tuple[dict[str, Any], str]:
+    """Return the values of a TOML file, not validated yet, and its text.
 
     Raises:
         ConfigError: The file is missing, unreadable or not TOML.
     """
     try:
         text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-        return tomllib.loads(text), key_lines(text)
+        return tomllib.loads(text), text
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: there is no such file; check the path") from error
     except OSError as error:
@@ -120,16 +122,18 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _with_absolute_paths(raw: dict[str, Any], prefix: Key, base: Path) -> dict[str, Any]:
+def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
     """Return ``raw`` with the paths in it taken relative to ``base``."""
-    formats, result = _path_formats(), dict(raw)
-    for key, value in raw.items():
-        path = (*prefix, key)
-        if isinstance(value, dict):
-            result[key] = _with_absolute_paths(value, path, base)
-        elif isinstance(value, str) and value and path in formats:
-            result[key] = _absolute(value, formats[path], base)
-    return result
+    # Which keys hold paths, in any kind of their table, and in what form.
+    formats = {each.path: kind for each in known_keys(Config) if (kind := each.path_format())}
+    formats["algorithm", "name"] = "factory"  # of a strategy of the user's own
+    for path in keys_in(raw):
+        value = value_at(raw, path)
+        # In a table by names of the user's, whatever the name is.
+        kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
+        if kind and value and isinstance(value, str):
+            raw = _with_value(raw, path, _absolute(value, kind, base))
+    return raw
 
 
 def _absolute(value: str, kind: str, base: Path) -> str:
@@ -140,29 +144,19 @@ def _absolute(value: str, kind: str, base: Path) -> str:
     return f"{base / expanded}{colon}{function}"
 
 
-def _path_formats() -> dict[Key, str]:
-    """Return which keys hold paths, in any kind of their table, and in what form."""
-    known = known_keys(Config)
-    return {each.path: kind for each in known if (kind := each.path_format()) is not None}
-
-
 def _override(text: str) -> Override:
-    scanner = Scanner(text)
-    try:
-        path = scanner.key()
-    except ValueError as error:
-        raise ValueError("not of the form section.key=value, as client.epochs=3") from error
-    if not text.startswith("=", scanner.position):
-        raise ValueError("not of the form section.key=value, as client.epochs=3")
-    value = _toml_or_text(text[scanner.position + 1 :].strip())
-    return Override(path, value, text)
+    for sign in re.finditer("=", text):  # the first that is not in a key
+        with suppress(ValueError):
+            found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
+            if found:
+                return Override(found[-1], _toml_or_text(text[sign.end() :].strip()), text)
+    raise ValueError("not of the form section.key=value, as client.epochs=3")
 
 
 def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
     """Return ``raw`` with the value of ``override`` set; ``raw`` stays as it is."""
-    *table, key = override.path
-    value = _with_absolute_paths({key: override.value}, tuple(table), Path.cwd())[key]
-    return _with_value(raw, override.path, value)
+    alone = _with_absolute_paths(_with_value({}, override.path, override.value), Path.cwd())
+    return _with_value(raw, override.path, value_at(alone, override.path))
 
 
 def _with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

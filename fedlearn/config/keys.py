@@ -7,92 +7,93 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic import WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from fedlearn.config.section import Section, tag_of
-from fedlearn.config.toml import dotted, shown
+from fedlearn.config.section import OneOf, Section, tag_of
+from fedlearn.config.toml import Key, dotted, shown
+
+#: Stands for a name of the user's in a path.
+ANY_NAME = "NAME"
 
 
-class Spot(NamedTuple):
-    """A place in the tree.
+class Place(NamedTuple):
+    """A place in a tree of tables.
 
     Attributes:
         path: Its key, without the names of kinds.
         owner: The table that it is in.
-        owner_tag: The key that tells the kind of that table, if it has kinds.
-        members: The tables that it can be, if it is one.
-        tag: The key that tells between them, if there are kinds.
+        tag: The key that tells the kind of that table, if it has kinds.
+        info: Its field; ``None`` where that table has no such key.
     """
 
-    path: tuple[str, ...]
+    path: Key
     owner: type[Section]
-    owner_tag: str | None
-    members: tuple[type[Section], ...]
     tag: str | None
+    info: FieldInfo | None
 
     @classmethod
-    def at(cls, loc: Iterable[str | int], *, root: type[Section]) -> "Spot":
+    def at(cls, loc: Iterable[str | int], *, root: type[Section]) -> "Place":
         """Return the place in a ``root`` that pydantic's ``loc`` names, without its details."""
-        spot = cls((), root, None, (root,), None)
+        place, tag, is_name = cls((), root, None, None), None, False
+        tables: tuple[type[Section], ...] = (root,)
         for part in loc:
-            chosen = [member for member in spot.members if part in kinds_of(member, spot.tag)]
+            chosen = tuple(each for each in tables if part in kinds_of(each, tag))
             if chosen:
-                spot = spot._replace(members=tuple(chosen))
-            elif spot.members:
-                spot = spot.child(str(part))
+                tables = chosen
+            elif is_name:
+                place, is_name = place._replace(path=(*place.path, str(part))), False
+            elif tables:
+                info = tables[0].model_fields.get(str(part))
+                place = cls((*place.path, str(part)), tables[0], tag, info)
+                tables, tag = place.members, tag_of(info) if info else None
+                is_name = info is not None and is_named(info)
             else:
                 break
-        return spot
+        return place
 
-    def child(self, key: str) -> "Spot":
-        """Return the place of ``key`` in this table."""
-        owner = self.members[0]
-        path, info = (*self.path, key), owner.model_fields.get(key)
-        if info is None:
-            return Spot(path, owner, self.tag, (), None)
-        return Spot(path, owner, self.tag, members_of(info), tag_of(info))
+    @property
+    def members(self) -> tuple[type[Section], ...]:
+        """The tables that it can be, if it is one."""
+        return members_of(self.info) if self.info else ()
+
+    @property
+    def is_table(self) -> bool:
+        """Whether a table stands here."""
+        return bool(self.members) or (
+            self.info is not None and get_origin(self.info.annotation) is dict
+        )
+
+    @property
+    def kind_keys(self) -> tuple[Key, ...]:
+        """The key that tells the kind of the table that it is in, if that has kinds."""
+        return () if self.tag is None else ((*self.path[:-1], self.tag),)
 
     def schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of what may stand here."""
-        if self.members:
-            kind = "" if self.tag is None else f"; its kind is {dotted((*self.path, self.tag))}"
+        if not self.path:  # of a key that is no text, pydantic says that of the whole
+            return {"allowed": "a table"}
+        if self.info and self.members:
+            tag = tag_of(self.info)
+            kind = "" if tag is None else f"; its kind is {dotted((*self.path, tag))}"
             return {"allowed": f"a table{kind}"}
         document = self.owner.model_json_schema()
         schema: dict[str, Any] = document["properties"][self.path[-1]]
         reference = schema.get("$ref", "").rpartition("/")[2]
         return document["$defs"][reference] if reference else schema
 
-
-class Known(NamedTuple):
-    """A key that some configuration has.
-
-    Attributes:
-        path: The key.
-        info: Its field.
-        tag: The key that tells the kind of the table that it is in, if it has kinds.
-        kinds: The kinds that have it.
-    """
-
-    path: tuple[str, ...]
-    info: FieldInfo
-    tag: tuple[str, ...] | None
-    kinds: tuple[str, ...]
-
     def condition(self) -> str:
         """Return what must be so for its table to have it."""
-        return f"{dotted(self.tag or ())} = {' or '.join(map(shown, self.kinds))}"
+        kinds = " or ".join(map(shown, kinds_of(self.owner, self.tag)))
+        return f"{''.join(map(dotted, self.kind_keys))} = {kinds}"
 
     def holds(self, trees: Iterable[Any]) -> bool:
         """Return whether its table has it, of the kind that the first of ``trees`` to say has."""
-        if self.tag is None:
-            return True
-        chosen = (value_at(tree, self.tag) for tree in trees)
-        return next(filter(None, chosen), None) in self.kinds
-
-    def is_table(self) -> bool:
-        """Return whether a table stands here."""
-        return bool(members_of(self.info)) or get_origin(self.info.annotation) is dict
+        chosen = (value_at(tree, key) for key in self.kind_keys for tree in trees)
+        return not self.kind_keys or next(filter(None, chosen), None) in kinds_of(
+            self.owner, self.tag
+        )
 
     def path_format(self) -> str | None:
         """Return in which form the key holds a path, if it does."""
+        assert self.info
         inner = [getattr(each, "__metadata__", ()) for each in get_args(self.info.annotation)]
         for mark in (*self.info.metadata, *(mark for marks in inner for mark in marks)):
             if isinstance(mark, WithJsonSchema) and mark.json_schema is not None:
@@ -100,28 +101,30 @@ class Known(NamedTuple):
         return None
 
 
-def known_keys(
-    model: type[Section], prefix: tuple[str, ...] = (), tag: str | None = None
-) -> Iterator[Known]:
-    """Yield every key of ``model`` and below, of all kinds of tables.
-
-    Args:
-        model: A table.
-        prefix: Its path.
-        tag: The key that tells its kind, if it has kinds.
-    """
-    kinds = kinds_of(model, tag)
+def known_keys(model: type[Section], prefix: Key = (), tag: str | None = None) -> Iterator[Place]:
+    """Yield every key of a ``model`` at ``prefix``, told by ``tag``, and below, of all kinds."""
     for name, info in model.model_fields.items():
         path = (*prefix, name)
-        yield Known(path, info, (*prefix, tag) if tag else None, kinds)
+        yield Place(path, model, tag, info)
         for member in members_of(info):
-            yield from known_keys(member, path, tag_of(info))
+            yield from known_keys(member, inside(path, info), tag_of(info))
 
 
 def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
     """Return the tables that a field can be."""
-    options = get_args(info.annotation) or (info.annotation,)
+    options = next((each.members for each in info.metadata if isinstance(each, OneOf)), None)
+    options = options or get_args(info.annotation) or (info.annotation,)
     return tuple(each for each in options if isclass(each) and issubclass(each, Section))
+
+
+def is_named(info: FieldInfo) -> bool:
+    """Whether a field is a table of tables by names of the user's."""
+    return get_origin(info.annotation) is dict and bool(members_of(info))
+
+
+def inside(path: Key, info: FieldInfo) -> Key:
+    """Return the path of the tables of the field at ``path``; ``NAME`` is any name."""
+    return (*path, ANY_NAME) if is_named(info) else path
 
 
 def kinds_of(model: type[Section], tag: str | None) -> tuple[str, ...]:

@@ -4,27 +4,23 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from fedlearn.config.keys import Known, Spot, kinds_of, known_keys, value_at
+from fedlearn.config.keys import Place, kinds_of, known_keys, value_at
 from fedlearn.config.redaction import redacted
-from fedlearn.config.section import Section
-from fedlearn.config.toml import Key, dotted, shown
+from fedlearn.config.section import Section, tag_of
+from fedlearn.config.toml import Key, dotted, key_lines, shown
 from fedlearn.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Complaint(NamedTuple):
-    """One thing that is wrong.
-
-    Attributes:
-        order: By line, then by override.
-        text: Place, key, value and remedy.
-    """
+    """One thing that is wrong, in the order of lines, then of overrides."""
 
     order: tuple[float, int]
     text: str
@@ -32,15 +28,9 @@ class Complaint(NamedTuple):
 
 @dataclass(frozen=True)
 class Override:
-    """One ``--set``.
+    """One ``--set``, and its ``text`` as it was written."""
 
-    Attributes:
-        path: The key.
-        value: What TOML can hold.
-        text: As it was written.
-    """
-
-    path: tuple[str, ...]
+    path: Key
     value: Any  # what TOML can hold
     text: str
 
@@ -51,13 +41,18 @@ class Sources:
 
     Attributes:
         name: The file, or what stands for it.
-        lines: Line of each key in it.
+        text: Of the file, TOML.
         overrides: What was laid over it, in order.
     """
 
     name: str
-    lines: Mapping[Key, int]
-    overrides: tuple[Override, ...]
+    text: str = ""
+    overrides: tuple[Override, ...] = ()
+
+    @cached_property
+    def lines(self) -> Mapping[Key, int]:
+        """Line of each key in the file."""
+        return key_lines(self.text)
 
     def complain(self, keys: Sequence[Key], text: str) -> Complaint:
         """Return ``text`` about ``keys[0]``, with the place that set the first of ``keys``."""
@@ -93,16 +88,10 @@ def checked(
     sources: Sources,
     complaints: Sequence[Complaint] = (),
 ) -> SectionT:
-    """Return the ``root`` that ``raw`` describes.
-
-    Args:
-        root: The outermost table.
-        raw: Its values, not validated yet.
-        sources: Where they came from.
-        complaints: What is known to be wrong already.
+    """Return the ``root`` that ``raw`` values describe.
 
     Raises:
-        ConfigError: All that is wrong, ``complaints`` included.
+        ConfigError: All that is wrong with them, and ``complaints``, which are known already.
     """
     try:
         tree = root.model_validate(raw)
@@ -125,24 +114,25 @@ def _explain(
     details: ErrorDetails, raw: Any, sources: Sources, root: type[Section]
 ) -> Iterator[Complaint]:
     """Yield what one pydantic error means, in the terms of the configuration."""
-    spot = Spot.at(details["loc"], root=root)
-    path, value = spot.path, value_at(raw, spot.path)
+    place = Place.at(details["loc"], root=root)
+    path, value = place.path, value_at(raw, place.path)
     match details["type"]:
         case "inconsistent":
             for problem in details["ctx"]["all"]:
                 keys = [(*path, *key.split(".")) for key in problem.keys]
                 yield sources.complain(keys, problem.text)
         case "extra_forbidden":
-            yield sources.complain([path], f"unknown key; {_advise(spot, value, raw, root)}")
+            yield sources.complain([path], f"unknown key; {_advise(place, value, raw, root)}")
         case "missing":
-            kind = () if spot.owner_tag is None else ((*path[:-1], spot.owner_tag),)
-            yield sources.complain([path, *kind], f"is missing; give {_allowed(spot.schema())}")
+            text = f"is missing; give {_allowed(place.schema())}"
+            yield sources.complain([path, *place.kind_keys], text)
         case "union_tag_invalid":
-            kinds = [kind for member in spot.members for kind in kinds_of(member, spot.tag)]
-            chosen, given = (*path, str(spot.tag)), value[spot.tag]
-            yield sources.complain([chosen, path], _wrong(given, {"enum": kinds}))
+            assert place.info
+            tag = str(tag_of(place.info))
+            kinds = [kind for member in place.members for kind in kinds_of(member, tag)]
+            yield sources.complain([(*path, tag), path], _wrong(value[tag], {"enum": kinds}))
         case _:
-            yield sources.complain([path], _wrong(value, spot.schema()))
+            yield sources.complain([path], _wrong(value, place.schema()))
 
 
 def _wrong(value: Any, schema: Mapping[str, Any]) -> str:
@@ -191,16 +181,16 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return f"{noun} {' and '.join(limits)}".strip()
 
 
-def _advise(spot: Spot, value: Any, raw: Any, root: type[Section]) -> str:
-    """Return what to write instead of the unknown key of ``spot``."""
+def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
+    """Return what to write instead of the unknown key of ``place``."""
     known, trees = tuple(known_keys(root)), (raw, root().model_dump())
-    elsewhere = [each.condition() for each in known if each.path == spot.path]
+    elsewhere = [each.condition() for each in known if each.path == place.path]
     if elsewhere:
         return f"it goes with {' or with '.join(elsewhere)}; remove it or change the kind"
-    alike = [each for each in known if each.is_table() == isinstance(value, dict)]
-    best = max(alike, key=lambda each: _likeness(each, spot.path, trees))
-    if _likeness(best, spot.path, trees)[0] < _ALIKE:
-        return f"the keys here are {', '.join(spot.owner.model_fields)}"
+    alike = [each for each in known if each.is_table == isinstance(value, dict)]
+    best = max(alike, key=lambda each: _likeness(each, place.path, trees))
+    if _likeness(best, place.path, trees)[0] < _ALIKE:
+        return f"the keys here are {', '.join(place.owner.model_fields)}"
     kind = "" if best.holds(trees) else f" It goes with {best.condition()}."
     return f"did you mean {dotted(best.path)}?{kind}"
 
@@ -208,9 +198,7 @@ def _advise(spot: Spot, value: Any, raw: Any, root: type[Section]) -> str:
 _ALIKE = 0.7  # of difflib's ratio: one or two slips in a word
 
 
-def _likeness(
-    known: Known, path: tuple[str, ...], trees: Iterable[Any]
-) -> tuple[float, bool, bool, float]:
+def _likeness(known: Place, path: Key, trees: Iterable[Any]) -> tuple[float, bool, bool, float]:
     *section, key = path
     name = known.path[-1]
     initials = "".join(word[0] for word in name.split("_")) if "_" in name else name

@@ -1,28 +1,29 @@
 """What every table of the configuration is, and the types of its values."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple, Self, TypeAlias
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     JsonValue,
     StringConstraints,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
+
+SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Problem(NamedTuple):
-    """What two or more valid values say against each other.
-
-    Attributes:
-        keys: Dotted keys within the section, the one to name first.
-        text: What is wrong, the values, and what to change.
-    """
+    """What valid values say against each other: dotted keys within the section, and the text."""
 
     keys: tuple[str, ...]
     text: str
@@ -30,7 +31,7 @@ class Problem(NamedTuple):
 
 def tag_of(info: FieldInfo) -> str | None:
     """Return the key that tells the kind of a table with kinds."""
-    return info.discriminator if isinstance(info.discriminator, str) else None
+    return next((each.tag for each in info.metadata if isinstance(each, OneOf)), None)
 
 
 class Section(BaseModel):
@@ -70,47 +71,61 @@ class Section(BaseModel):
         return self
 
 
-Count: TypeAlias = Annotated[int, Field(ge=1)]
+@dataclass(frozen=True)
+class OneOf(Generic[SectionT]):
+    """Annotates a field that is one of several tables, ``members``; the key ``tag`` tells which."""
+
+    tag: str
+    members: tuple[type[SectionT], ...]
+
+    def of(self, kind: str, **values: object) -> SectionT:
+        """Return a table of a kind; what is not among ``values`` has its default."""
+        names = {each.model_fields[self.tag].default: each for each in self.members}
+        return names[kind].model_validate(values)
+
+    def __get_pydantic_core_schema__(
+        self,
+        source: Any,  # Any: the annotated type
+        handler: GetCoreSchemaHandler,
+    ) -> CoreSchema:
+        """Validate as the member that the tag names."""
+        union = reduce(or_, self.members)
+        return handler.generate_schema(Annotated[union, Field(discriminator=self.tag)])
+
+
+def told_as(allowed: str, **schema: str) -> WithJsonSchema:
+    """Return what tells errors and the reference in words what a type admits: text, by default."""
+    return WithJsonSchema({"type": "string", "allowed": allowed, **schema})
+
+
 Fraction: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
-Width: TypeAlias = Annotated[tuple[Count, ...], Field(strict=False)]  # TOML arrays are lists
+_Name: TypeAlias = Annotated[str, Field(min_length=1)]
+_Names: TypeAlias = Annotated[tuple[_Name, ...], Field(strict=False, min_length=1)]
+_Argument: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]
+Arrays: TypeAlias = Annotated[
+    _Name | _Names | Annotated[dict[_Argument, _Name], Field(min_length=1)],
+    told_as("a name, an array of names or a table of names by argument"),
+]
 Columns: TypeAlias = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)
+    _Names
+    | Annotated[tuple[_Names, ...], Field(strict=False, min_length=1)]
+    | Annotated[dict[_Argument, _Names], Field(min_length=1)],
+    told_as("an array of names, an array of such arrays or a table of them by argument"),
 ]
 PathText: TypeAlias = Annotated[
-    str,
-    StringConstraints(pattern=r"^[^\x00]+$"),
-    WithJsonSchema({"type": "string", "format": "path", "allowed": "a path"}),
+    str, StringConstraints(pattern=r"^[^\x00]+$"), told_as("a path", format="path")
 ]
 Factory: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_.]*|[^\x00]+\.py):[A-Za-z_][A-Za-z0-9_]*$"),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "format": "factory",
-            "allowed": '"module:function" or "path/to/file.py:function"',
-        }
-    ),
+    told_as('"module:function" or "path/to/file.py:function"', format="factory"),
 ]
 RunName: TypeAlias = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "allowed": "at most 64 letters, digits, dots, dashes and underscores, "
-            "a letter or digit first",
-        }
-    ),
+    told_as("at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
 ]
-
-
 Args: TypeAlias = Annotated[
     dict[str, JsonValue],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "allowed": "a table of strings, finite numbers, booleans, arrays and tables",
-        }
-    ),
+    told_as("a table of strings, finite numbers, booleans, arrays and tables", type="object"),
 ]

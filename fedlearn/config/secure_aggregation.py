@@ -1,17 +1,33 @@
 """Secure aggregation: off, or what its sessions rest on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from fedlearn.config.section import Count, Problem, Section
+from fedlearn.algorithms.lanes import LaneSpec
+from fedlearn.config.pieces import built, declared_by
+from fedlearn.config.section import Problem, Section
+from fedlearn.core.ranges import BelowOne, Positive
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
 from fedlearn.secagg.plan import SecurePlan
 
 
+@declared_by(
+    Assumptions,
+    SecurePlan,
+    given=("topology", "parameters", "min_survivors", "by_examples", "further"),
+    corruption=0.1,
+    sigma_bits=40,
+    eta_bits=30,
+    clip_norm=10.0,
+    statistics_norm=100.0,
+    max_loss=100.0,
+    max_examples=10_000,
+    modulus_bits=32,
+)
 class SecureAggregationSection(Section):
     """Whether the coordinator learns the sum of the updates alone, and under which assumptions."""
 
@@ -19,62 +35,21 @@ class SecureAggregationSection(Section):
         "off",
         description='"off": the coordinator reads each update. "complete": it learns their sum '
         'alone; every two clients share a mask. "sparse": likewise, for more than about a hundred '
-        "clients: a client shares masks with some.",
+        "clients: a client shares masks with some; only where secure_aggregation.adversary is "
+        '"honest-but-curious".',
     )
     adversary: Literal["active", "honest-but-curious"] = Field(
         "active",
         description='Whom it holds against: "active" is a coordinator that lies, '
         '"honest-but-curious" one that keeps to the protocol and keeps what it is sent.',
     )
-    clip_norm: float = Field(
-        10.0,
-        gt=0,
-        description="Largest L2 norm of a client's update; clients scale theirs down to it, > 0.",
-    )
-    statistics_norm: float = Field(
-        100.0,
-        gt=0,
-        description="Likewise of the change in statistics, such as those of batch "
-        "normalisation, > 0.",
-    )
-    max_examples: Count = Field(
-        10_000,
-        le=10**9,
-        description="A client with more examples counts as one with so many, >= 1; smaller is "
-        "more precise.",
-    )
-    max_loss: float = Field(
-        100.0, gt=0, description="A client's training loss is cut off here, > 0."
-    )
-    modulus_bits: int = Field(
-        32,
-        ge=16,
-        le=40,
-        multiple_of=8,
-        description="Bits of one number on its way to the coordinator: 16, 24, 32 or 40; what the "
-        "sum does not need is precision.",
-    )
-    corruption: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Largest fraction of the clients asked that the adversary controls, [0, 1).",
-    )
-    dropout: float = Field(
+    dropout: BelowOne = Field(
         0.3,
-        ge=0,
-        lt=1,
         description="Largest fraction of the clients asked that drop out, those that "
         "stragglers.over_selection asks too many included, [0, 1).",
     )
-    sigma_bits: Count = Field(
-        40, description='In "sparse" mode privacy fails with at most 2^-sigma_bits, >= 1.'
-    )
-    eta_bits: Count = Field(
-        30, description='In "sparse" mode a round fails with at most 2^-eta_bits, >= 1.'
-    )
-    stage_deadline_s: float = Field(
-        60.0, gt=0, description="Seconds that each stage without training waits for clients, > 0."
+    stage_deadline_s: Positive = Field(
+        60.0, description="Seconds that each stage without training waits for clients, > 0."
     )
     simulate_as: Literal["protocol", "modular_sum"] = Field(
         "protocol",
@@ -87,44 +62,44 @@ class SecureAggregationSection(Section):
         """Whether updates are summed under masks."""
         return self.mode != "off"
 
-    def parameters(self, num_clients: int) -> Parameters:
-        """Return k, t and the rest for so many clients asked.
+    def problems(self) -> Iterator[Problem]:
+        """Refuse a claim that does not hold."""
+        if self.mode == "sparse" and self.adversary == "active":
+            text = (
+                'is "sparse", which does not hold against a coordinator that lies: by the roster '
+                "that it shows, and by whom it calls dropped, such a one can leave a client alone "
+                'with its accomplices; take "complete", or, where the coordinator keeps to the '
+                'protocol, set secure_aggregation.adversary to "honest-but-curious"'
+            )
+            yield Problem(("mode", "adversary"), text)
 
-        Raises:
-            ConfigError: Nothing satisfies the assumptions.
-        """
+    def parameters(self, num_clients: int) -> Parameters:
+        """Return k, t and the rest for so many clients asked; raises ConfigError if none hold."""
         active = self.adversary == "active"
-        assumptions = Assumptions(
+        assumptions = built(
+            Assumptions,
+            self,
             adversary=Adversary.ACTIVE_SERVER if active else Adversary.HONEST_BUT_CURIOUS,
             topology=Topology.SPARSE if self.mode == "sparse" else Topology.COMPLETE,
-            corruption=self.corruption,
-            dropout=self.dropout,
-            sigma_bits=self.sigma_bits,
-            eta_bits=self.eta_bits,
         )
         return derive(num_clients, assumptions=assumptions)
 
-    def plan(self, num_clients: int, *, min_reports: int, by_examples: bool) -> SecurePlan:
-        """Return what the sessions of a run ask.
-
-        Args:
-            num_clients: Asked in a round.
-            min_reports: Fewest reports that make a round.
-            by_examples: Whether the algorithm weighs clients by their examples.
+    def plan(
+        self, num_clients: int, *, min_reports: int, by_examples: bool, further: Sequence[LaneSpec]
+    ) -> SecurePlan:
+        """Return what the sessions of a run ask where ``num_clients`` are asked in a round.
 
         Raises:
-            ConfigError: Nothing satisfies the assumptions.
+            ConfigError: Nothing satisfies the assumptions, or a lane has no bound.
         """
         parameters = self.parameters(num_clients)
-        return SecurePlan(
+        return built(
+            SecurePlan,
+            self,
             parameters=parameters,
             min_survivors=max(min_reports, parameters.min_survivors),
-            clip_norm=self.clip_norm,
-            statistics_norm=self.statistics_norm,
-            max_loss=self.max_loss,
-            max_examples=self.max_examples,
             by_examples=by_examples,
-            modulus_bits=self.modulus_bits,
+            further=tuple(further),
         )
 
     def problems_with(

@@ -1,12 +1,13 @@
 """A tree as a TOML file that explains itself: every key with its description above it."""
 
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from fedlearn.config.keys import kinds_of, members_of
+from fedlearn.config.cohort import OTHER_DATA
+from fedlearn.config.keys import ANY_NAME, is_named, kinds_of, members_of
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import dotted, toml, toml_key
 
@@ -42,10 +43,12 @@ def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> It
     for key, info in fields.items():
         if not members_of(info):
             yield ""
-            yield from _key(key, info, getattr(section, key))
+            yield from _key((*path, key), info, getattr(section, key))
     for key, info in fields.items():
         inner = getattr(section, key)
-        if members_of(info):
+        if is_named(info):
+            yield from _named_tables(info, inner, (*path, key))
+        elif members_of(info):
             assert isinstance(inner, Section)
             yield from ("", "")
             yield from _comment(_about(info, inner))
@@ -53,13 +56,34 @@ def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> It
             yield from _table(inner, (*path, key), frozenset())
 
 
-def _key(key: str, info: FieldInfo, value: object) -> Iterator[str]:
-    assert info.description  # every field of the configuration has one
+def _named_tables(
+    info: FieldInfo, tables: Mapping[str, Section], path: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield the lines of tables by names of the user's; without any, how one begins."""
+    assert info.description
+    yield from ("", "")
     yield from _comment(info.description)
-    if value is None:
-        yield f"# {toml_key(key)} ="
-    else:
-        yield f"{toml_key(key)} = {toml(value)}"
+    if not tables:
+        yield f"# [{dotted((*path, ANY_NAME))}]"
+    for name, table in tables.items():
+        yield from ("", f"[{dotted((*path, name))}]")
+        yield from _table(table, (*path, name), frozenset())
+
+
+def _key(path: tuple[str, ...], info: FieldInfo, value: object) -> Iterator[str]:
+    assert info.description  # every field of the configuration has one
+    yield from _comment(f"{info.description}{_left_out(path, info)}")
+    key = toml_key(path[-1])
+    yield f"# {key} =" if value is None else f"{key} = {toml(value)}"
+
+
+def _left_out(path: tuple[str, ...], info: FieldInfo) -> str:
+    """Return what a key is without its line, where that depends on the data."""
+    *table, key = path
+    other = OTHER_DATA.get(dotted(table), {})
+    if key not in other:
+        return ""
+    return f" Left out: {toml(info.default)} with the digits, {toml(other[key])} with other data."
 
 
 def _about(info: FieldInfo, inner: Section) -> str:

@@ -1,163 +1,254 @@
 """What is trained and how: model, loss, algorithm, local training."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from fedlearn.config.section import Args, Count, Factory, Problem, Section, Width
+from fedlearn.algorithms import recipes
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.objectives import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    CustomLoss,
+    MeanSquaredError,
+    Objective,
+)
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.server_optimizers import ServerAdaptive
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.config.called import Called, imported, not_returned, require_attributes, user_call
+from fedlearn.config.pieces import DeclaredSection, Make, built, kind, kinds, refused
+from fedlearn.config.section import Args, Factory, Problem, Section
+from fedlearn.core.ranges import Count
+from fedlearn.simulation import models
+from fedlearn.simulation.executors.trainers import MakeTrainer
+from fedlearn.training.trainer import LocalTrainer
 
 
-class MlpModel(Section):
-    """Linear layers with ReLU between them."""
+class Model(DeclaredSection):
+    """What is trained."""
 
-    kind: Literal["mlp"] = Field("mlp", description="Which model is trained.")
-    hidden: Width = Field((128,), description="Units of each hidden layer, >= 1.")
-
-
-class LogisticModel(Section):
-    """One linear layer: multinomial logistic regression."""
-
-    kind: Literal["logistic"] = Field("logistic", description="Which model is trained.")
+    kind: str = Field(description="Which model is trained.")
 
 
-class CnnModel(Section):
-    """A small convolutional network for images."""
-
-    kind: Literal["cnn"] = Field("cnn", description="Which model is trained.")
-
-
-class PythonModel(Section):
+class PythonModel(Called, Model):
     """A model that a function of yours returns."""
 
-    kind: Literal["python"] = Field("python", description="Which model is trained.")
-    factory: Factory = Field(
-        description='The function: "module:function" or "path/to/file.py:function".'
-    )
-    args: Args = Field({}, description="Keyword arguments of the function.")
+    def build(self, **given: object) -> Callable[[], nn.Module]:
+        """Return what builds the network, whatever the data are."""
+        make = user_call("model.factory", self.factory, self.args)
+        return partial(_user_model, self.factory, make)
 
 
-Model: TypeAlias = Annotated[
-    MlpModel | LogisticModel | CnnModel | PythonModel, Field(discriminator="kind")
-]
+def _user_model(factory: str, make: Callable[[], object]) -> nn.Module:
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise not_returned("model.factory", factory, made, "a torch module")
+    return made
 
 
-class StandardLoss(Section):
-    """A loss of torch, averaged over the batch."""
+MODELS = kinds(
+    "kind",
+    Model,
+    kind("mlp", models.Mlp, hidden=(128,)),
+    kind("logistic", models.Logistic),
+    kind("cnn", models.Cnn),
+    kind("python", PythonModel),
+    given=("feature_shape", "num_outputs"),
+)
 
-    kind: Literal["cross_entropy", "mse", "bce_with_logits"] = Field(
-        "cross_entropy", description="What local training minimises."
-    )
+
+class Loss(DeclaredSection):
+    """What local training minimises."""
+
+    kind: str = Field(description="What local training minimises.")
 
 
-class PythonLoss(Section):
+class PythonLoss(Called, Loss):
     """A loss that a function of yours returns."""
 
-    kind: Literal["python"] = Field("python", description="What local training minimises.")
-    factory: Factory = Field(
-        description='The function: "module:function" or "path/to/file.py:function".'
+    per_example: bool = Field(
+        True,
+        description="Whether the loss is one number an example; false: one number of the batch, "
+        "whose examples it couples.",
+    )
+
+    def build(self, **given: object) -> Objective:
+        """Return it."""
+        made = user_call("loss.factory", self.factory, self.args)()
+        if not callable(made):
+            needed = "a function from outputs and labels to one loss an example"
+            raise not_returned("loss.factory", self.factory, made, needed)
+        return CustomLoss(made, per_example=self.per_example)
+
+
+LOSSES = kinds(
+    "kind",
+    Loss,
+    kind("cross_entropy", CrossEntropy),
+    kind("mse", MeanSquaredError),
+    kind("bce_with_logits", BinaryCrossEntropy),
+    kind("python", PythonLoss),
+)
+
+
+class MetricSection(Section):
+    """A metric over whole sets that a function of yours returns."""
+
+    factory: Factory | None = Field(
+        None,
+        description='The function: "module:function" or "path/to/file.py:function"; without it '
+        "only the trainers of deployed clients measure it.",
     )
     args: Args = Field({}, description="Keyword arguments of the function.")
-
-
-Loss: TypeAlias = Annotated[StandardLoss | PythonLoss, Field(discriminator="kind")]
-
-
-class _Algorithm(Section):
-    name: str = Field(description="The federated algorithm.")
-    weight_by_examples: bool = Field(
-        True, description="Weight a client by its number of examples; otherwise all count the same."
+    direction: Literal["max", "min"] = Field(
+        description='"max" where more is better, "min" where less is.'
     )
 
+    def metric(self, name: str) -> Metric:
+        """Return the metric of a table that has a factory."""
+        assert self.factory is not None
+        key = f"metrics.{name}.factory"
+        return Metric(user_call(key, self.factory, self.args)(), direction=self.direction)
 
-class FedAvgAlgorithm(_Algorithm):
-    """The mean of the local models."""
 
-    name: Literal["fedavg"] = Field("fedavg", description="The federated algorithm.")
+class Algorithm(DeclaredSection):
+    """The federated algorithm."""
+
+    name: str = Field(description="The federated algorithm.")
+
+    def strategy(self, local: LocalUpdate) -> Strategy:
+        """Return the algorithm; raises ValueError where it does not fit the local update."""
+        parameter = "sgd" if self.name == "scaffold" else "local"  # as what it corrects is called
+        made: Strategy = self.build(**{parameter: local})
+        return made
 
 
-class FedSgdAlgorithm(_Algorithm):
+class FedSgdAlgorithm(Algorithm):
     """One gradient step a round: client.epochs is 1 and client.batch_size "all" by default."""
 
-    name: Literal["fedsgd"] = Field("fedsgd", description="The federated algorithm.")
+    def strategy(self, local: LocalUpdate) -> Strategy:
+        """Return FedSGD at the learning rate of ``local``."""
+        assert isinstance(local, LocalSgd)  # the configuration makes sure
+        return built(recipes.FedSGD, self, learning_rate=local.learning_rate)
 
 
-class FedProxAlgorithm(_Algorithm):
-    """FedAvg with a pull of the local models towards the global one."""
+class PythonAlgorithm(Algorithm):
+    """A strategy of yours; its file may stand as the name itself."""
 
-    name: Literal["fedprox"] = Field("fedprox", description="The federated algorithm.")
-    proximal: float = Field(
-        0.01, ge=0, description="Strength mu of the proximal term, >= 0; 0 is FedAvg."
+    factory: Factory = Field(
+        description='The strategy: "module:Class" or "path/to/file.py:Class"; it is called with '
+        "local, what the table client describes, and args."
     )
+    args: Args = Field({}, description="Further keyword arguments.")
+
+    def strategy(self, local: LocalUpdate) -> Strategy:
+        """Return what the factory makes."""
+        made = user_call("algorithm.name", self.factory, {"local": local, **self.args})()
+        needed = ("local", "aggregation", "transforms", "lanes", "init", "tell", "step")
+        remedy = "let its class inherit from fedlearn.Strategy"
+        require_attributes("algorithm.name", self.factory, made, needed, remedy)
+        strategy: Strategy = made
+        return strategy
 
 
-class FedAvgMAlgorithm(_Algorithm):
-    """FedAvg with momentum at the server."""
-
-    name: Literal["fedavgm"] = Field("fedavgm", description="The federated algorithm.")
-    server_learning_rate: float = Field(1.0, gt=0, description="Server step size, > 0.")
-    server_momentum: float = Field(0.9, ge=0, lt=1, description="Server momentum, [0, 1).")
-
-
-class _Adaptive(_Algorithm):
-    server_learning_rate: float = Field(0.1, gt=0, description="Server step size, > 0.")
-    tau: float = Field(
-        1e-3, gt=0, description="Adaptivity, > 0: the smaller, the more the step adapts."
-    )
-
-
-class FedAdagradAlgorithm(_Adaptive):
-    """Adagrad at the server."""
-
-    name: Literal["fedadagrad"] = Field("fedadagrad", description="The federated algorithm.")
-    beta_1: float = Field(0.0, ge=0, lt=1, description="Decay of the mean delta, [0, 1).")
+ALGORITHMS = kinds(
+    "name",
+    Algorithm,
+    kind("fedavg", recipes.FedAvg),
+    kind("fedsgd", FedSgdAlgorithm, recipes.FedSGD),
+    kind("fedprox", recipes.FedProx, proximal=0.01),
+    kind("fedavgm", recipes.FedAvgM, server_learning_rate=1.0, server_momentum=0.9),
+    kind("fedadagrad", recipes.FedAdagrad, server_learning_rate=0.1, beta_1=0.0, tau=1e-3),
+    kind("fedadam", recipes.FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
+    kind("fedyogi", recipes.FedYogi, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
+    kind("scaffold", Scaffold, server_learning_rate=1.0),
+    kind("fedmedian", recipes.FedMedian),
+    kind("python", PythonAlgorithm),
+    given=("local", "sgd", "learning_rate"),
+    explained_by=(recipes.FedAvg, recipes.FedAvgM, ServerAdaptive, Proximal),
+)
 
 
-class FedAdamAlgorithm(_Adaptive):
-    """Adam at the server."""
+class Client(DeclaredSection):
+    """Local training."""
 
-    name: Literal["fedadam"] = Field("fedadam", description="The federated algorithm.")
-    beta_1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean delta, [0, 1).")
-    beta_2: float = Field(0.99, ge=0, lt=1, description="Decay of the squared delta, [0, 1).")
-
-
-class FedYogiAlgorithm(_Adaptive):
-    """Yogi at the server."""
-
-    name: Literal["fedyogi"] = Field("fedyogi", description="The federated algorithm.")
-    beta_1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean delta, [0, 1).")
-    beta_2: float = Field(0.99, ge=0, lt=1, description="Decay of the squared delta, [0, 1).")
-
-
-Algorithm: TypeAlias = Annotated[
-    FedAvgAlgorithm
-    | FedSgdAlgorithm
-    | FedProxAlgorithm
-    | FedAvgMAlgorithm
-    | FedAdagradAlgorithm
-    | FedAdamAlgorithm
-    | FedYogiAlgorithm,
-    Field(discriminator="name"),
-]
-
-
-class ClientSection(Section):
-    """What a client does with its examples."""
-
-    epochs: int = Field(2, ge=1, description="E, passes over the local examples a round, >= 1.")
+    optimizer: str = Field(description="How a client trains.")
+    epochs: Count = Field(2, description="E, passes over the local examples a round, >= 1.")
     batch_size: Count | Literal["all"] = Field(
         3, description='Examples a step, >= 1; "all" takes all of a client at once.'
     )
-    learning_rate: float = Field(0.3, gt=0, description="Local step size, > 0.")
-    momentum: float = Field(0.0, ge=0, lt=1, description="Local momentum, [0, 1).")
-    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, >= 0.")
-    shuffle: bool = Field(True, description="Visit the examples in a new order every epoch.")
-    keep_momentum: bool = Field(
-        False, description="Keep a client's velocity from one of its rounds to its next."
+    trainer: Factory | None = Field(
+        None,
+        description="In a simulation, what trains instead of fedlearn's own trainer: a function "
+        "from a client's features and labels to a LocalTrainer; deployed clients bring theirs.",
     )
+    trainer_args: Args = Field({}, description="Further keyword arguments of the trainer.")
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse to keep a momentum that there is not."""
-        if self.keep_momentum and self.momentum == 0.0:
-            text = "is true, but there is no momentum to keep; set client.momentum above 0"
-            yield Problem(("keep_momentum", "momentum"), text)
+        """Refuse arguments of nothing, and what the local update refuses."""
+        if self.trainer_args and self.trainer is None:
+            text = "are given, but there is no client.trainer that takes them"
+            yield Problem(("trainer_args", "trainer"), text)
+        yield from refused(self.local_update)
+
+    def local_update(self) -> LocalUpdate:
+        """Return what clients do; raises ValueError if values contradict each other."""
+        size = None if self.batch_size == "all" else self.batch_size
+        if self.optimizer == "own":
+            return built(OwnTraining, self, batch_size=size)
+        if self.optimizer == "sgd":
+            local: LocalUpdate = built(LocalSgd, self, batch_size=size)
+        else:
+            local = built(LocalAdam, self, batch_size=size, decoupled=self.optimizer == "adamw")
+        if self.model_dump()["max_gradient_norm"] is not None:
+            local = built(ClippedGradients, self, inner=local)
+        scheduled = built(ScheduledRate, self, inner=local)
+        return local if scheduled == ScheduledRate(inner=local) else scheduled
+
+    def make_trainer(self) -> MakeTrainer | None:
+        """Return what makes simulated clients' trainers; ``None``: they are fedlearn's own."""
+        if self.trainer is None:
+            return None
+        function = imported("client.trainer", self.trainer)
+        return partial(_trainer_of, self.trainer, partial(function, **self.trainer_args))
+
+
+def _trainer_of(
+    name: str, make: Callable[..., LocalTrainer], features: Tensor, labels: Tensor
+) -> LocalTrainer:
+    made = make(features, labels)
+    needed, remedy = ("train", "evaluate", "honours"), "it must be a LocalTrainer"
+    require_attributes("client.trainer", name, made, needed, remedy)
+    return made
+
+
+_AROUND: tuple[Make, ...] = (ClippedGradients, ScheduledRate)
+
+CLIENTS = kinds(
+    "optimizer",
+    Client,
+    kind("sgd", LocalSgd, *_AROUND, learning_rate=0.3, max_gradient_norm=None),
+    kind(
+        "adam adamw",
+        LocalAdam,
+        *_AROUND,
+        learning_rate=0.001,
+        beta_1=0.9,
+        beta_2=0.999,
+        epsilon=1e-8,
+        keep_moments=False,
+        max_gradient_norm=None,
+    ),
+    kind("own", OwnTraining, epochs=1, batch_size="all"),
+    given=("decoupled", "inner"),
+)

@@ -10,29 +10,35 @@ from pydantic import Field, model_validator
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.config.cohort import (
+    COHORTS,
+    DEVICES,
+    OTHER_DATA,
+    REAL_DEADLINE_S,
+    USUAL_WANTED,
     Cohort,
     Devices,
-    LognormalDevices,
-    PoissonCohort,
     StragglersSection,
-    UniformCohort,
 )
 from fedlearn.config.coordinator import CoordinatorSection
-from fedlearn.config.data import Data, DigitsData, NoData
+from fedlearn.config.data import DATA, Data, NoData
+from fedlearn.config.pieces import built
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.redaction import without_password
-from fedlearn.config.section import Count, PathText, Problem, RunName, Section
+from fedlearn.config.section import PathText, Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.toml import shown
 from fedlearn.config.training import (
+    ALGORITHMS,
+    CLIENTS,
+    LOSSES,
+    MODELS,
     Algorithm,
-    ClientSection,
-    FedAvgAlgorithm,
+    Client,
     Loss,
-    MlpModel,
+    MetricSection,
     Model,
-    StandardLoss,
 )
+from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.errors import ConfigError
 
 _MAX_SEED = 2**63 - 1
@@ -42,19 +48,17 @@ _MAX_ROUNDS = 1_000_000_000
 class EvaluationSection(Section):
     """When and on what the global model is evaluated."""
 
-    every_rounds: int = Field(
-        1, ge=0, description="Rounds from one evaluation to the next; 0: only at the end."
+    every_rounds: Whole = Field(
+        1, description="Rounds from one evaluation to the next; 0: only at the end."
     )
-    clients: int = Field(
+    clients: Whole = Field(
         50,
-        ge=0,
         description="Clients evaluated for the quantiles over clients, at most the population; "
         "0: none.",
     )
-    batch_size: int = Field(1024, ge=1, description="Examples evaluated at a time, >= 1.")
-    deadline_s: float = Field(
+    batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
+    deadline_s: Positive = Field(
         60.0,
-        gt=0,
         description="Seconds that a deployed coordinator waits for the clients that evaluate, > 0.",
     )
 
@@ -62,19 +66,20 @@ class EvaluationSection(Section):
 class EarlyStoppingSection(Section):
     """When a run ends before its last round."""
 
-    metric: Literal["auto", "accuracy", "loss"] = Field(
+    metric: Annotated[str, Field(min_length=1)] = Field(
         "auto",
-        description="The central test metric that is watched, and that makes a model the best; "
-        '"auto" is accuracy where the loss measures it, else loss.',
+        description='The metric that is watched, and that makes a model the best: "accuracy", '
+        '"loss", the name of one of yours, or of its spread over clients as '
+        '"clients/loss_worst_decile"; "auto" is accuracy where the loss measures it, else loss.',
     )
     patience_rounds: Count | None = Field(
         None, description="Rounds without improvement that end the run, >= 1; without it: never."
     )
-    min_improvement: float = Field(
-        0.0, ge=0, description="Smallest change for the better that counts, >= 0."
+    min_improvement: NotNegative = Field(
+        0.0, description="Smallest change for the better that counts, >= 0."
     )
-    target: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Value of the metric that ends the run, >= 0; without it: none."
+    target: float | None = Field(
+        None, description="Value of the metric that ends the run; without it: none."
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -104,11 +109,10 @@ class EngineSection(Section):
     block_size: Count | Literal["auto"] = Field(
         "auto", description='Clients trained in one tensor operation, >= 1, or "auto".'
     )
-    slab_bytes: int = Field(
+    slab_bytes: Whole = Field(
         0,
-        ge=0,
-        description='Memory for replies that are aggregated together, with transport "memory"; '
-        "0 folds each in as it arrives, which equals the engine bit for bit.",
+        description='Memory for replies that are aggregated together, with transport "memory" and '
+        "in a deployment; 0 folds each in as it arrives, which equals the engine bit for bit.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description='Where tensors live; "auto" takes a GPU where there is one.'
@@ -143,10 +147,8 @@ class StoreSection(Section):
     runs_dir: PathText | None = Field(
         None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
     )
-    checkpoint_every_s: float = Field(
-        5.0,
-        ge=0,
-        description="Seconds from one checkpoint to the next, >= 0; 0: after every round.",
+    checkpoint_every_s: NotNegative = Field(
+        5.0, description="Seconds from one checkpoint to the next, >= 0; 0: after every round."
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -179,40 +181,47 @@ class Config(Section):
         description="Train the same model on the pooled examples instead: a round is client.epochs "
         "passes over all of them. The figure that a federated result is held to.",
     )
-    data: Data = Field(DigitsData(), description="The examples and whose they are.")
-    model: Model = Field(MlpModel(), description="The model that is trained.")
-    loss: Loss = Field(StandardLoss(), description="What local training minimises.")
-    algorithm: Algorithm = Field(FedAvgAlgorithm(), description="The federated algorithm.")
-    client: ClientSection = Field(ClientSection(), description="Local training.")
-    cohort: Cohort = Field(UniformCohort(), description="Which clients are asked.")
-    stragglers: StragglersSection = Field(
-        StragglersSection(), description="When a round closes and what makes a round."
+    data: Annotated[Data, DATA] = DATA.of("digits")
+    model: Annotated[Model, MODELS] = MODELS.of("mlp")
+    loss: Annotated[Loss, LOSSES] = LOSSES.of("cross_entropy")
+    metrics: dict[str, MetricSection] = Field(
+        {}, description="What the model is measured by beyond the loss, by name."
     )
-    secure_aggregation: SecureAggregationSection = Field(
-        SecureAggregationSection(),
-        description="Whether the coordinator learns the sum of the updates alone.",
-    )
-    devices: Devices = Field(LognormalDevices(), description="The simulated devices.")
-    evaluation: EvaluationSection = Field(EvaluationSection(), description="Evaluation.")
-    early_stopping: EarlyStoppingSection = Field(
-        EarlyStoppingSection(), description="When a run ends before its last round."
-    )
-    engine: EngineSection = Field(EngineSection(), description="The simulation engine.")
-    store: StoreSection = Field(StoreSection(), description="The record of the run.")
-    coordinator: CoordinatorSection = Field(
-        CoordinatorSection(), description="The deployed coordinator."
-    )
+    algorithm: Annotated[Algorithm, ALGORITHMS] = ALGORITHMS.of("fedavg")
+    client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
+    cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
+    stragglers: StragglersSection = StragglersSection()
+    secure_aggregation: SecureAggregationSection = SecureAggregationSection()
+    devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
+    evaluation: EvaluationSection = EvaluationSection()
+    early_stopping: EarlyStoppingSection = EarlyStoppingSection()
+    engine: EngineSection = EngineSection()
+    store: StoreSection = StoreSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
 
     @model_validator(mode="before")
     @classmethod
-    def _one_step_of_fedsgd(cls, raw: Any) -> Any:  # Any: not validated yet
-        """Let FedSGD bring the local training that defines it, where none is written."""
-        if not isinstance(raw, dict) or not isinstance(raw.get("algorithm"), dict):
+    def _implied(cls, raw: Any) -> Any:  # Any: not validated yet
+        """Let what is written in one table stand for what is not in another.
+
+        The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
+        local training that defines it, and data other than the main job's bring no stragglers.
+        """
+        if not isinstance(raw, dict):
             return raw
-        client = raw.get("client", {})
-        if raw["algorithm"].get("name") != "fedsgd" or not isinstance(client, dict):
-            return raw
-        return raw | {"client": {"epochs": 1, "batch_size": "all"} | client}
+        algorithm, client, data = raw.get("algorithm"), raw.get("client", {}), raw.get("data")
+        implied = dict[str, Any]()
+        name = algorithm.get("name") if isinstance(algorithm, dict) else None
+        if isinstance(algorithm, dict) and isinstance(name, str) and ":" in name:
+            implied["algorithm"] = {**algorithm, "name": "python", "factory": name}
+        if name == "fedsgd" and isinstance(client, dict):
+            implied["client"] = {"epochs": 1, "batch_size": "all"} | client
+        source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
+        for key, other in OTHER_DATA.items():
+            table = raw.get(key, {})
+            if source not in (None, "digits") and isinstance(table, dict):
+                implied[key] = {**other, **table}
+        return raw | implied
 
     def problems(self) -> Iterator[Problem]:
         """Return what sections say against each other."""
@@ -220,12 +229,8 @@ class Config(Section):
         yield from self._without_data()
         if self.secure_aggregation.is_on:
             yield from self._insecure()
-        if self.algorithm.name == "fedsgd" and self.client.epochs != 1:
-            text = f'is {self.client.epochs}, but FedSGD takes one step; give 1, or use "fedavg"'
-            yield Problem(("client.epochs", "algorithm.name"), text)
-        if self.algorithm.name == "fedsgd" and self.client.batch_size != "all":
-            text = f'is {self.client.batch_size}, but FedSGD takes one step; give "all"'
-            yield Problem(("client.batch_size", "algorithm.name"), text)
+        if self.algorithm.name == "fedsgd":
+            yield from self._more_than_a_step()
         watched = {
             "early_stopping.patience_rounds": self.early_stopping.patience_rounds,
             "early_stopping.target": self.early_stopping.target,
@@ -234,6 +239,18 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _more_than_a_step(self) -> Iterator[Problem]:
+        """Refuse local training other than FedSGD's; without batches, the order is nothing."""
+        asked = self.client.model_dump()
+        plain = CLIENTS.of("sgd", epochs=1, batch_size="all").model_dump()
+        for name in plain.keys() - {"learning_rate", "shuffle", "trainer", "trainer_args"}:
+            if name in asked and asked[name] != plain[name]:
+                text = (
+                    f"is {shown(asked[name])}, but FedSGD takes one step along the gradient; "
+                    'leave it out, or use "fedavg"'
+                )
+                yield Problem((f"client.{name}", "algorithm.name"), text)
 
     def _without_data(self) -> Iterator[Problem]:
         """Refuse what needs examples where the coordinator has none."""
@@ -261,17 +278,24 @@ class Config(Section):
         if self.centralized:
             text = f"is {shown(self.secure_aggregation.mode)}, but centralized pools the examples"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
-        if isinstance(self.cohort, PoissonCohort):
+        if self.cohort.sampling == "poisson":
             text = (
                 'is "poisson", whose cohorts have no least size, but secure aggregation derives '
                 'its threshold from the number of clients asked; use "uniform"'
             )
             yield Problem(("cohort.sampling", mode), text)
             return
-        minimum = self.stragglers.min_reports
+        minimum, wanted = self.stragglers.min_reports, self.cohort.num_wanted
+        if wanted == "auto":
+            text = (
+                'is "auto", but secure aggregation derives its threshold from the number of '
+                "clients asked; give a number"
+            )
+            yield Problem(("cohort.num_wanted", "data.source", mode), text)
+            return
         yield from self.secure_aggregation.problems_with(
             num_asked=self._num_asked,
-            num_wanted=self.cohort.num_wanted,
+            num_wanted=wanted,
             min_reports=None if minimum == "half" else minimum,
         )
         if self.secure_aggregation.simulate_as == "modular_sum" and (
@@ -283,17 +307,21 @@ class Config(Section):
 
     @property
     def _num_asked(self) -> int:
-        return StragglerPolicy(
-            num_wanted=self.cohort.num_wanted,
-            over_selection=self.stragglers.over_selection,
-            deadline_s=math.inf,
-            min_reports=1,
-            below_minimum=self.stragglers.below_minimum,
-            max_retries=0,
+        stragglers, wanted = self.stragglers, self._num_wanted
+        return built(
+            StragglerPolicy, stragglers, num_wanted=wanted, deadline_s=math.inf, min_reports=1
         ).num_asked
+
+    @property
+    def _num_wanted(self) -> int:
+        wanted = self.cohort.num_wanted
+        assert wanted != "auto"  # resolved
+        return wanted
 
     def _too_few_clients(self) -> Iterator[Problem]:
         wanted, minimum = self.cohort.num_wanted, self.stragglers.min_reports
+        if wanted == "auto":
+            return
         if minimum != "half" and minimum > wanted:
             text = f"is {minimum}, above cohort.num_wanted ({wanted}); lower it to at most {wanted}"
             yield Problem(("stragglers.min_reports", "cohort.num_wanted"), text)
@@ -307,22 +335,51 @@ class Config(Section):
             remedy = "lower it or stragglers.over_selection, or raise data.partition.num_clients"
             yield Problem(keys, text + remedy)
 
+    def resolved(self, *, num_clients: int | None) -> "Config":
+        """Return the tree with numbers for the "auto" of ``cohort`` and ``stragglers``.
+
+        Args:
+            num_clients: Those that are simulated; ``None``: a deployment, where nobody knows how
+                many will come.
+
+        Raises:
+            ConfigError: With these numbers, values contradict each other.
+
+        Example:
+            >>> model = {"kind": "python", "factory": "app:network"}
+            >>> own = Config(data={"source": "none"}, model=model)
+            >>> own.resolved(num_clients=None).stragglers.deadline_s
+            600.0
+            >>> own.resolved(num_clients=3).cohort.num_wanted
+            3
+        """
+        if "auto" not in (self.cohort.num_wanted, self.stragglers.deadline_s):
+            return self
+        tree = self.model_dump(mode="json")
+        if self.cohort.num_wanted == "auto":
+            most = math.inf if num_clients is None else num_clients
+            fitting = min(USUAL_WANTED, most / tree["stragglers"]["over_selection"])
+            tree["cohort"]["num_wanted"] = max(1, math.floor(fitting))
+        if self.stragglers.deadline_s == "auto":
+            tree["stragglers"]["deadline_s"] = REAL_DEADLINE_S if num_clients is None else "none"
+        return checked(Config, tree, sources=Sources("the configuration"))
+
     def straggler_policy(self) -> StragglerPolicy:
-        """Return the policy that ``cohort`` and ``stragglers`` describe together."""
-        wanted, stragglers = self.cohort.num_wanted, self.stragglers
+        """Return the policy that ``cohort`` and ``stragglers`` of a resolved tree describe."""
+        wanted, stragglers = self._num_wanted, self.stragglers
         deadline_s, minimum = stragglers.deadline_s, stragglers.min_reports
-        return StragglerPolicy(
+        assert deadline_s != "auto"  # resolved
+        return built(
+            StragglerPolicy,
+            stragglers,
             num_wanted=wanted,
-            over_selection=stragglers.over_selection,
             deadline_s=math.inf if deadline_s == "none" else deadline_s,
             min_reports=self._half() if minimum == "half" else minimum,
-            below_minimum=stragglers.below_minimum,
-            max_retries=stragglers.max_retries,
         )
 
     def _half(self) -> int:
         """Return half of the reports wanted, or what secure aggregation needs if that is more."""
-        half, secure = math.ceil(self.cohort.num_wanted / 2), self.secure_aggregation
+        half, secure = math.ceil(self._num_wanted / 2), self.secure_aggregation
         if not secure.is_on:
             return half
         return max(half, secure.parameters(self._num_asked).min_survivors)
@@ -339,7 +396,7 @@ class Config(Section):
         Raises:
             ConfigError: It is not JSON, or not a tree of this version of fedlearn.
         """
-        sources = Sources("the stored configuration", lines={}, overrides=())
+        sources = Sources("the stored configuration")
         try:
             raw = json.loads(text)
         except ValueError as error:

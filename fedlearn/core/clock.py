@@ -22,6 +22,10 @@ class WallClock(Protocol):
         """Return seconds since 1970 in UTC."""
 
 
+class RealClock(Clock, WallClock, Protocol):
+    """Monotonic time, and the time of day."""
+
+
 class SystemClock:
     """The clock of a deployment, and of the wall time a simulation reports."""
 

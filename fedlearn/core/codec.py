@@ -9,8 +9,9 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
+from types import UnionType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -25,8 +26,11 @@ from fedlearn.core.messages import (
     Failure,
     Reply,
     Request,
+    Scalar,
     SecureReply,
-    SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
     TrainingNotice,
     TrainReply,
     TrainRequest,
@@ -35,12 +39,14 @@ from fedlearn.errors import ProtocolError
 
 _PREFIX = struct.Struct("<2sBI")
 _MAGIC = b"FL"
-VERSION = 1
+#: Of the format of messages; another one is refused.
+VERSION = 3
 
 _TABLE_SIZE = struct.Struct("<Q")
-#: Among the tensors: a message of secure aggregation, and what stands before a model's names.
+#: Among the tensors: a message of secure aggregation, and what stands before the names of a
+#: model's tensors and of what is told beside it.
 _MESSAGE = "message"
-_MODEL = "model/"
+_MODEL, _TOLD = "model/", "told/"
 #: Bytes to which tensors are aligned: the widest element.
 _ALIGNMENT = 8
 #: Dimensions that torch's operations can handle.
@@ -66,6 +72,25 @@ _DTYPES: Mapping[object, torch.dtype] = {
 
 _NAMES = {dtype: str(name) for name, dtype in _DTYPES.items()}
 
+_TRAINING = ("round_num", "attempt", "settings", "seed", "order")
+
+#: What each message is called in its header, and the names of its fields there.
+_FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
+    TrainRequest: ("train_request", _TRAINING),
+    EvaluateRequest: ("evaluate_request", ("round_num",)),
+    SecureTermsRequest: (
+        "secure_terms_request",
+        ("round_num", "attempt", "settings", "rest_hash", "directory"),
+    ),
+    SecureTrainRequest: ("secure_train_request", _TRAINING),
+    SecureStageRequest: ("secure_stage_request", ("round_num", "attempt")),
+    TrainReply: ("train_reply", ("round_num", "num_examples", "metrics")),
+    EvaluateReply: ("evaluate_reply", ("round_num", "num_examples", "metrics")),
+    SecureReply: ("secure_reply", ("round_num",)),
+    Failure: ("failure", ("reason",)),
+}
+_FIELDS = dict(_FORMS.values())
+
 
 def encode(message: Request | Reply) -> bytes:
     """Return the wire form of ``message``.
@@ -74,11 +99,13 @@ def encode(message: Request | Reply) -> bytes:
         >>> decode(encode(Failure(reason="battery low")))
         Failure(reason='battery low')
     """
-    kind, fields, tensors = _take_apart(message)
+    kind, names = _FORMS[type(message)]
+    values = _values_of(message)
+    fields = {name: _as_json(values[name]) for name in names}
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
-    return b"".join((prefix, header, *_file(tensors)))
+    return b"".join((prefix, header, *_file(_tensors_of(message))))
 
 
 def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -101,11 +128,16 @@ def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def decode(data: bytes | mmap) -> Request | Reply:
+def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
     """Return the message in ``data``.
 
     A request's tensors are the receiver's own, to train in place. Those of a reply are views
     of ``data``, only to be read: what is folded into an aggregate need not be copied first.
+
+    Args:
+        data: The message, or the part of it that a whole cohort is sent alike.
+        personal: The part for one client alone, where it was sent apart from ``data``: the packets
+            of a :class:`~fedlearn.core.messages.SecureTrainRequest` that has none.
 
     Guarantees:
         For any bytes whatever this returns a message or raises :class:`ProtocolError`. The
@@ -113,7 +145,36 @@ def decode(data: bytes | mmap) -> Request | Reply:
         the peer's and must be checked before arithmetic.
 
     Raises:
-        ProtocolError: ``data`` is truncated, of another version, or not a message.
+        ProtocolError: ``data`` is truncated, of another version, or not a message; or it has no
+            place for ``personal``.
+    """
+    message = peek(data)
+    if personal:
+        if not isinstance(message, SecureTrainRequest) or message.message:
+            raise ProtocolError(
+                f"{len(personal)} bytes for this client alone beside a {type(message).__name__} "
+                "that has no place for them"
+            )
+        message = replace(message, message=personal)
+    match message:
+        case TrainRequest() as request:
+            return _owning(request)
+        case EvaluateRequest() as request:
+            return replace(request, tensors=_copies(request.tensors))
+        case SecureTrainRequest() as request:
+            return replace(request, train=_owning(request.train))
+        case _:
+            return message
+
+
+def peek(data: bytes | mmap) -> Request | Reply:
+    """Return the message in ``data`` as :func:`decode` does, its tensors as views of ``data``.
+
+    Of a file that is mapped only the header is read: who judges a request by its fields need
+    not wait for the model.
+
+    Raises:
+        ProtocolError: As :func:`decode`.
     """
     if len(data) < _PREFIX.size:
         raise ProtocolError(f"{len(data)} bytes are no message; the prefix alone has 7")
@@ -131,7 +192,7 @@ def decode(data: bytes | mmap) -> Request | Reply:
         header = json.loads(data[_PREFIX.size : start])
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    return _put_together(header, _tensors(data, start))
+    return _put_together(*_read(header), _tensors(data, start))
 
 
 def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
@@ -181,15 +242,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor lies in a safetensors file, checked in itself.
-
-    Attributes:
-        name: Its name.
-        dtype: Its dtype.
-        shape: Its shape, one that torch can hold.
-        begin: Its first byte, counted from the end of the table.
-        end: The byte after its last.
-    """
+    """Where a tensor lies in a safetensors file, counted from the end of the table."""
 
     name: str
     dtype: torch.dtype
@@ -200,7 +253,7 @@ class _Slot:
     @classmethod
     # Any: JSON from a peer.
     def of(cls, entry: Any, *, name: str) -> "_Slot":
-        """Read an entry of the table."""
+        """Read an entry of the table; the shape is one that torch can hold."""
         if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
             raise ProtocolError(f"malformed tensors: {name!r} is not dtype, shape, data_offsets")
         shape, offsets = entry["shape"], entry["data_offsets"]
@@ -232,230 +285,207 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _take_apart(
-    message: Request | Reply,
-) -> tuple[str, dict[str, object], Mapping[str, Tensor]]:
+def _values_of(message: Request | Reply) -> Mapping[str, object]:
+    """Return the values of a message, and of what it holds, by the names of the fields."""
+    match message:
+        case SecureTrainRequest():
+            return vars(message.train)
+        case SecureTermsRequest():
+            return vars(message) | vars(message.notice)
+        case _:
+            return vars(message)
+
+
+def _as_json(value: object) -> object:
+    match value:
+        case bytes():
+            return value.hex()
+        case Mapping():
+            return {str(key): _as_json(each) for key, each in value.items()}
+        case _:
+            return value
+
+
+def _tensors_of(message: Request | Reply) -> Mapping[str, Tensor]:
     match message:
         case TrainRequest():
-            fields: dict[str, object] = {
-                "round_num": message.round_num,
-                "attempt": message.attempt,
-                "settings": dict(message.settings),
-                "seed": message.seed,
-            }
-            return "train_request", fields, message.tensors
-        case SecureRequest():
-            return _take_secure_apart(message)
-        case SecureReply():
-            body = {_MESSAGE: _octets(message.message)}
-            return "secure_reply", {"round_num": message.round_num}, body
+            return _training_tensors(message)
+        case SecureTrainRequest():
+            return _body(message.message) | _training_tensors(message.train)
         case EvaluateRequest():
-            return "evaluate_request", {"round_num": message.round_num}, message.tensors
+            return message.tensors
         case TrainReply():
-            return "train_reply", _reply_fields(message), message.delta
-        case EvaluateReply():
-            return "evaluate_reply", _reply_fields(message), {}
-        case Failure():
-            return "failure", {"reason": message.reason}, {}
+            return message.lanes
+        case SecureTermsRequest() | SecureStageRequest() | SecureReply():
+            return _body(message.message)
+        case EvaluateReply() | Failure():
+            return {}
 
 
-def _take_secure_apart(
-    message: SecureRequest,
-) -> tuple[str, dict[str, object], Mapping[str, Tensor]]:
-    tensors, train = {_MESSAGE: _octets(message.message)}, message.train
-    fields: dict[str, object] = {
-        "round_num": message.round_num,
-        "attempt": message.attempt,
-        "lanes": {lane: list(names) for lane, names in message.lanes.items()},
-        "directory": {str(client): key.hex() for client, key in message.directory.items()},
-        "train": {} if train is None else {"settings": dict(train.settings), "seed": train.seed},
-        "notice": _notice_fields(message.notice),
-    }
-    if train is not None:
-        tensors |= {_MODEL + name: tensor for name, tensor in train.tensors.items()}
-    return "secure_request", fields, tensors
+def _training_tensors(train: TrainRequest) -> dict[str, Tensor]:
+    model = {_MODEL + name: tensor for name, tensor in train.tensors.items()}
+    return model | {_TOLD + name: tensor for name, tensor in train.told.items()}
 
 
-def _notice_fields(notice: TrainingNotice | None) -> dict[str, object]:
-    if notice is None:
-        return {}
-    return {"settings": dict(notice.settings), "rest_hash": notice.rest_hash.hex()}
-
-
-def _octets(data: bytes) -> Tensor:
-    return _view(data, 0) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _reply_fields(message: TrainReply | EvaluateReply) -> dict[str, object]:
-    return {
-        "round_num": message.round_num,
-        "num_examples": message.num_examples,
-        "metrics": dict(message.metrics),
-    }
+def _body(message: bytes) -> dict[str, Tensor]:
+    return {_MESSAGE: _view(message, 0) if message else torch.empty(0, dtype=torch.uint8)}
 
 
 # The header is JSON from a peer: any shape is possible until each field has been read.
-def _put_together(header: Any, tensors: Mapping[str, Tensor]) -> Request | Reply:
+def _read(header: Any) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a message and the values of its fields, each once and no others."""
     if not (isinstance(header, dict) and isinstance(header.get("fields"), dict)):
-        raise ProtocolError("malformed message: the header has no fields")
-    fields = _Fields(header["fields"])
-    match header.get("kind"):
+        raise _malformed("the header has no fields")
+    kind, fields = header.get("kind"), header["fields"]
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ProtocolError(f"unknown message kind {kind!r}")
+    values = {name: _READERS[name](fields.get(name), name) for name in _FIELDS[kind]}
+    if unknown := sorted(fields.keys() - values.keys()):
+        raise _malformed(f"unknown fields {unknown}")
+    return kind, values
+
+
+def _put_together(
+    kind: str, values: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> Request | Reply:
+    match kind:
         case "train_request":
-            message: Request | Reply = TrainRequest(
-                round_num=fields.integer("round_num"),
-                attempt=fields.integer("attempt"),
-                tensors=_owned(tensors),
-                settings=fields.mapping("settings", _is_scalar),
-                seed=fields.integer("seed"),
-            )
+            message: Request | Reply = _train_request(values, tensors)
         case "evaluate_request":
-            message = EvaluateRequest(
-                round_num=fields.integer("round_num"), tensors=_owned(tensors)
-            )
+            message = EvaluateRequest(tensors=tensors, **values)
         case "train_reply":
-            message = TrainReply(
-                round_num=fields.integer("round_num"),
-                delta=tensors,
-                num_examples=fields.integer("num_examples"),
-                metrics=fields.numbers("metrics"),
-            )
-        case "secure_request":
-            message = _secure_request(fields, tensors)
+            message = TrainReply(lanes=tensors, **values)
+        case "secure_terms_request":
+            told = {name: values.pop(name) for name in ("settings", "rest_hash")}
+            values["notice"] = TrainingNotice(**told)
+            message = SecureTermsRequest(message=_only_message(tensors), **values)
+        case "secure_train_request":
+            model = {name: value for name, value in tensors.items() if name != _MESSAGE}
+            train = _train_request(values, model)
+            message = SecureTrainRequest(message=_message(tensors), train=train)
+        case "secure_stage_request":
+            message = SecureStageRequest(message=_only_message(tensors), **values)
         case "secure_reply":
-            _require_names(tensors, {_MESSAGE})
-            message = SecureReply(
-                round_num=fields.integer("round_num"), message=_bytes_of(tensors[_MESSAGE])
-            )
+            message = SecureReply(message=_only_message(tensors), **values)
         case "evaluate_reply":
-            message = EvaluateReply(
-                round_num=fields.integer("round_num"),
-                num_examples=fields.integer("num_examples"),
-                metrics=fields.numbers("metrics"),
-            )
-        case "failure":
-            message = Failure(reason=fields.text("reason"))
-        case kind:
-            raise ProtocolError(f"unknown message kind {kind!r}")
-    fields.finish()
+            message = EvaluateReply(**values)
+        case _:
+            message = Failure(**values)
     return message
 
 
-def _secure_request(fields: "_Fields", tensors: Mapping[str, Tensor]) -> SecureRequest:
-    round_num, attempt = fields.integer("round_num"), fields.integer("attempt")
-    lanes = fields.mapping("lanes", _is_names)
-    directory = _directory(fields.mapping("directory", lambda key: isinstance(key, str)))
-    notice = _notice(_Fields(fields.mapping("notice", lambda _: True)))
-    inner = _Fields(fields.mapping("train", lambda _: True))
-    message = _bytes_of(tensors.get(_MESSAGE, torch.empty(0)))
-    model = {name: value for name, value in tensors.items() if name != _MESSAGE}
-    train = None
-    if not inner.is_empty:
-        named = _owned({name.removeprefix(_MODEL): value for name, value in model.items()})
-        _require_names(model, {_MODEL + name for name in named})
-        train = TrainRequest(
-            round_num=round_num,
-            attempt=attempt,
-            tensors=named,
-            settings=inner.mapping("settings", _is_scalar),
-            seed=inner.integer("seed"),
-        )
-        inner.finish()
-    elif model:
-        raise ProtocolError("malformed message: a model without a request to train")
-    return SecureRequest(
-        round_num=round_num,
-        attempt=attempt,
-        message=message,
-        train=train,
-        lanes=lanes,
-        directory=directory,
-        notice=notice,
-    )
+def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
+    model, told = _under(_MODEL, tensors), _under(_TOLD, tensors)
+    _require_names(tensors, {_MODEL + name for name in model} | {_TOLD + name for name in told})
+    return TrainRequest(tensors=model, told=told, **values)
 
 
-def _notice(fields: "_Fields") -> TrainingNotice | None:
-    if fields.is_empty:
-        return None
-    settings, text = fields.mapping("settings", _is_scalar), fields.text("rest_hash")
-    fields.finish()
-    try:
-        return TrainingNotice(settings=settings, rest_hash=bytes.fromhex(text))
-    except ValueError as error:
-        raise ProtocolError(f"malformed message: rest_hash: {error}") from error
-
-
-def _directory(keys: Mapping[str, str]) -> dict[ClientId, bytes]:
-    try:
-        found = {ClientId(int(client)): bytes.fromhex(key) for client, key in keys.items()}
-    except ValueError as error:
-        raise ProtocolError(f"malformed message: an identity key: {error}") from error
-    if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
-        raise ProtocolError("malformed message: the directory has impossible clients")
-    return found
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of the names."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
     if tensors.keys() != names:
         wrong = sorted(tensors.keys() ^ names)[:3]
-        raise ProtocolError(f"malformed message: it lacks or adds tensors: {wrong}")
+        raise _malformed(f"it lacks or adds tensors: {wrong}")
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-        raise ProtocolError("malformed message: its bytes are missing")
+def _message(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the message of secure aggregation among the tensors; it must be there."""
+    tensor = tensors.get(_MESSAGE)
+    if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise _malformed("its bytes are missing")
     return tensor.numpy().tobytes()
 
 
-def _owned(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _only_message(tensors: Mapping[str, Tensor]) -> bytes:
+    _require_names(tensors, {_MESSAGE})
+    return _message(tensors)
+
+
+def _owning(request: TrainRequest) -> TrainRequest:
+    return replace(request, tensors=_copies(request.tensors), told=_copies(request.told))
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _malformed(what: str) -> ProtocolError:
+    return ProtocolError(f"malformed message: {what}")
 
 
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+# Each reads a field: what stands there, which is anything, and its name.
+def _integer(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise _malformed(f"{name} is not an integer in [0, 2**63)")
+    return value
 
 
-def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, int | float | str | bool)
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _malformed(f"{name} is not text")
+    return value
 
 
-class _Fields:
-    """Reads each field once, by type; what is left over is a protocol error."""
+def _octets(value: Any, name: str) -> bytes:
+    try:
+        return bytes.fromhex(_text(value, name))
+    except ValueError as error:
+        raise _malformed(f"{name}: {error}") from error
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._left = dict(fields)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._left
+def _texts(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise _malformed(f"{name} is not a list of names")
+    return tuple(value)
 
-    def integer(self, name: str) -> int:
-        value = self._left.pop(name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-            raise ProtocolError(f"malformed message: {name} is not an integer in [0, 2**63)")
-        return value
 
-    def text(self, name: str) -> str:
-        value = self._left.pop(name, None)
-        if not isinstance(value, str):
-            raise ProtocolError(f"malformed message: {name} is not text")
-        return value
+def _table(value: Any, name: str, *, of: type | UnionType) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(each, of) for each in value.values()):
+        raise _malformed(f"{name} is not a table of plain values")
+    return value
 
-    def mapping(self, name: str, accepts: Callable[[object], bool]) -> dict[str, Any]:
-        value = self._left.pop(name, None)
-        if not isinstance(value, dict) or not all(accepts(v) for v in value.values()):
-            raise ProtocolError(f"malformed message: {name} is not a table of plain values")
-        return value
 
-    def numbers(self, name: str) -> dict[str, float]:
-        try:
-            return {key: float(value) for key, value in self.mapping(name, _is_number).items()}
-        except OverflowError as error:
-            raise ProtocolError(f"malformed message: a number in {name} is too large") from error
+def _scalars(value: Any, name: str) -> dict[str, Scalar]:
+    return _table(value, name, of=int | float | str | bool | None)
 
-    def finish(self) -> None:
-        if self._left:
-            raise ProtocolError(f"malformed message: unknown fields {sorted(self._left)}")
+
+def _numbers(value: Any, name: str) -> dict[str, float]:
+    found = _table(value, name, of=int | float)
+    if any(isinstance(each, bool) for each in found.values()):
+        raise _malformed(f"{name} is not a table of numbers")
+    try:
+        return {key: float(each) for key, each in found.items()}
+    except OverflowError as error:
+        raise _malformed(f"a number in {name} is too large") from error
+
+
+def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
+    keys = _table(value, name, of=str)
+    try:
+        found = {ClientId(int(client)): _octets(key, name) for client, key in keys.items()}
+    except ValueError as error:
+        raise _malformed(f"{name}: {error}") from error
+    if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
+        raise _malformed(f"{name} has impossible clients")
+    return found
+
+
+_READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "round_num": _integer,
+    "attempt": _integer,
+    "seed": _integer,
+    "num_examples": _integer,
+    "order": _texts,
+    "settings": _scalars,
+    "metrics": _numbers,
+    "reason": _text,
+    "rest_hash": _octets,
+    "directory": _directory,
+}

@@ -1,47 +1,25 @@
-"""The seam of a round: from a cohort and a request to an aggregate.
-
-A :class:`Collector` over a channel talks to client sessions; the simulation engine
-trains whole blocks of clients in one tensor operation. The round does not know which one
-it has.
-"""
+"""What became of the clients of a round, and which updates may reach arithmetic."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar, overload
+from typing import NamedTuple, NoReturn, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.messages import ClientId, Settings
-from fedlearn.core.params import Params
-
-StateT = TypeVar("StateT")
-StateT_co = TypeVar("StateT_co", covariant=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A stack of validated client updates.
-
-    Attributes:
-        deltas_BP: Local minus global, one row a client: shape [B, P], or B rows of shape [P],
-            each where it lies.
-        weights_B: Aggregation weights, > 0: shape [B], the dtype of ``deltas_BP``.
-    """
-
-    deltas_BP: Tensor | Sequence[Tensor]
-    weights_B: Tensor
-
+from fedlearn.core.messages import ClientId
 
 #: No honest delta has an element above this; sums of weighted deltas below it cannot overflow.
 MAX_DELTA = 1e20
 
-#: Why a client whose update must not reach the aggregate failed.
-UNSOUND_DELTA = f"the delta is not finite or exceeds {MAX_DELTA:g}"
+
+def unsound(lane: str) -> str:
+    """Return why a client failed whose values of a lane must not reach the aggregate."""
+    return f"the {lane} is not finite or exceeds {MAX_DELTA:g}"
 
 
 def is_sound(delta: Tensor) -> bool:
@@ -64,7 +42,6 @@ class Participation(NamedTuple):
     """One client in one round.
 
     Attributes:
-        client_id: Who.
         status: ``reported`` (in the aggregate), ``late`` (missed the close of the round:
             dropped), or ``failed`` (answered with a failure or an unusable reply).
         duration_s: Seconds from the broadcast to the reply's arrival, as far as known:
@@ -77,13 +54,14 @@ class Participation(NamedTuple):
     client_id: ClientId
     status: Status
     duration_s: float
-    num_examples: int
-    loss: float
-    reason: str
+    num_examples: int = 0
+    loss: float = math.nan
+    reason: str = ""
 
 
 #: Every status; a status is stored and compared as its index here. May only be appended to.
 STATUSES = (Status.REPORTED, Status.LATE, Status.FAILED)
+_COLUMNS = ("client_ids", "codes", "durations_s", "num_examples", "losses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +69,7 @@ class Participations(Sequence[Participation]):
     """The clients of one round as columns: hundreds of rounds a second leave no objects.
 
     Attributes:
-        client_ids: int64, shape [n].
-        codes: Index of each status in :data:`STATUSES`: shape [n].
-        durations_s: Shape [n].
-        num_examples: int64, shape [n].
-        losses: Shape [n].
+        codes: Index of each status in :data:`STATUSES`.
         reasons: By position in the columns; only of those that failed.
 
     Example:
@@ -149,91 +123,19 @@ class Participations(Sequence[Participation]):
         return tuple(self)[index]
 
     def __iter__(self) -> Iterator[Participation]:
-        rows = zip(
-            self.client_ids.tolist(),
-            self.codes.tolist(),
-            self.durations_s.tolist(),
-            self.num_examples.tolist(),
-            self.losses.tolist(),
-            strict=True,
-        )
+        rows = zip(*(getattr(self, name).tolist() for name in _COLUMNS), strict=True)
         for place, (client_id, code, duration_s, num_examples, loss) in enumerate(rows):
-            yield Participation(
-                ClientId(client_id),
-                STATUSES[code],
-                duration_s,
-                num_examples,
-                loss,
-                self.reasons.get(place, ""),
-            )
+            status, reason = STATUSES[code], self.reasons.get(place, "")
+            yield Participation(client_id, status, duration_s, num_examples, loss, reason)
 
     def __eq__(self, other: object) -> bool:
         """Whether the rows are equal, a NaN being equal to a NaN."""
         if not isinstance(other, Participations):
             return NotImplemented
-        columns = ("client_ids", "codes", "durations_s", "num_examples", "losses")
         return dict(self.reasons) == dict(other.reasons) and all(
             np.array_equal(getattr(self, name), getattr(other, name), equal_nan=True)
-            for name in columns
+            for name in _COLUMNS
         )
 
     def __hash__(self) -> NoReturn:
         raise TypeError("participations are compared by value and not hashed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundRequest:
-    """What a round asks of its cohort.
-
-    Attributes:
-        round_num: Round index, from 0.
-        attempt: 0, or how often the round was retried.
-        params: The global model.
-        settings: The algorithm's local update, as settings.
-        seed: Public seed of client-side randomness.
-    """
-
-    round_num: int
-    attempt: int
-    params: Params
-    settings: Settings
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected(Generic[StateT_co]):
-    """The outcome of one collection.
-
-    Attributes:
-        aggregate: The aggregator's state; ``finalize`` reads it out.
-        participations: One a client asked, in order of arrival.
-        duration_s: Seconds from the broadcast to the close of the round.
-    """
-
-    aggregate: StateT_co
-    participations: Participations
-    duration_s: float
-
-    def count(self, status: Status) -> int:
-        """Return how many clients ended with ``status``."""
-        return self.participations.num(status)
-
-
-class Collector(Protocol[StateT_co]):
-    """Turns a request to a cohort into one aggregate."""
-
-    def available(self) -> Sequence[ClientId]:
-        """Return the clients that can be asked now."""
-
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT_co]:
-        """Return what was aggregated, who took part, and who failed and why."""
-
-    def state_tensors(self) -> Mapping[str, Tensor]:
-        """Return what must be saved with a checkpoint for an exact resume.
-
-        A simulation also plays the clients, so it saves what they keep between rounds;
-        over a channel the clients keep it themselves and this is empty.
-        """
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what :meth:`state_tensors` returned."""

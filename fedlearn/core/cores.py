@@ -14,12 +14,7 @@ _ELEMENTS_PER_THREAD = 1 << 20
 
 
 def num_cores() -> int:
-    """Return on how many cores this process may run, which can be fewer than there are.
-
-    Example:
-        >>> num_cores() >= 1
-        True
-    """
+    """Return on how many cores this process may run, which can be fewer than there are."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

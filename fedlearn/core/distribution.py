@@ -1,25 +1,57 @@
-"""How a metric is spread over clients: a mean hides those that a model serves badly."""
+"""How a metric is spread over clients, and which way is better: a mean hides the badly served."""
 
+import re
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+Direction: TypeAlias = Literal["max", "min"]
+"""Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
 
-def distribution(per_client: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+#: What is recorded of each metric over clients, as ``clients/NAME_PART``.
+PARTS = ("mean", "p10", "p50", "p90", "worst_decile")
+
+_OVER_CLIENTS = re.compile(rf"clients/(.+)_({'|'.join(PARTS)})")
+
+
+def sign(direction: Direction) -> float:
+    """Return 1 where more is better, -1 where less is: times a value, more is better."""
+    return 1.0 if direction == "max" else -1.0
+
+
+def split(name: str) -> tuple[str, str | None]:
+    """Return the metric that a name in a record is of, and which part of its spread; else ``None``.
+
+    Example:
+        >>> split("clients/c_index_p10"), split("c_index")
+        (('c_index', 'p10'), ('c_index', None))
+    """
+    found = _OVER_CLIENTS.fullmatch(name)
+    return (name, None) if found is None else (found[1], found[2])
+
+
+def distribution(
+    per_client: Mapping[str, NDArray[np.float64]], *, directions: Mapping[str, Direction]
+) -> dict[str, float]:
     """Return how each metric is spread over clients.
 
     Non-finite values are left out. The worst decile is the mean of the worst tenth of the
-    clients (at least one): the lowest values, or the highest of a loss.
+    clients (at least one): the lowest values where more is better, else the highest.
 
     Args:
         per_client: By metric one value per client.
+        directions: By metric which way is better. A metric that nobody declared has no worst
+            decile: its tails are p10 and p90.
 
     Returns:
         ``clients/NAME_mean``, ``_p10``, ``_p50``, ``_p90``, ``_worst_decile`` per metric.
 
     Example:
-        >>> spread = distribution({"accuracy": np.linspace(0.1, 1.0, 10)})
+        >>> spread = distribution(
+        ...     {"accuracy": np.linspace(0.1, 1.0, 10)}, directions={"accuracy": "max"}
+        ... )
         >>> round(spread["clients/accuracy_p50"], 2), spread["clients/accuracy_worst_decile"]
         (0.55, 0.1)
     """
@@ -28,10 +60,11 @@ def distribution(per_client: Mapping[str, NDArray[np.float64]]) -> dict[str, flo
         finite = np.sort(values[np.isfinite(values)])
         if finite.size == 0:
             continue
-        tenth = max(1, finite.size // 10)
-        worst = finite[-tenth:] if "loss" in name else finite[:tenth]
         p10, p50, p90 = np.quantile(finite, [0.1, 0.5, 0.9])
         parts = {"mean": finite.mean(), "p10": p10, "p50": p50, "p90": p90}
-        parts["worst_decile"] = worst.mean()
+        if name in directions:
+            tenth = max(1, finite.size // 10)
+            worst = finite[:tenth] if directions[name] == "max" else finite[-tenth:]
+            parts["worst_decile"] = worst.mean()
         metrics |= {f"clients/{name}_{part}": float(value) for part, value in parts.items()}
     return metrics

@@ -8,40 +8,45 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import DeploymentError, FedlearnError, NoSpace, StoreError
 
-_FOR_ALL, _PRIVATE = 0o666, 0o600  # less what the process' umask takes away
+_FOR_ALL, _PRIVATE = 0o666, 0o600
 _SUFFIX_BYTES = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_durably(path: Path, content: bytes, *, raises: type[FedlearnError]) -> None:
-    """Write a file whose mode is the umask's; return once it is durable.
+def write_durably(
+    path: Path, content: bytes, *, raises: type[FedlearnError], mode: int = _FOR_ALL
+) -> None:
+    """Write a file, replacing one that is there; return once it is durable.
 
     Args:
-        path: Replaced if it is there; its folder exists.
+        path: In a folder that exists.
         content: All of it.
         raises: What a caller expects instead of an OSError.
+        mode: Less what the process' umask takes away.
 
     Raises:
         FedlearnError: Of the class ``raises``: it cannot be written (disk full, folder missing
             or read-only); nothing half-written is left.
     """
     with disk_errors(path, raises=raises):
-        _replace(path, content, mode=_FOR_ALL)
+        temporary = _temporary(path, content, mode=mode)
+        try:
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write as :func:`write_durably` does, mode 0600.
-
-    Raises:
-        DeploymentError: It cannot be written; nothing half-written is left.
-    """
-    with disk_errors(path, raises=DeploymentError):
-        _replace(path, content, mode=_PRIVATE)
+    """Write as :func:`write_durably` does, mode 0600; raises DeploymentError."""
+    write_durably(path, content, raises=DeploymentError, mode=_PRIVATE)
 
 
 def create_private(path: Path, content: bytes) -> bool:
@@ -96,7 +101,7 @@ def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write"
         path: What it is about.
         raises: The class of the error instead of an OSError; a full disk of a store is
             :class:`~fedlearn.errors.NoSpace`.
-        doing: What the block does with it.
+        doing: What the block does with ``path``.
     """
     try:
         yield
@@ -111,25 +116,10 @@ def is_full(error: OSError) -> bool:
 
 
 def remedy(error: OSError) -> str:
-    """Return what a user can do about it.
-
-    Example:
-        >>> remedy(PermissionError(errno.EACCES, "Permission denied"))
-        'make it accessible to this user, or name another place'
-    """
+    """Return what a user can do about it."""
     if is_full(error):
         return "free some space there"
     return "make it accessible to this user, or name another place"
-
-
-def _replace(path: Path, content: bytes, *, mode: int) -> None:
-    temporary = _temporary(path, content, mode=mode)
-    try:
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
@@ -147,3 +137,14 @@ def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def mapped(path: Path) -> bytes | mmap:
+    """Return a file's bytes, mapped: they are read where they are looked at.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with path.open("rb") as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        return mmap(stream.fileno(), num_bytes, access=ACCESS_READ) if num_bytes else b""

@@ -1,9 +1,8 @@
 """A model as one flat vector, and the layout that gives its parts their names.
 
-Everything that does arithmetic on models (aggregators, server optimisers, the stacked
-engine, masks) works on vectors and on stacks of them; names and shapes matter only at
-the edges, where tensors enter from a module or from the wire. Shape legend used in the
-whole package: P parameters of one model, B clients in a block, so ``deltas_BP``.
+Arithmetic on models works on vectors and on stacks of them; names and shapes matter only where
+tensors enter from a module or from the wire. Shape legend of the whole package: P parameters of
+one model, B clients in a block, so ``deltas_BP``.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ class TensorSpec:
 
     Attributes:
         name: Its name in ``Module.state_dict()``.
-        shape: Its shape.
         dtype: Its dtype in the module; in the vector it has the layout's.
         offset: Index of its first element in the vector.
         is_trainable: Whether local training changes it: a parameter that is not frozen.
@@ -33,7 +31,7 @@ class TensorSpec:
     offset: int
     is_trainable: bool
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
@@ -43,9 +41,8 @@ class TensorSpec:
 class Layout:
     """Where each tensor of a model lies in its flat vector.
 
-    Parameters come first, then floating-point buffers ("statistics": BatchNorm's running
-    mean and variance), so a server optimiser acts on a prefix and statistics are averaged
-    only. Integer and boolean buffers are constants: they are never averaged.
+    Parameters come first, then floating-point buffers ("statistics", as BatchNorm's), so a server
+    optimiser acts on a prefix. Integer and boolean buffers are constants: never averaged.
 
     Attributes:
         specs: The tensors in vector order.
@@ -77,8 +74,11 @@ class Layout:
             raise ValueError("the model has no parameters; there is nothing to train")
         dtype = torch.float32
         for name, value in (parameters | statistics).items():
-            if not value.is_floating_point():
-                raise ValueError(f"parameter {name!r} is {value.dtype}; only real floats train")
+            can_train = value.is_floating_point() and value.itemsize > 1  # float8 does not add
+            if not (can_train or (value.is_floating_point() and not value.requires_grad)):
+                raise ValueError(
+                    f"parameter {name!r} is {value.dtype}; only real floats of 16 to 64 bits train"
+                )
             if value.dtype == torch.float64:
                 dtype = torch.float64
         specs, offset, num_parameters = [], 0, 0
@@ -95,24 +95,41 @@ class Layout:
         return {spec.name: spec for spec in self.specs}
 
     @cached_property
+    def others(self) -> tuple[TensorSpec, ...]:
+        """The specs of the tensors that the module has in another dtype than the vector."""
+        return tuple(spec for spec in self.specs if spec.dtype != self.dtype)
+
+    @property
+    def common_dtype(self) -> torch.dtype | None:
+        """The dtype of all tensors in the module; ``None`` if there are several."""
+        dtypes = {spec.dtype for spec in self.specs}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def dtypes(self) -> str | None:
+        """Return a line for the user on the dtypes of the tensors, unless all have the vector's.
+
+        Example:
+            >>> Layout.of(nn.Linear(2, 2).bfloat16()).dtypes()
+            "trains and travels in the model's own dtypes: torch.bfloat16 ('weight', ...)"
+        """
+        if not self.others:
+            return None
+        first = {spec.dtype: spec.name for spec in reversed(self.specs)}
+        listed = ", ".join(f"{dtype} ({name!r}, ...)" for dtype, name in reversed(first.items()))
+        return f"trains and travels in the model's own dtypes: {listed}"
+
+    @cached_property
     def trainable(self) -> tuple[TensorSpec, ...]:
         """The specs of the parameters that local training changes."""
         return tuple(spec for spec in self.specs if spec.is_trainable)
 
-    @property
+    @cached_property
     def num_trainable(self) -> int:
         """Q, the number of elements that local training changes."""
         return sum(spec.size for spec in self.trainable)
 
     def views(self, stack: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors as views into ``stack``.
-
-        Args:
-            stack: Shape [..., P].
-
-        Returns:
-            Per name a view of shape [..., *shape], in the vector's dtype.
-        """
+        """Return the named tensors, [..., *shape] each, as views into ``stack``, [..., P]."""
         lead = stack.shape[:-1]
         return {
             spec.name: stack[..., spec.offset : spec.offset + spec.size].view((*lead, *spec.shape))
@@ -130,31 +147,12 @@ class Layout:
             view.copy_(tensors[name].detach())
         return vector
 
-    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the named tensors as one vector without a copy, where they lie as one.
-
-        Args:
-            tensors: All of the layout, of its shapes; others are ignored.
-
-        Returns:
-            Shape [P], or ``None``: they have another dtype, order or place.
-        """
-        parts = [tensors[spec.name] for spec in self.specs]
-        start, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
-        for spec, part in zip(self.specs, parts, strict=True):
-            is_next = part.data_ptr() == start + spec.offset * self.dtype.itemsize
-            is_here = is_next and part.untyped_storage().data_ptr() == storage
-            if not (is_here and part.dtype == self.dtype and part.is_contiguous()):
-                return None
-        return parts[0].detach().as_strided((self.size,), (1,))
-
 
 @dataclass(frozen=True, eq=False)
 class Params:
     """A global model: the vector, its layout, and what is not averaged.
 
     Attributes:
-        layout: Names and shapes.
         vector: Shape [P].
         constants: Integer and boolean buffers by name; kept as the coordinator has them.
     """
@@ -186,6 +184,13 @@ class Params:
         views = self.layout.views(self.vector)
         tensors = {spec.name: views[spec.name].to(spec.dtype) for spec in self.layout.specs}
         return {**tensors, **self.constants}
+
+    def as_sent(self) -> Self:
+        """Return the model with every value as its own dtype has it."""
+        if not self.layout.others:
+            return self
+        vector = self.layout.pack(self.named(), out=torch.empty_like(self.vector))
+        return self.with_vector(vector)
 
     def load_into(self, module: nn.Module) -> None:
         """Copy the parameters and buffers into ``module``.

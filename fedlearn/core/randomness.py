@@ -1,13 +1,14 @@
 """Two kinds of randomness, two types, never convertible.
 
-:class:`Seed` is public and reproducible: cohorts, shuffles, dropout masks, virtual
-device speeds. :class:`SecretBytes` comes from the operating system and is for keys
-and masks. Neither has a default, and nothing here reads a global generator.
+:class:`Seed` is public and reproducible, :class:`SecretBytes` comes from the operating system and
+is for keys and masks. Neither has a default, and nothing here draws from a global generator.
 """
 
 import hashlib
+import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -62,9 +63,6 @@ class Seed:
 
         Random access into a stream: element (client, round, …) does not depend on which
         others are computed, so a million clients need no table.
-
-        Returns:
-            uint64, of the broadcast shape of ``labels``.
 
         References:
             Steele, Lea and Flood, 2014, `Fast Splittable Pseudorandom Number Generators
@@ -169,3 +167,27 @@ class SecretBytes:
 def jitter() -> float:
     """Return a number in [0, 1) that nobody needs to reproduce: it spreads retries in time."""
     return secrets.SystemRandom().random()
+
+
+@contextmanager
+def global_generators_kept() -> Iterator[Callable[[], bool]]:
+    """Give Python's and numpy's global generators back as they were; yield whether they moved.
+
+    Example:
+        >>> with global_generators_kept() as have_moved:
+        ...     print(have_moved(), random.random() < 1, have_moved())
+        False True True
+        >>> have_moved()
+        False
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the old one
+
+    def have_moved() -> bool:
+        now = np.random.get_state()  # noqa: NPY002 - as above
+        return random.getstate() != of_python or repr(now) != repr(of_numpy)
+
+    try:
+        yield have_moved
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002 - as above

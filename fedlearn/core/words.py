@@ -1,5 +1,8 @@
 """Words that somebody else has chosen: a user, or another machine."""
 
+import difflib
+from collections.abc import Iterable
+
 
 def printable(text: str) -> str:
     r"""Return ``text`` with U+FFFD for what could steer a terminal or reorder a line.
@@ -13,3 +16,14 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else "\ufffd" for each in text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question for the middle of a message; nothing if no known name is near.
+
+    Example:
+        >>> did_you_mean("oter", ["otter", "yak"])
+        "did you mean 'otter'? "
+    """
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -1,57 +1,55 @@
 """The coordinator process: it serves clients and runs rounds until the run is done.
 
 The main thread runs the rounds, as a simulation does. Beside it are the door with its event
-loop, the heart (lease, status, the operator's wishes), the HTTP server, and a thread for
+loop, the heartbeat (lease, status, the operator's wishes), the HTTP server, and a thread for
 signals; whatever ends the run reaches the main thread as an :class:`Interruption`.
 
 Whoever is killed here, at any line, loses nothing that a client was told is accepted: the
 next start goes on inside the same round.
 """
 
-import hashlib
 import os
 import resource
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 
 from fedlearn import build
 from fedlearn.config import Config
+from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
-from fedlearn.deployment.gate import Announced, Gate
-from fedlearn.deployment.heartbeat import Heart
-from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
-from fedlearn.deployment.interruption import Interruption, StopSignals
-from fedlearn.deployment.live_status import Board, Phase
+from fedlearn.deployment.heartbeat import Heartbeat
+from fedlearn.deployment.interruption import Interruption, stop_signals
+from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.deployment.opening import DurableOpening
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
-from fedlearn.deployment.rounds import require_plain, run_over
+from fedlearn.deployment.rounds import run_over
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
+from fedlearn.experiment.assemble import Identities, require_plain
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
-from fedlearn.rounds.journal import JournaledSampler
+from fedlearn.identity.registry import Registry
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.cluster import one_thread
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deployment
-from fedlearn.store.patience import PatientJournal, PatientStore, patient
+from fedlearn.store.patience import Patience, PatientJournal
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database, StoredRun
-
-ResultT = TypeVar("ResultT")
 
 #: How long the database may be away in the middle of a run.
 _DATABASE_AWAY_S = 3600.0
@@ -79,12 +77,7 @@ class Start(StrEnum):
 
 
 def coordinate(
-    places: Places,
-    *,
-    insecure: bool,
-    serve_on: bool,
-    start: Start,
-    progress: Progress,
+    places: Places, *, insecure: bool, serve_on: bool, start: Start, progress: Progress
 ) -> None:
     """Serve the deployment until its run is done or it is told to stop.
 
@@ -112,15 +105,10 @@ def coordinate(
     if insecure:
         require_plain(pieces)
     coordinator = Coordinator(
-        places,
-        pieces,
-        insecure=insecure,
-        serve_on=serve_on,
-        start=start,
-        progress=progress,
+        places, pieces, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
     _raise_open_files()
-    with StopSignals(coordinator.interruption), one_thread():
+    with stop_signals(coordinator.interruption), one_thread():
         try:
             coordinator.serve()
         except Parked as parked:
@@ -150,74 +138,63 @@ def _holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
-@dataclass(frozen=True)
-class InterruptibleClock(SystemClock):
-    """The system's clock; a sleep ends early where there is a reason to stop.
+def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
+    """Return the identity keys of all clients that are not revoked, each as a lineage.
 
-    Attributes:
-        interruption: Gives the reason.
+    The newest count: clients that have pinned an earlier one follow the chain from there.
     """
-
-    interruption: Interruption
-
-    def sleep(self, seconds: float) -> None:
-        """Let ``seconds`` pass.
-
-        Raises:
-            FedlearnError: The interruption's reason.
-        """
-        self.interruption.sleep(seconds)
+    clients = patiently(registry.clients)
+    return {each.client_id: each.lineage for each in clients if each.status == "active"}
 
 
+@dataclass(eq=False)
 class Coordinator:
-    """One coordinator process.
+    """One coordinator process; see :func:`coordinate` for its attributes.
 
     Attributes:
         interruption: Ends it.
-        board: What it says of itself.
+        live_status: What it says of itself.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        pieces: build.Deployment,
-        *,
-        insecure: bool,
-        serve_on: bool,
-        start: Start,
-        progress: Progress,
-    ) -> None:
+    places: Places
+    pieces: build.Deployment
+    _: KW_ONLY
+    insecure: bool
+    serve_on: bool
+    start: Start
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        """Prepare what its threads share."""
+        policy = self.pieces.policy
         self.interruption = Interruption()
-        self.board = Board(
-            num_rounds=places.config.num_rounds,
-            num_wanted=pieces.policy.num_wanted,
-            min_reports=pieces.policy.min_reports,
-            deadline_s=pieces.policy.deadline_s,
+        self.live_status = LiveStatus(
+            num_rounds=self.places.config.num_rounds,
+            num_wanted=policy.num_wanted,
+            min_reports=policy.min_reports,
+            deadline_s=policy.deadline_s,
+            measures=tuple(self.pieces.directions),
         )
-        self._places = places
-        self._pieces = pieces
-        self._insecure = insecure
-        self._serve_on = serve_on
-        self._start = start
-        self._progress = progress
-        self._clock = InterruptibleClock(self.interruption)
         self._paused = threading.Event()
         self._lease: Lease | None = None
         self._door: Door | None = None
         self._door_lock = threading.Lock()  # nobody asks a door that is being closed
         self._log = structlog.get_logger(__name__)
+        self._patiently = Patience(
+            clock=self.interruption, give_up_s=_DATABASE_AWAY_S, log=self._log
+        )
 
     # ---- The process ----------------------------------------------------------------------
 
     def serve(self) -> None:
         """Wait for the lease, then serve and run; see :func:`coordinate`."""
-        section, name = self._places.config.coordinator, self._places.run_name
+        section, name = self.places.config.coordinator, self.places.run_name
         with ExitStack() as stack:
             telemetry = stack.enter_context(Telemetry(section.http_address, self.snapshot))
             self._log.info("http", address=telemetry.address)
-            database = stack.enter_context(self._patiently(self._places.database))
+            database = stack.enter_context(self._patiently(self.places.database))
             self._patiently(
-                lambda: ensure_deployed(database, self._pieces, name=name, clock=self._clock)
+                lambda: ensure_deployed(database, self.pieces, name=name, clock=self.interruption)
             )
             with self._holding(database) as lease:
                 self._lead(database, lease)
@@ -225,11 +202,11 @@ class Coordinator:
     @contextmanager
     def _holding(self, database: Database) -> Iterator[Lease]:
         """Wait for the lease, and hold it."""
-        name, section = self._places.run_name, self._places.config.coordinator
+        name, section = self.places.run_name, self.places.config.coordinator
         lease = Lease(
-            database, name, holder=_holder(), ttl_s=section.lease_ttl_s, clock=self._clock
+            database, name, holder=_holder(), ttl_s=section.lease_ttl_s, clock=self.interruption
         )
-        heart = Heart(
+        heartbeat = Heartbeat(
             lease,
             status=self.status,
             paused=self._paused,
@@ -238,13 +215,13 @@ class Coordinator:
         )
         try:
             if not self._patiently(lease.try_acquire):
-                self.board.phase = Phase.STANDBY
+                self.live_status.phase = Phase.STANDBY
                 self._log.info("standby", run=name, holder=deployment(database, name).holder)
                 lease.acquire(is_stopped=self.interruption.is_given)
                 self.interruption.check()
             self._log.info("leading", run=name)
             self._lease = lease
-            with heart:
+            with heartbeat:
                 yield lease
         finally:
             self._lease = None
@@ -253,91 +230,74 @@ class Coordinator:
 
     def _lead(self, database: Database, lease: Lease) -> None:
         """Run the rounds that are due, and record how that ended."""
-        stored = database.run(self._places.run_name, guard=lease.guard)
+        stored = database.run(self.places.run_name, guard=lease.guard)
         record = self._patiently(lambda: stored.record)
-        if self._start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
+        if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
             self._begin_anew(database, stored)
         run_id = self._patiently(lambda: deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
-            self.board.num_finished = record.num_rounds
-            self.board.phase = Phase.DONE
+            self.live_status.num_finished = record.num_rounds
+            self.live_status.phase = Phase.DONE
             self._remove_spool(run_id)  # whoever ended the run may not have come to it
         with self._serving(database, lease, run_id) as door:
             if record.status is not RunStatus.DONE:
                 # What clients were told stays true when the round goes on where it is: later, or
                 # once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
-                with outcome_told(stored, self._progress, resumable=resumable):
+                with outcome_told(stored, self.progress, resumable=resumable):
                     self._run(database, lease, stored, record, door)
             else:
-                self._progress.start(record, stored.path, (_ANOTHER_RUN,))
-                self._progress.end(summarize(record, stored.rounds()))
-            self.board.phase = Phase.DONE
+                self.progress.start(record, stored.path, (_ANOTHER_RUN,))
+                self.progress.end(summarize(record, stored.rounds()))
+            self.live_status.phase = Phase.DONE
             # All of it is part of a commit. Whose replies count the door still has in memory.
             self._remove_spool(run_id)
-            if self._serve_on:
+            if self.serve_on:
                 self._log.info("serving_on", run=record.name)
-                self._wait_for_a_stop()
+                while True:
+                    self.interruption.sleep(_DATABASE_AWAY_S)
 
     def _begin_anew(self, database: Database, stored: StoredRun) -> None:
         """Drop what clients have sent and, if it is damaged, the model that it answers."""
         dropped = deployment(database, stored.name).run_id
-        if self._start is Start.FROM_PREVIOUS:
-            self._patiently(stored.rewind)
-        else:
-            self._patiently(stored.renew)
+        is_damaged = self.start is Start.FROM_PREVIOUS
+        self._patiently(stored.rewind if is_damaged else stored.renew)
         self._remove_spool(dropped)
-        self._log.info("another_run_to_clients", run=stored.name, start=self._start)
+        self._log.info("another_run_to_clients", run=stored.name, start=self.start)
 
     def _remove_spool(self, run_id: str) -> None:
         shutil.rmtree(self._spool(run_id), ignore_errors=True)
 
     def _spool(self, run_id: str) -> Path:
         """Return the folder for what is on its way to clients and from them."""
-        return self._places.folder / "spool" / run_id
-
-    def _wait_for_a_stop(self) -> None:
-        while True:
-            self.interruption.sleep(_DATABASE_AWAY_S)
+        return self.places.folder / "spool" / run_id
 
     @contextmanager
     def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
         """Keep the door open."""
-        section = self._places.config.coordinator
+        section = self.places.config.coordinator
         door = Door(
-            DoorSettings(
-                address=section.address,
-                enrolment_address=section.enrolment_address,
-                max_connected=section.max_connected,
-                come_back_s=section.come_back_s,
-                recovery_grace_s=section.recovery_grace_s,
-                stall_timeout_s=section.stall_timeout_s,
-                certificate_days=section.certificate_days,
-            ),
+            built(DoorSettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
             spool_dir=self._spool(run_id),
-            authority=None if self._insecure else self._places.authority(),
-            eligible=self._pieces.requirements.admits,
+            authority=None if self.insecure else self.places.authority(),
+            eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
         )
         door.start()
         door.when_blind(self.interruption.give)
         self._door = door
-        self._log.info(
-            "serving",
-            address=door.address,
-            enrolment=door.enrolment_address,
-            insecure=self._insecure,
-        )
+        addresses = {"address": door.address, "enrolment": door.enrolment_address}
+        self._log.info("serving", insecure=self.insecure, **addresses)
         try:
             yield door
         finally:
-            is_done = self.board.phase is Phase.DONE
+            is_done = self.live_status.phase is Phase.DONE
             if not is_done:
-                self.board.phase = Phase.STOPPING
+                self.live_status.phase = Phase.STOPPING
             with self._door_lock:
                 self._door = None
             reason = "the run is done" if is_done else "the coordinator is stopping"
@@ -350,79 +310,65 @@ class Coordinator:
     ) -> None:
         journal = PatientJournal(
             journal=StoredJournal(database, record.name, guard=lease.guard),
-            clock=self._clock,
-            give_up_s=_DATABASE_AWAY_S,
-            log=self._log,
-        )
-        store = PatientStore(
-            store=stored, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log
+            patiently=self._patiently,
         )
         checkpoint = self._patiently(stored.load)
-        self.board.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        is_secure = self._pieces.secure is not None
-        policy = self._pieces.policy
+        self.live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
+        policy, is_secure = self.pieces.policy, self.pieces.secure is not None
         first = first_attempts(journal.last(), record.status, policy, is_secure=is_secure)
         channel = door.channel(check=self.interruption.check)
-        self._progress.start(record, stored.path, (f"clients are served at {door.address}",))
+        self.progress.start(record, stored.path, (f"clients are served at {door.address}",))
         run_over(
             channel,
-            self._pieces,
-            sampler=Announced(
-                sampler=JournaledSampler(
-                    sampler=Gate(
-                        sampler=self._pieces.sampler,
-                        channel=channel,
-                        board=self.board,
-                        paused=self._paused,
-                        interruption=self.interruption,
-                        min_clients=self._pieces.policy.min_reports,
-                        patience_s=self._pieces.config.coordinator.patience_s,
-                        clock=self._clock,
-                    ),
-                    journal=journal,
-                    clock=self._clock,
-                ),
-                board=self.board,
+            self.pieces,
+            opening=DurableOpening(
+                sampler=self.pieces.sampler,
+                available=channel.available,
+                policy=policy,
+                seed=self.pieces.seed,
+                patience_s=self.pieces.config.coordinator.patience_s,
+                is_paused=self._paused.is_set,
+                check=self.interruption.check,
+                journal=journal,
+                live_status=self.live_status,
+                clock=self.interruption,
             ),
             store=ForgettingStore(
-                store=store, journal=journal, forget=channel.forget, board=self.board
+                store=stored,
+                patiently=self._patiently,
+                journal=journal,
+                forget=channel.forget,
+                live_status=self.live_status,
             ),
             checkpoint=checkpoint,
-            clock=self._clock,
-            progress=self._progress.round,
+            clock=self.interruption,
+            progress=self.progress.round,
             first_attempts=first,
             identities=self._identities(database),
         )
 
-    def _identities(self, database: Database) -> DeployedIdentities | None:
+    def _identities(self, database: Database) -> Identities | None:
         """Return what secure aggregation signs and verifies with, where there are keys."""
-        if self._insecure or self._pieces.secure is None:
+        if self.insecure or self.pieces.secure is None:
             return None
-        run_id = deployment(database, self._places.run_name).run_id
-        return DeployedIdentities(
-            run_id=hashlib.sha256(run_id.encode()).digest()[:RUN_BYTES],
-            signer=self._places.authority().signer,
-            directory=EnrolledKeys(
-                registry=StoredRegistry(database, SystemClock()),
-                clock=self._clock,
-                give_up_s=_DATABASE_AWAY_S,
-                log=self._log,
-            ),
+        run_id = deployment(database, self.places.run_name).run_id
+        registry = StoredRegistry(database, SystemClock())
+        return Identities.of(
+            run_id,
+            signer=self.places.authority().signer,
+            directory=partial(enrolled_keys, registry, patiently=self._patiently),
         )
-
-    def _patiently(self, operation: Callable[[], ResultT]) -> ResultT:
-        return patient(operation, clock=self._clock, give_up_s=_DATABASE_AWAY_S, log=self._log)
 
     # ---- What it says of itself -----------------------------------------------------------
 
     def status(self) -> dict[str, object]:
         """Return what operators are told, as JSON values."""
-        return self.board.status() | {"process": os.getpid()} | self._door_status()
+        return self.live_status.values() | {"process": os.getpid()} | self._door_status()
 
     def snapshot(self) -> Snapshot:
         """Return what monitors are told."""
         lease, door = self._lease, self._door
-        counters, gauges = self.board.counters(), self.board.gauges()
+        counters, gauges = self.live_status.counters(), self.live_status.gauges()
         gauges["lease_held"] = float(lease is not None and lease.is_held())
         if door is not None:
             counters |= door.counters.values()
@@ -438,7 +384,7 @@ class Coordinator:
     def _not_ready(self) -> str:
         lease = self._lease
         if lease is None:
-            return f"this coordinator does not hold the lease: it is {self.board.phase}"
+            return f"this coordinator does not hold the lease: it is {self.live_status.phase}"
         if not lease.is_held():
             return "the lease could not be renewed in time"
         return "" if self._door is not None else "the door is not open"

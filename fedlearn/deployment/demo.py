@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,7 +25,7 @@ from fedlearn.client.home import Home
 from fedlearn.config import Config, load, render, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment import demo_client
+from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.starter import starter
@@ -36,6 +36,7 @@ from fedlearn.experiment.simulate import Site, run_config
 from fedlearn.transport.grpc_client import enrol
 
 _NUM_CLIENTS = 5
+_LISTENING = ("address", "enrolment_address", "http_address")
 _READY_S = 60.0
 _LOOK_S = 0.2
 _STOP_S = 15.0
@@ -45,11 +46,8 @@ _TAIL_LINES = 5
 def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[str, str]) -> None:
     """Run the demo; everything it has started is stopped at the end, however it ends.
 
-    Args:
-        num_rounds: Rounds of the run.
-        keep: Folder for all files, made if need be; ``None``: a temporary one, removed.
-        out: Told how it goes, in lines.
-        environ: Environment of the processes.
+    ``out`` is told how it goes, in lines. All files lie in ``keep``, which is made if need be, or
+    else in a folder that is removed.
 
     Raises:
         DeploymentError: A process ended that should not have.
@@ -61,50 +59,38 @@ def demo(*, num_rounds: int, keep: Path | None, out: TextIO, environ: Mapping[st
             folder = keep.absolute()
             folder.mkdir(parents=True, exist_ok=True)
         file = folder / "coordinator.toml"
-        file.write_text(render(_config(folder, num_rounds)))
+        config = _configured(file, num_rounds)
         stage = Stage(folder, out=out, environ=_surroundings(environ, file))
-        deployed = _deployed(stage, file)
-        simulated = _simulated(load(file, overrides=()), out, stage.environ)
-        _say(out, f"accuracy of the deployed run   {number_text(deployed)}")
-        _say(out, f"accuracy of its simulation     {number_text(simulated)}")
+        deployed = _deployed(stage, file, config)
+        stage.tell("now the simulation of the same configuration")
+        simulated = _simulated(config, stage.environ)
+        stage.tell(f"accuracy of the deployed run   {number_text(deployed)}")
+        stage.tell(f"accuracy of its simulation     {number_text(simulated)}")
 
 
-def _config(folder: Path, num_rounds: int) -> Config:
-    """Return the starter's configuration, on ports that are free now."""
-    config = starter()
-    door, enrolment, http = (f"127.0.0.1:{port}" for port in _free_ports(3))
-    section = config.coordinator.model_copy(
-        update={"address": door, "enrolment_address": enrolment, "http_address": http}
-    )
-    store = config.store.model_copy(update={"runs_dir": str(folder / "runs")})
-    changes = {"num_rounds": num_rounds, "coordinator": section, "store": store}
-    return config.model_copy(update=changes)
-
-
-def _free_ports(num: int) -> list[int]:
+def _configured(file: Path, num_rounds: int) -> Config:
+    """Return the starter's configuration on ports that are free now, as it is written to a file."""
+    file.write_text(render(starter()))
     with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _LISTENING]
+        ports = [each.getsockname()[1] for each in sockets]
+    addresses = zip(_LISTENING, ports, strict=True)
+    listening = [f'coordinator.{key}="127.0.0.1:{port}"' for key, port in addresses]
+    config = load(file, overrides=[f"num_rounds={num_rounds}", *listening])
+    file.write_text(render(config))
+    return config
 
 
 def _surroundings(environ: Mapping[str, str], file: Path) -> dict[str, str]:
     """Return the environment less what would lead the processes out of the folder."""
-    ours = {name: value for name, value in environ.items() if not name.startswith("FEDLEARN_STORE")}
-    ours.pop("FEDLEARN_RUNS_DIR", None)
-    return ours | {demo_client.CONFIG: str(file)}
+    theirs = ("FEDLEARN_STORE", "FEDLEARN_RUNS_DIR")
+    ours = {name: value for name, value in environ.items() if not name.startswith(theirs)}
+    return ours | {part.CONFIG: str(file)}
 
 
 @dataclass
 class Stage:
-    """The processes of a demo.
-
-    Attributes:
-        folder: Of all files.
-        out: Told how it goes.
-        environ: Of the processes.
-    """
+    """The processes of a demo, the folder of all their files, and who is told how it goes."""
 
     folder: Path
     out: TextIO
@@ -125,6 +111,10 @@ class Stage:
             )
         self._running[name] = process
         return process
+
+    def tell(self, line: str) -> None:
+        """Tell how it goes."""
+        print(line, file=self.out, flush=True)
 
     def check(self) -> None:
         """Check that all that should run does.
@@ -155,17 +145,16 @@ class Stage:
         self._running.clear()
 
 
-def _deployed(stage: Stage, file: Path) -> float | None:
+def _deployed(stage: Stage, file: Path, config: Config) -> float | None:
     """Run the deployment and return its accuracy."""
-    config = load(file, overrides=())
     places = Places.of(config, environ=stage.environ)
     try:
         coordinator = stage.start("coordinator", "coordinator", str(file), "--json")
         _wait_until_ready(config.coordinator.http_address, stage)
-        _say(stage.out, f"the coordinator serves at {config.coordinator.address}")
-        for number in range(_NUM_CLIENTS):
+        stage.tell(f"the coordinator serves at {config.coordinator.address}")
+        for number in range(_NUM_CLIENTS):  # in order: client 3 holds part 3 of the data
             _join(places, number, stage)
-        _say(stage.out, f"{_NUM_CLIENTS} clients have enrolled and are starting")
+        stage.tell(f"{_NUM_CLIENTS} clients have enrolled and are starting")
         return _followed(coordinator, stage)
     finally:
         stage.stop()
@@ -188,21 +177,19 @@ def _wait_until_ready(address: str, stage: Stage) -> None:
 
 
 def _join(places: Places, number: int, stage: Stage) -> None:
-    """Invite and enrol a client, and start its process.
-
-    They enrol one after the other, so that client 3 holds part 3 of the data, as in the
-    simulation.
-    """
+    """Invite and enrol a client, and start its process."""
     name = f"client-{number}"
     path, home = stage.folder / f"{name}.invitation", Home(stage.folder / name)
     with places.database() as database:
         invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
     address = invitation.enrolment_addresses[0]
-    certificate_pem, client_id = asyncio.run(enrol(address, invitation, home.coming_identity()))
-    home.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
-    task = f"{demo_client.__name__}:trainer"
+    certificate_pem, client_id = asyncio.run(
+        enrol(address, invitation, home.keys.coming_identity())
+    )
+    home.keys.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    task = f"{part.__name__}:trainer"
     arguments = ("join", str(path), "--task", task, "--home", str(home.folder))
-    stage.start(name, *arguments, **{demo_client.CLIENT: str(number)})
+    stage.start(name, *arguments, **{part.CLIENT: str(number)})
 
 
 def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | None:
@@ -225,8 +212,7 @@ def _followed(coordinator: "subprocess.Popen[str]", stage: Stage) -> float | Non
         accuracy = event.get("accuracy", accuracy)
         if event["event"] == "round":
             told = number_text(event["accuracy"])
-            _say(
-                stage.out,
+            stage.tell(
                 f"round {event['round']}/{event['rounds']}: accuracy {told}, "
                 f"{event['reported']} reported, {event['late']} late, {event['failed']} failed",
             )
@@ -241,17 +227,11 @@ def _read(stream: TextIO, lines: "SimpleQueue[str | None]") -> None:
     lines.put(None)
 
 
-def _simulated(config: Config, out: TextIO, environ: Mapping[str, str]) -> float | None:
+def _simulated(config: Config, environ: Mapping[str, str]) -> float | None:
     """Simulate the same configuration and return its accuracy."""
-    _say(out, "now the simulation of the same configuration")
     named = config.model_copy(update={"name": "simulation"})
     addresses = resolve_addresses(named, environ=environ)
     with Path(os.devnull).open("w") as nowhere:
         site = Site(addresses, environ, SystemClock(), PlainProgress(nowhere))
         run = run_config(named, site)
     return summarize(run.record, run.history).accuracy
-
-
-def _say(out: TextIO, line: str) -> None:
-    out.write(f"{line}\n")
-    out.flush()

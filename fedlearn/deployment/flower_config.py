@@ -1,14 +1,8 @@
 """Which run a Flower run is, for the coordinator and for clients that try it out.
 
-What ``flwr run`` is given (``[tool.flwr.app.config]`` and ``--run-config``):
-
-=============== ==========================================================================
-``config``      the run's TOML file, in the app's folder
-``overrides``   ``a.b=value`` laid over it, separated by semicolons; may be empty
-``num-rounds``  rounds; 0: as the file says
-``min-clients`` clients that a round waits for; 0: as many as it asks
-``patience-s``  the longest that a round waits for clients to come, in seconds
-=============== ==========================================================================
+What ``flwr run`` is given (``[tool.flwr.app.config]`` and ``--run-config``): ``config``,
+``overrides``, ``num-rounds``, ``min-clients`` and ``patience-s``, as ``server/flower/README.md``
+explains them.
 """
 
 from pathlib import Path
@@ -54,14 +48,6 @@ def number(run_config: Settings, name: str) -> int:
 
 
 def partition_trainer(node: Node, folder: Path) -> TorchTrainer:
-    """Return a trainer on the part of the configuration's data that is this client's.
-
-    To try things out, and to compare with the simulation of the same file: see
-    :mod:`fedlearn.deployment.part`.
-
-    Raises:
-        ConfigError: The configuration is wrong.
-        DataError: There is no such part.
-    """
+    """Return :func:`~fedlearn.deployment.part.part_trainer` of the run's configuration."""
     torch.set_num_threads(1)  # sums as in a simulation, whatever the number of cores
     return part_trainer(configuration(node.run_config, folder), node.client_id)

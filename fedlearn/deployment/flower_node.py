@@ -15,7 +15,6 @@
 ============================== ===========================================================
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from fedlearn.client.conditions import Conditions
@@ -33,8 +32,14 @@ def node_policy(node: Node) -> Policy:
             keep on Flower: limits a day, conditions of the device.
     """
     path = node.node_config.get("policy")
+    required = node.node_config.get("require-secure-aggregation", False)
+    if not isinstance(required, bool):
+        raise ConfigError(
+            f"require-secure-aggregation is {required!r} in this node's configuration; it is "
+            "true or false"
+        )
     config = load_client(None if path is None else Path(str(path)))
-    policy = config.to_policy()
+    policy = config.to_policy(require_secure_aggregation=required)
     if policy.max_tasks_per_day is not None:
         raise ConfigError(
             f"{path}: policy.max_tasks_per_day is {policy.max_tasks_per_day}, but a client on "
@@ -45,12 +50,4 @@ def node_policy(node: Node) -> Policy:
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "
             "leave it out, and stop the SuperNode where the device is needed"
         )
-    required = node.node_config.get("require-secure-aggregation", False)
-    if not isinstance(required, bool):
-        raise ConfigError(
-            f"require-secure-aggregation is {required!r} in this node's configuration; it is "
-            "true or false"
-        )
-    if not required:
-        return policy
-    return replace(policy, secure_aggregation=replace(policy.secure_aggregation, required=True))
+    return policy

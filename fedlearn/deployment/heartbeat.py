@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Self
 
 import structlog
@@ -14,34 +15,30 @@ from fedlearn.store.lease import Lease
 _LONGEST_BEAT_S = 1.0
 
 
-class Heart:
+@dataclass(eq=False)
+class Heartbeat:
     """A thread that renews a lease while it is entered.
 
-    Args:
+    Attributes:
         lease: Held.
         status: Returns what operators are told, JSON values only.
         paused: Set and cleared as the operator says.
         interruption: Given the reason when the operator aborts the run, another coordinator
             has taken over, or the thread dies.
-        clock: Real time, to say for how long the database was away.
+        clock: Real time.
     """
 
-    def __init__(
-        self,
-        lease: Lease,
-        *,
-        status: Callable[[], Mapping[str, object]],
-        paused: threading.Event,
-        interruption: Interruption,
-        clock: Clock,
-    ) -> None:
-        self._lease = lease
-        self._status = status
-        self._paused = paused
-        self._interruption = interruption
-        self._clock = clock
+    lease: Lease
+    _: KW_ONLY
+    status: Callable[[], Mapping[str, object]]
+    paused: threading.Event
+    interruption: Interruption
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        """Make the thread."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._log = structlog.get_logger(__name__)
         self._away_since_s: float | None = None
 
@@ -57,41 +54,41 @@ class Heart:
         self._thread.join()
 
     def _run(self) -> None:
-        every_s = min(self._lease.renew_every_s, _LONGEST_BEAT_S)
+        every_s = min(self.lease.renew_every_s, _LONGEST_BEAT_S)
         try:
             while not self._stopped.wait(every_s):
                 self._beat()
             self._beat()
         finally:
             if not self._stopped.is_set():  # whatever the thread dies of
-                self._interruption.give(
+                self.interruption.give(
                     StoreError(
-                        f"nothing renews the lease of run {self._lease.name!r} any more: its "
+                        f"nothing renews the lease of run {self.lease.name!r} any more: its "
                         "thread has died, and stderr says of what; start the coordinator again"
                     )
                 )
 
     def _beat(self) -> None:
         try:
-            wanted = self._lease.renew(self._status())
+            wanted = self.lease.renew(self.status())
         except StoreUnavailable as error:
             if self._away_since_s is None:
-                self._away_since_s = self._clock.now_s()
+                self._away_since_s = self.clock.now_s()
                 self._log.warning("database_away", error=str(error))
             return
         except StoreError as error:  # fenced, too
-            self._interruption.give(error)
+            self.interruption.give(error)
             return
         if self._away_since_s is not None:
-            away_s = round(self._clock.now_s() - self._away_since_s, 1)
+            away_s = round(self.clock.now_s() - self._away_since_s, 1)
             self._log.info("database_back", away_s=away_s)
             self._away_since_s = None
         match wanted:
             case "pause":
-                self._paused.set()
+                self.paused.set()
             case "run":
-                self._paused.clear()
+                self.paused.clear()
             case "abort":
-                self._interruption.give(
+                self.interruption.give(
                     Aborted("aborted by the operator; `fedlearn resume` takes that back")
                 )

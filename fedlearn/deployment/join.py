@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TextIO
@@ -14,12 +13,11 @@ from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime, make_runtime
-from fedlearn.config import ClientConfig, load_client
+from fedlearn.config import load_client
 from fedlearn.errors import ConfigError, DeploymentError
+from fedlearn.identity.identity import Invitation
 from fedlearn.session.faults import in_users_code
-from fedlearn.transport.identity import Invitation
 
 #: What the process ends with when the user's training does not listen.
 _STUCK = 3
@@ -48,16 +46,8 @@ def join(
 ) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
-    Args:
-        invitation: The operator's file.
-        task: The trainer, ``module:Class`` or ``path/to/file.py:Class``.
-        home: The client's folder; ``None``: see :func:`default_home`.
-        config: The client's own file: what it refuses, and when it may train; ``None``: the
-            defaults.
-        require_secure_aggregation: Refuse readable updates, whatever ``config`` says.
-        roster: File with the identity keys of the other clients; ``None``: see
-            :class:`~fedlearn.client.options.RuntimeOptions`.
-        out: Told what happens, a line for each step.
+    The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
+    :func:`default_home`; ``out`` is told what happens, a line for each step.
 
     Raises:
         ConfigError: There is something wrong with ``config``.
@@ -65,7 +55,6 @@ def join(
         EnrolmentRefused: The coordinator does not take the invitation.
     """
     given = load_client(config)
-    policy = _policy(given, require_secure_aggregation=require_secure_aggregation)
     folder = home or _home(invitation)
     Home(folder).set_consent(granted=True)  # the command is the consent
     _find_modules_here()
@@ -74,16 +63,13 @@ def join(
         trainer=task,
         invitation=invitation,
         conditions=given.to_conditions(),
-        policy=policy,
-        num_threads=1,
-        niceness=0,
+        policy=given.to_policy(require_secure_aggregation=require_secure_aggregation),
         roster=roster,
     )
 
     def tell(event: AgentEvent) -> None:
-        if (line := _line(event)) is not None:
-            out.write(f"{line}\n")
-            out.flush()
+        if event.kind is not EventKind.PROGRESS:  # that is not worth a line
+            print(_line(event), file=out, flush=True)
 
     with in_users_code():
         runtime = make_runtime(options, on_event=tell)
@@ -109,8 +95,7 @@ def check_before(
     problems = []
     own = [] if config is None else [_config_finding(config)]
     for finding in chain(own, diagnose(invitation, home=folder, trainer=task)):
-        out.write(f"{finding.verdict:<4} {finding.name}: {finding.message}\n")
-        out.flush()
+        print(f"{finding.verdict:<4} {finding.name}: {finding.message}", file=out, flush=True)
         problems += [] if finding.is_fine else [finding.name]
     if problems:
         raise DeploymentError(
@@ -123,19 +108,12 @@ def _find_modules_here() -> None:
     sys.path.insert(0, str(Path.cwd()))
 
 
-def _policy(config: ClientConfig, *, require_secure_aggregation: bool) -> Policy:
-    policy = config.to_policy()
-    if not require_secure_aggregation:
-        return policy
-    return replace(policy, secure_aggregation=replace(policy.secure_aggregation, required=True))
-
-
 def _config_finding(config: Path) -> Finding:
     try:
         load_client(config)
     except ConfigError as error:
-        return Finding(name="config", verdict=Verdict.BAD, message=str(error))
-    return Finding(name="config", verdict=Verdict.OK, message=f"{config} can be used")
+        return Finding("config", Verdict.BAD, str(error))
+    return Finding("config", Verdict.OK, f"{config} can be used")
 
 
 def _home(invitation: Path) -> Path:
@@ -149,10 +127,7 @@ async def _run(runtime: Runtime) -> bool:
     return await runtime.run()
 
 
-def _line(event: AgentEvent) -> str | None:
-    """Return what is worth a line; progress within a task is not."""
-    if event.kind is EventKind.PROGRESS:
-        return None
+def _line(event: AgentEvent) -> str:
     place = "" if event.round_num is None else f"round {event.round_num + 1}: "
     words = f": {event.message}" if event.message else ""
     return f"{place}{event.kind}{words}"

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedlearn.client.home import Enrolment, Home
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.join import default_home
 from fedlearn.errors import DeploymentError
@@ -32,10 +33,10 @@ def known_keys(home: Home) -> tuple[Enrolment, Pins]:
     Raises:
         DeploymentError: It is not enrolled, or a file is damaged.
     """
-    enrolment = home.enrolment()
+    enrolment = home.keys.enrolment()
     if enrolment is None:
         raise DeploymentError(f"{home.folder} is not enrolled, so it has neither keys nor pins")
-    return enrolment, home.pin_file(enrolment).read()
+    return enrolment, home.keys.pin_file(enrolment).read()
 
 
 def forget_pin(home: Home, client_id: ClientId) -> None:
@@ -46,4 +47,4 @@ def forget_pin(home: Home, client_id: ClientId) -> None:
     """
     with home.locked():
         enrolment, pins = known_keys(home)
-        home.pin_file(enrolment).write(pins.without(client_id))
+        home.keys.pin_file(enrolment).write(pins.without(client_id))

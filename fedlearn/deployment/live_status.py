@@ -1,11 +1,12 @@
 """What a coordinator says of itself: the run loop writes it, operators and monitors read it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fedlearn.core.collecting import Status
+from fedlearn.experiment.comparison import json_values
 from fedlearn.rounds.records import RoundRecord
 
 
@@ -23,20 +24,15 @@ class Phase(StrEnum):
 
 
 @dataclass(kw_only=True)
-class Board:
+class LiveStatus:
     """The state of a run in words and numbers; each attribute may be read at any time.
 
     Attributes:
-        num_rounds: Rounds of the run.
-        num_wanted: Reports that close a round.
-        min_reports: Fewest that make one.
-        deadline_s: Seconds of a round; infinite: none.
-        phase: What the coordinator is about.
-        num_finished: Rounds finished.
+        num_wanted: Reports that close a round; ``min_reports`` are the fewest that make one.
+        measures: By name what the run declares to be measured.
         attempt: Of the round that is next or under way.
         num_needed: Clients that are waited for, while they are.
         round_s: Seconds that the last round took; NaN before the first.
-        metrics: Of the last evaluation.
         counts: Of all rounds in this process: clients by how they ended.
     """
 
@@ -44,6 +40,7 @@ class Board:
     num_wanted: int = 0
     min_reports: int = 0
     deadline_s: float = math.inf
+    measures: Collection[str] = ("accuracy", "loss")
     phase: Phase = Phase.STARTING
     num_finished: int = 0
     attempt: int = 0
@@ -62,39 +59,35 @@ class Board:
             self.counts[status] += record.count(status)
         self.phase = Phase.COMMITTING
 
-    def status(self) -> dict[str, object]:
+    def values(self) -> dict[str, object]:
         """Return everything as JSON values, for operators."""
-        return {
+        values = {
             "phase": self.phase.value,
             "round": self.num_finished,
             "rounds": self.num_rounds,
             "attempt": self.attempt,
             "wanted": self.num_wanted,
             "min_reports": self.min_reports,
-            "deadline_s": self.deadline_s if math.isfinite(self.deadline_s) else None,
+            "deadline_s": self.deadline_s,
             "needed": self.num_needed,
-            "round_s": self.round_s if math.isfinite(self.round_s) else None,
-            "metrics": {
-                name: value if math.isfinite(value) else None
-                for name, value in self.metrics.items()
-            },
+            "round_s": self.round_s,
+            "metrics": self.metrics,
         }
+        return json_values(values)
 
     def gauges(self) -> dict[str, float]:
         """Return what is of use in a graph, by name."""
         phases = {f"phase{{phase={each}}}": float(each is self.phase) for each in Phase}
-        central = {name: self.metrics[name] for name in _CENTRAL if name in self.metrics}
+        names = [each for name in self.measures for each in (name, f"clients/{name}_mean")]
+        measured = {name: self.metrics[name] for name in names if name in self.metrics}
         return {
             "round": float(self.num_finished),
             "rounds": float(self.num_rounds),
             "round_seconds": self.round_s,
-            **central,
+            **measured,
             **phases,
         }
 
     def counters(self) -> dict[str, float]:
         """Return how many clients ended how, by name."""
         return {f"participations{{status={name}}}": n for name, n in self.counts.items()}
-
-
-_CENTRAL = ("accuracy", "loss", "clients/accuracy_mean", "clients/loss_mean")

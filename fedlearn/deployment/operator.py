@@ -5,26 +5,27 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from fedlearn.config import TAG_PATTERN
-from fedlearn.core.clock import Clock, SystemClock, utc
+from fedlearn.config.coordinator import TAG_PATTERN
+from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import EvaluateRequest
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
-from fedlearn.identity.registry import EnrolledClient, InvitationRecord
-from fedlearn.identity.rosters import IdentityRoster, RosterEntry
-from fedlearn.rounds.journal import Control, Deployment
-from fedlearn.rounds.records import RunStatus
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
+from fedlearn.rounds.journal import Control, DeployedRun
+from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.lease import deployment, set_control
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
-from fedlearn.transport.identity import Invitation
+
+#: What a coordinator says of itself, as it lies in the database.
+_Told: TypeAlias = Mapping[str, Any]  # Any: JSON
 
 _HOUR_S = 3600.0
 _LOOK_AGAIN_S = 0.2
@@ -32,13 +33,7 @@ _LOOK_AGAIN_S = 0.2
 
 @dataclass(frozen=True)
 class Operator:
-    """The commands of one deployment.
-
-    Attributes:
-        places: Where its parts are.
-        database: Its database.
-        clock: Real time.
-    """
+    """The commands of one deployment; each raises :class:`DeploymentError` where there is none."""
 
     places: Places
     database: Database
@@ -54,14 +49,8 @@ class Operator:
     ) -> Invitation:
         """Write the file with which ``name`` may join, and return what is in it.
 
-        Args:
-            name: Of the client; unique.
-            tags: ``key=value`` each.
-            path: The file.
-            insecure: Whether the coordinator serves in plaintext.
-
         Raises:
-            DeploymentError: The name or the addresses are of no use, or the file is there.
+            DeploymentError: The name, a tag or the addresses are of no use, or the file is there.
             StoreError: The database cannot be written.
         """
         if path.exists():
@@ -72,7 +61,8 @@ class Operator:
         for address in (*doors, *enrolment):
             _require_reachable(address)
         for tag in tags:
-            _require_tag(tag)
+            if not re.fullmatch(TAG_PATTERN, tag):
+                raise DeploymentError(f"{tag!r} is no tag; write key=value, such as country=ch")
         valid_s = section.invitation_valid_h * _HOUR_S
         authority = None if insecure else self.places.authority()
         draft = Invitation(
@@ -93,22 +83,6 @@ class Operator:
             undo.pop_all()
         return invitation
 
-    def revoke(self, name: str) -> EnrolledClient | None:
-        """Refuse ``name`` from now on; return the client, ``None`` if it was only invited.
-
-        Raises:
-            DeploymentError: There is neither a client nor an invitation of this name.
-        """
-        return self.registry.revoke(name)
-
-    def clients(self) -> list[EnrolledClient]:
-        """Return all clients, by number."""
-        return self.registry.clients()
-
-    def open_invitations(self) -> list[InvitationRecord]:
-        """Return the invitations that nobody has used, by name; some may have expired."""
-        return self.registry.open_invitations()
-
     def roster(self, path: Path) -> IdentityRoster:
         """Write the identity keys of all active clients to a file, and return what is in it.
 
@@ -117,14 +91,14 @@ class Operator:
         Raises:
             DeploymentError: Nobody has joined yet, or the file cannot be written.
         """
-        active = [client for client in self.clients() if client.status == "active"]
+        active = [client for client in self.registry.clients() if client.status == "active"]
         if not active:
             raise DeploymentError(
                 "no client has joined yet, so there are no identity keys; `fedlearn invite NAME` "
                 "invites one"
             )
         entries = {
-            client.client_id: RosterEntry(
+            client.client_id: KnownKey(
                 name=client.name,
                 key=client.identity_key,
                 num_rotations=Lineage.from_bytes(client.lineage).num_rotations,
@@ -137,73 +111,45 @@ class Operator:
         return roster
 
     def rounds(self, last: int) -> list[RoundSummary]:
-        """Return the ``last`` committed rounds, in order.
-
-        Raises:
-            DeploymentError: The run is not deployed.
-        """
-        name = deployment(self.database, self.places.run_name).name
-        return self.database.run(name).round_summaries(last)
+        """Return the ``last`` committed rounds, in order."""
+        return self.database.run(self._deployment().name).round_summaries(last)
 
     def control(self, wanted: Control) -> bool:
         """Tell the coordinator what is wanted; return whether one has heard it.
 
         One that ends in answer lets go of the run, perhaps before anybody looks again.
-
-        Raises:
-            DeploymentError: The run is not deployed.
         """
-        before = deployment(self.database, self.places.run_name)
+        before = self._deployment()
         set_control(self.database, self.places.run_name, wanted)
-        after = _next_beat(self.database, self.places, before, clock=self.clock)
-        return after is not None
+        return self._next_beat(before) is not None
 
     def why(self) -> "Explanation":
-        """Return what the run waits for.
-
-        Raises:
-            DeploymentError: The run is not deployed.
-        """
-        lives = is_alive(self.database, self.places, clock=self.clock)
-        found = deployment(self.database, self.places.run_name)
-        record = self.database.run(found.name).record
-        names = {int(client.client_id): client.name for client in self.clients()}
+        """Return what the run waits for."""
+        after = self._next_beat(self._deployment())
+        found = self._deployment()
         return Explanation(
             deployment=found,
-            is_alive=lives,
-            run_status=record.status,
-            error=record.error,
-            names=names,
+            is_alive=after is not None and after.holder != "",
+            run=self.database.run(found.name).record,
+            names={int(client.client_id): client.name for client in self.registry.clients()},
         )
 
+    def _deployment(self) -> DeployedRun:
+        return deployment(self.database, self.places.run_name)
 
-def is_alive(database: Database, places: Places, *, clock: Clock) -> bool:
-    """Return whether a coordinator holds the run and its beat goes on."""
-    now = deployment(database, places.run_name)
-    after = _next_beat(database, places, now, clock=clock)
-    return after is not None and after.holder != ""
+    def _next_beat(self, before: DeployedRun) -> DeployedRun | None:
+        """Return the run once its holder has renewed it or let go of it; None: it does neither.
 
-
-def _next_beat(
-    database: Database, places: Places, before: Deployment, *, clock: Clock
-) -> Deployment | None:
-    """Return the run once its holder has renewed it or let go of it; None: it does neither.
-
-    Nobody's wall clock is compared: the run is looked at for as long as another coordinator
-    would wait before it takes over.
-    """
-    ends_s = clock.now_s() + places.config.coordinator.lease_ttl_s
-    while before.holder and clock.now_s() < ends_s:
-        clock.sleep(_LOOK_AGAIN_S)
-        now = deployment(database, places.run_name)
-        if (now.epoch, now.beat, now.holder) != (before.epoch, before.beat, before.holder):
-            return now
-    return None
-
-
-def _require_tag(tag: str) -> None:
-    if not re.fullmatch(TAG_PATTERN, tag):
-        raise DeploymentError(f"{tag!r} is no tag; write key=value, such as country=ch")
+        Nobody's wall clock is compared: the run is looked at for as long as another coordinator
+        would wait before it takes over.
+        """
+        ends_s = self.clock.now_s() + self.places.config.coordinator.lease_ttl_s
+        while before.holder and self.clock.now_s() < ends_s:
+            self.clock.sleep(_LOOK_AGAIN_S)
+            now = self._deployment()
+            if (now.epoch, now.beat, now.holder) != (before.epoch, before.beat, before.holder):
+                return now
+        return None
 
 
 def _require_reachable(address: str) -> None:
@@ -217,59 +163,53 @@ def _require_reachable(address: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a deployed run is about, for an operator to read.
+    """What a deployed run is about, and whether a coordinator holds it and its beat goes on."""
 
-    Attributes:
-        deployment: As the database has it.
-        is_alive: Whether a coordinator lives.
-        run_status: Where the run stands.
-        error: Why it failed.
-        names: Clients by number.
-    """
-
-    deployment: Deployment
+    deployment: DeployedRun
     is_alive: bool
-    run_status: RunStatus
-    error: str
+    run: RunRecord
     names: Mapping[int, str]
 
     def lines(self) -> list[str]:
         """Return it in words: the run in the first lines, then a line for each client asked."""
         found, status = self.deployment, self.deployment.status
-        if self.run_status is RunStatus.DONE:
+        if self.run.status is RunStatus.DONE:
             return [f"{found.name} is done: {_round(status)}"]
         if not self.is_alive:
-            failed = f"; it failed: {self.error}" if self.run_status is RunStatus.FAILED else ""
-            return [
-                f"{found.name} has no coordinator{failed}",
-                f"it last said: {_round(status)}, {_phase(status)}"
-                if status
-                else "none ever said anything",
-                "start one: `fedlearn coordinator`",
-            ]
+            failed = f"; it failed: {self.run.error}" if self.run.status is RunStatus.FAILED else ""
+            said = "none ever said anything"
+            if status:
+                said = f"it last said: {_round(status)}, {_phase(status)}"
+            start = "start one: `fedlearn coordinator`"
+            return [f"{found.name} has no coordinator{failed}", said, start]
         lines = [f"{found.name}: {_round(status)}, {_phase(status)}"]
         lines += _waiting(status, control=found.control)
-        return lines + [self._client(number, how) for number, how in _asked(status)]
+        for how in self._clients:
+            name = how["name"] or f"client {how['client_id']}"
+            lines.append(f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
+        return lines
 
     def values(self) -> dict[str, object]:
         """Return it as JSON values."""
         return {
             "run": self.deployment.name,
-            "run_status": self.run_status.value,
-            "error": self.error,
+            "run_status": self.run.status.value,
+            "error": self.run.error,
             "alive": self.is_alive,
             "control": self.deployment.control,
             "holder": self.deployment.holder,
             "status": dict(self.deployment.status),
-            "clients": [
-                {"client_id": number, "name": self.names.get(number), **how}
-                for number, how in _asked(self.deployment.status)
-            ],
+            "clients": self._clients,
         }
 
-    def _client(self, number: int, how: Mapping[str, Any]) -> str:  # Any: the coordinator's JSON
-        name = self.names.get(number, f"client {number}")
-        return f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s"
+    @property
+    def _clients(self) -> list[_Told]:
+        """What the coordinator says of each client that is asked, by its name."""
+        told: _Told = self.deployment.status
+        return [
+            {"client_id": int(number), "name": self.names.get(int(number)), **how}
+            for number, how in told.get("clients", {}).items()
+        ]
 
 
 #: What an operator reads of a client that is asked.
@@ -285,16 +225,11 @@ _CLIENT_PHASES = {
 }
 
 
-# Any: the coordinator's JSON
-def _asked(status: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
-    return [(int(number), how) for number, how in status.get("clients", {}).items()]
-
-
-def _exchange(status: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: the coordinator's JSON
+def _exchange(status: _Told) -> _Told:
     return status.get("exchange") or {}
 
 
-def _round(status: Mapping[str, Any]) -> str:  # Any: the coordinator's JSON
+def _round(status: _Told) -> str:
     if not status:
         return "no round yet"
     finished, total = status["round"], status["rounds"]
@@ -302,7 +237,7 @@ def _round(status: Mapping[str, Any]) -> str:  # Any: the coordinator's JSON
     return f"{finished} of {total} rounds finished{retried}"
 
 
-def _phase(status: Mapping[str, Any]) -> str:  # Any: the coordinator's JSON
+def _phase(status: _Told) -> str:
     words = {
         Phase.STARTING: "it is starting",
         Phase.STANDBY: "it waits for another coordinator to end",
@@ -313,35 +248,26 @@ def _phase(status: Mapping[str, Any]) -> str:  # Any: the coordinator's JSON
         Phase.STOPPING: "it is stopping",
         Phase.DONE: "it is done",
     }
-    if _exchange(status).get("kind") == EvaluateRequest.__name__:
+    if _exchange(status).get("kind") == EvaluateRequest.kind:
         return "clients evaluate the model"
     return words[Phase(status["phase"])]
 
 
-def _waiting(status: Mapping[str, Any], *, control: Control) -> list[str]:
+def _waiting(status: _Told, *, control: Control) -> list[str]:
     """Return what the run waits for, in words."""
-    phase, connected = Phase(status["phase"]), status.get("connected", 0)
-    lines = []
+    phase, lines = Phase(status["phase"]), list[str]()
     if phase is Phase.WAITING:
-        eligible = status.get("eligible", 0)
         lines.append(
-            f"it needs {status['needed']} clients that may be asked: {connected} are connected, "
-            f"{eligible} of them eligible"
+            f"it needs {status['needed']} clients that may be asked: {status.get('connected', 0)} "
+            f"are connected, {status.get('eligible', 0)} of them eligible"
         )
     if phase is Phase.PAUSED:
         lines.append("`fedlearn resume` lets it go on")
     elif control == "pause":
         lines.append("it pauses when this round is finished")
     if phase is Phase.ROUND:
-        remaining = _exchange(status).get("remaining_s")
         closes = f"{status['wanted']} reports close it, {status['min_reports']} make a round"
-        left_s = None if remaining is None else max(0, math.ceil(remaining))
-        ends = "" if left_s is None else f", its deadline is in {left_s} s"
-        lines.append(f"{closes}{ends}")
+        if (remaining_s := _exchange(status).get("remaining_s")) is not None:
+            closes += f", its deadline is in {max(0, math.ceil(remaining_s))} s"
+        lines.append(closes)
     return lines
-
-
-def expires_in_days(client: EnrolledClient, *, now_unix_s: float) -> float:
-    """Return the days until a client's certificate ends; negative after that."""
-    ends = datetime.fromisoformat(client.certificate_expires_utc).timestamp()
-    return (ends - now_unix_s) / (24 * _HOUR_S)

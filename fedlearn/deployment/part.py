@@ -1,30 +1,32 @@
-"""A trainer on one part of a configuration's data, to try things out.
+"""A trainer on one part of a configuration's data: a deployment then does what its simulation does.
 
-Where all clients hold the same public data set: to see a deployment do what the simulation of
-the same file does. A real client brings data of its own.
+That is to try things out; a real client brings data of its own.
 """
 
 import os
 
 import numpy as np
-import torch
 
 from fedlearn import build
-from fedlearn.config import Config, resolve_addresses
+from fedlearn.config import Config, load, resolve_addresses
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DataError
 from fedlearn.training.torch_trainer import TorchTrainer
 
+#: Environment variables that say which client of a demo this process is.
+CONFIG, CLIENT = "FEDLEARN_DEMO_CONFIG", "FEDLEARN_DEMO_CLIENT"
+
+
+def trainer() -> TorchTrainer:
+    """Return the trainer of the client that the environment names, for ``fedlearn join --task``."""
+    config = load(os.environ[CONFIG], overrides=())
+    return part_trainer(config, ClientId(int(os.environ[CLIENT])))
+
 
 def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
-    """Return the trainer of one client of ``config``'s population.
-
-    Raises:
-        ConfigError: The configuration is wrong.
-        DataError: There is no such part.
-    """
+    """Return the trainer of one client of ``config``'s population, which must have it."""
     data_dir = resolve_addresses(config, environ=os.environ).data_dir
-    data = build.federated_data(config, data_dir=data_dir)
+    data = config.data.federated(seed=config.seed, data_dir=data_dir)
     num_parts = data.population.num_clients
     if client_id >= num_parts:
         raise DataError(
@@ -32,11 +34,12 @@ def part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
             "data.partition.num_clients"
         )
     rows = data.population.load(np.asarray([client_id]))
-    index = torch.from_numpy(rows.rows)
+    features, labels = rows.gathered()
     return TorchTrainer.of(
         build.model_factory(config, data),
-        rows.features[index],
-        rows.labels[index],
-        objective=build.objective(config.loss),
+        features,
+        labels,
+        objective=config.loss.build(),
+        metrics=build.metrics(config.metrics),
         device="cpu",
     )

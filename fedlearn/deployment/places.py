@@ -1,12 +1,13 @@
 """Where a deployment's parts are, by its configuration and this machine's environment."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedlearn.config import Addresses, Config, resolve_addresses
 from fedlearn.door.authority import Authority
-from fedlearn.store.runs import Database, sqlite_url
+from fedlearn.experiment.run import open_database
+from fedlearn.store.runs import Database
 
 #: What a deployed run is called that the configuration does not name.
 DEFAULT_NAME = "federation"
@@ -14,12 +15,7 @@ DEFAULT_NAME = "federation"
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the parts of a deployment are.
-
-    Attributes:
-        config: The deployment's.
-        addresses: Store, runs and data.
-    """
+    """Where the parts of a deployment are."""
 
     config: Config
     addresses: Addresses
@@ -28,18 +24,9 @@ class Places:
     def of(
         cls, config: Config, *, environ: Mapping[str, str], data_dir: Path | None = None
     ) -> "Places":
-        """Return the places of ``config`` on this machine.
-
-        Args:
-            config: The deployment's.
-            environ: Environment variables.
-            data_dir: Directory of the data sets; ``None``: as the environment says.
-        """
-        addresses = resolve_addresses(config, environ=environ)
-        return cls(
-            config=config,
-            addresses=replace(addresses, data_dir=data_dir or addresses.data_dir),
-        )
+        """Return the places of ``config`` here: see :func:`~fedlearn.config.resolve_addresses`."""
+        addresses = resolve_addresses(config, environ=environ, data_dir=data_dir)
+        return cls(config=config, addresses=addresses)
 
     @property
     def run_name(self) -> str:
@@ -53,14 +40,8 @@ class Places:
         return self.addresses.runs_dir.parent / "coordinator" if given is None else Path(given)
 
     def database(self) -> Database:
-        """Open the database.
-
-        Raises:
-            StoreError: It cannot be opened.
-        """
-        runs_dir = self.addresses.runs_dir
-        url = self.addresses.store_url or sqlite_url(runs_dir / "fedlearn.db")
-        return Database.open(url, runs_dir=runs_dir)
+        """Open the database: see :func:`~fedlearn.experiment.run.open_database`."""
+        return open_database(self.addresses)
 
     def authority(self) -> Authority:
         """Open the deployment's certificate authority; make it if there is none.
@@ -72,7 +53,7 @@ class Places:
         named = (*section.public_addresses, *section.public_enrolment_addresses)
         listening = (section.address, section.enrolment_address)
         hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
-        return Authority.open(self.folder / "authority", host_names=tuple(hosts))
+        return Authority(self.folder / "authority", host_names=tuple(hosts))
 
 
 def host_of(address: str) -> str:

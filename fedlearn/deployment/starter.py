@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from fedlearn.config import ClientConfig, Config, from_mapping, template
-from fedlearn.core.files import remedy
+from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
 A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
-All keys are here with their values; delete what you do not change. \
+All keys are here with their values; one that you delete has its default again, and `fedlearn \
+check` prints what is in force. \
 It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
 brings images of its own, 64 pixels each in [0, 1]. Its trainer must build the network of [model]: \
 as it is, nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \
@@ -42,31 +43,17 @@ def starter() -> Config:
     return config.model_copy(update={"store": store})
 
 
-def write_starter(path: Path) -> None:
-    """Write a commented ``coordinator.toml``.
+def write_starter(path: Path, *, of_client: bool = False) -> None:
+    """Write a commented ``coordinator.toml``, or ``client.toml``.
 
     Raises:
         DeploymentError: The file is there already, or cannot be written.
     """
-    _write(path, template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING))
-
-
-def write_client_starter(path: Path) -> None:
-    """Write a commented ``client.toml``.
-
-    Raises:
-        DeploymentError: As for :func:`write_starter`.
-    """
-    _write(path, template(ClientConfig(), omit=(), heading=_CLIENT_HEADING))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError as error:
-        raise DeploymentError(
-            f"{path} is there already; name another file, or move it away"
-        ) from error
-    except OSError as error:
-        raise DeploymentError(f"cannot write {path}: {error.strerror}; {remedy(error)}") from error
+    if path.exists():
+        raise DeploymentError(f"{path} is there already; name another file, or move it away")
+    if of_client:
+        text = template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
+    else:
+        text = template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING)
+    with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
+        stream.write(text)

@@ -6,18 +6,17 @@ itself; ``coordinator.key`` (Ed25519), made on the first start, which signs the 
 aggregation and is pinned by every client at its enrolment. Coordinators of one deployment share
 the folder (or copies of it).
 
-Replacing the authority, because its key was lost or ``ca.pem`` nears its end: stop every
-coordinator, move the folder away, start one, and invite every client anew. A client trusts
-exactly the authority of its invitation, so none can be carried over; their names keep their
-client ids. Replacing the server's key alone: remove ``server.key`` and restart; no client notices.
+How to replace the authority, or the server's key alone, stands in ``docs/how-to/operate.md``.
 """
 
 import ipaddress
+import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from cryptography import x509
@@ -25,18 +24,21 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509 import ExtensionNotFound, SubjectAlternativeName
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedlearn.core.clock import utc_now
-from fedlearn.core.files import create_private, make_private_folder, write_private
+from fedlearn.core.files import create_private, disk_errors, make_private_folder, write_private
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
-from fedlearn.transport.identity import (
+from fedlearn.identity.identity import (
     SERVER_NAME,
     common_name,
     is_p256,
     load_certificate,
     private_pem,
 )
+
+KeyT = TypeVar("KeyT", ec.EllipticCurvePrivateKey, Ed25519PrivateKey)
 
 _log = structlog.get_logger(__name__)
 
@@ -45,159 +47,103 @@ _SERVER_DAYS = 365
 _RENEW_BEFORE = timedelta(days=30)
 _BACKDATED = timedelta(days=1)  # a client whose clock is slow must not refuse a fresh certificate
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
-
-
-@dataclass(frozen=True)
-class _Server:
-    """The server's certificate as it is served, and when it is due for another."""
-
-    certificate_pem: bytes
-    renew_after: datetime
+_ANEW = "move its folder away, start the coordinator, and invite every client anew"
 
 
 class Authority:
-    """The certificate authority in a folder; several threads may use it at once.
+    """The certificate authority in a folder, made there if it is not; any thread may use it.
 
     Guarantees:
         Private keys lie in files that their owner alone reads, and are never printed.
         Coordinators that open one folder at the same time get the same authority.
 
+    Args:
+        folder: Made with mode 0700.
+        host_names: DNS names and IP addresses that clients reach the coordinator by, besides
+            ``fedlearn-coordinator`` and those of the loopback.
+        now: The wall clock, ISO 8601 in UTC.
+
     Attributes:
         ca_pem: The authority's own certificate, which goes into invitations.
-        coordinator_key: What verifies what :attr:`signer` signed, 32 bytes; likewise.
+        signer: The coordinator's identity: what signs the terms of secure aggregation.
+        coordinator_key: What verifies that, 32 bytes; it goes into invitations, too.
+
+    Raises:
+        DeploymentError: A file is damaged or cannot be written, the authority has expired, or a
+            host name is not one.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        ca_key: ec.EllipticCurvePrivateKey,
-        ca: x509.Certificate,
-        server_key: ec.EllipticCurvePrivateKey,
-        signer: Ed25519PrivateKey,
-        host_names: Sequence[str],
-        now: Callable[[], str],
+        self, folder: Path, *, host_names: Sequence[str], now: Callable[[], str] = utc_now
     ) -> None:
-        """Take what :meth:`open` has loaded."""
-        self._path = folder / "server.pem"
-        self._ca_key, self._ca, self._server_key = ca_key, ca, server_key
-        self._alternatives = _alternatives(host_names)
-        self._now = now
-        self._lock = threading.Lock()
-        self._signer = signer
-        self.coordinator_key = signer.public_key().public_bytes_raw()
-        self._server: _Server | None = None
-        self.ca_pem = ca.public_bytes(serialization.Encoding.PEM)
-
-    def __repr__(self) -> str:
-        return f"Authority({self._path.parent})"
-
-    @classmethod
-    def open(
-        cls, folder: Path, *, host_names: Sequence[str], now: Callable[[], str] = utc_now
-    ) -> "Authority":
-        """Return the authority in ``folder``, made there if it is not.
-
-        Args:
-            folder: Made with mode 0700.
-            host_names: DNS names and IP addresses that clients reach the coordinator by,
-                besides ``fedlearn-coordinator`` and those of the loopback.
-            now: The wall clock, ISO 8601 in UTC.
-
-        Raises:
-            DeploymentError: A file is damaged or cannot be written, the authority has
-                expired, or a host name is not one.
-        """
         make_private_folder(folder)
-        ca_key = _key(folder / "ca.key")
-        ca = _ca(folder / "ca.pem", ca_key, now=_time(now))
-        authority = cls(
-            folder,
-            ca_key=ca_key,
-            ca=ca,
-            server_key=_key(folder / "server.key"),
-            signer=_signer(folder / "coordinator.key"),
-            host_names=host_names,
-            now=now,
-        )
-        authority.server_certificate()
-        return authority
+        self._path = folder / "server.pem"
+        self._now = now
+        names = dict.fromkeys((SERVER_NAME, *_ALWAYS, *host_names))
+        self._alternatives = SubjectAlternativeName([_general_name(name) for name in names])
+        self._ca_key = _key(folder / "ca.key", _new_p256)
+        self._ca = _ca(folder / "ca.pem", self._ca_key, now=self._time())
+        self._server_key = _key(folder / "server.key", _new_p256)
+        self._certificate_pem, self._renew_after = self._stored()
+        self._lock = threading.Lock()
+        self.ca_pem = self._ca.public_bytes(serialization.Encoding.PEM)
+        self.signer = _key(folder / "coordinator.key", Ed25519PrivateKey.generate)
+        self.coordinator_key = self.signer.public_key().public_bytes_raw()
+        self.server_certificate()
 
     def server_certificate(self) -> tuple[bytes, bytes]:
         """Return the server's private key and its certificate chain, both PEM.
 
-        The certificate is renewed 30 days before its end: ask before each handshake, and a
-        coordinator that runs for years needs no restart. The last one ends with the authority.
+        To be asked before each handshake: the certificate is renewed 30 days before its end. The
+        last one ends with the authority.
 
         Raises:
             DeploymentError: It must be renewed, and the authority has expired.
         """
         with self._lock:
-            if self._server is None:
-                self._server = self._stored()
-            if self._server is None or _time(self._now) >= self._server.renew_after:
-                self._server = self._renewed()
-            return private_pem(self._server_key), self._server.certificate_pem + self.ca_pem
-
-    @property
-    def signer(self) -> Ed25519PrivateKey:
-        """The coordinator's identity: what signs the terms of secure aggregation."""
-        return self._signer
+            if self._time() >= self._renew_after:
+                self._certificate_pem, self._renew_after = self._renewed()
+            return private_pem(self._server_key), self._certificate_pem + self.ca_pem
 
     def sign(self, csr_pem: bytes, *, name: str, client_id: int, valid_days: int) -> bytes:
         """Return a certificate, PEM, for the key of a client's signing request.
 
-        Of the request only the key counts: what else it asks for is ignored.
-
-        Args:
-            csr_pem: As the client sent it.
-            name: The client's, of its invitation.
-            client_id: Its number.
-            valid_days: How long the certificate is good for; never beyond the authority's end.
+        What else the request asks for is ignored. The certificate does not outlive the authority.
 
         Raises:
             EnrolmentRefused: The request is not valid, or its key is not ECDSA P-256.
             DeploymentError: The authority has expired, or ``name`` is longer than 64 characters.
         """
-        subject_key = _requested_key(csr_pem)
         number = x509.UniformResourceIdentifier(f"urn:fedlearn:client:{client_id}")
-        return _certificate(
-            issuer=self._ca,
-            issuer_key=self._ca_key,
-            subject=common_name(name),
-            subject_key=subject_key,
-            alternatives=x509.SubjectAlternativeName([number]),
+        return self._issued(
+            name,
+            _requested_key(csr_pem),
+            alternatives=SubjectAlternativeName([number]),
             usage=ExtendedKeyUsageOID.CLIENT_AUTH,
-            now=_time(self._now),
             valid_days=valid_days,
         )
 
-    def _stored(self) -> _Server | None:
-        """Return the certificate in the folder if it is for this key and these names."""
-        try:
-            content = self._path.read_bytes()
-            certificate = load_certificate(content)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _unreadable(self._path, error) from error
-        except ProtocolError:
-            return None  # nothing is lost: another is made
-        if certificate.public_key() != self._server_key.public_key():
-            return None
-        if not _is_issued_by(certificate, self._ca) or _names(certificate) != self._alternatives:
-            return None
-        return self._in_use(content, certificate)
+    def _stored(self) -> tuple[bytes, datetime]:
+        """Return what is served, and until when: until now if it is not for this key and names."""
+        if self._path.exists():
+            content = _read(self._path)
+            with suppress(
+                ProtocolError, ValueError, TypeError, InvalidSignature, ExtensionNotFound
+            ):
+                certificate = load_certificate(content)
+                certificate.verify_directly_issued_by(self._ca)
+                names = certificate.extensions.get_extension_for_class(SubjectAlternativeName)
+                is_ours = certificate.public_key() == self._server_key.public_key()
+                if is_ours and names.value == self._alternatives:
+                    return self._in_use(content, certificate)
+        return b"", datetime.min.replace(tzinfo=UTC)
 
-    def _renewed(self) -> _Server:
-        content = _certificate(
-            issuer=self._ca,
-            issuer_key=self._ca_key,
-            subject=common_name(SERVER_NAME),
-            subject_key=self._server_key.public_key(),
+    def _renewed(self) -> tuple[bytes, datetime]:
+        content = self._issued(
+            SERVER_NAME,
+            self._server_key.public_key(),
             alternatives=self._alternatives,
             usage=ExtendedKeyUsageOID.SERVER_AUTH,
-            now=_time(self._now),
             valid_days=_SERVER_DAYS,
         )
         try:
@@ -206,42 +152,59 @@ class Authority:
             _log.warning("server_certificate_not_saved", reason=str(error))
         return self._in_use(content, load_certificate(content))
 
-    def _in_use(self, content: bytes, certificate: x509.Certificate) -> _Server:
+    def _in_use(self, content: bytes, certificate: x509.Certificate) -> tuple[bytes, datetime]:
         """Return a certificate with its renewal; one that ends with the authority has none."""
         end = certificate.not_valid_after_utc
         if end < self._ca.not_valid_after_utc:
-            return _Server(content, end - _RENEW_BEFORE)
-        _log.warning(
-            "authority_ends",
-            at=end.isoformat(),
-            remedy="before that, stop every coordinator, move the authority's folder away, start "
-            "one, and invite every client anew",
+            return content, end - _RENEW_BEFORE
+        remedy = f"before that, stop every coordinator, then {_ANEW}"
+        _log.warning("authority_ends", at=end.isoformat(), remedy=remedy)
+        return content, end
+
+    def _issued(
+        self,
+        name: str,
+        key: ec.EllipticCurvePublicKey,
+        *,
+        alternatives: SubjectAlternativeName,
+        usage: x509.ObjectIdentifier,
+        valid_days: int,
+    ) -> bytes:
+        """Return a certificate for one use, PEM; it does not outlive the authority."""
+        now, latest = self._time(), self._ca.not_valid_after_utc
+        if now >= latest:
+            raise DeploymentError(
+                f"the deployment's certificate authority ended at {latest}; {_ANEW}"
+            )
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._ca_key.public_key())
+        builder = (
+            x509.CertificateBuilder(self._ca.subject, common_name(name), key)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(alternatives, critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(issuer, critical=False)
         )
-        return _Server(content, end)
+        end = min(now + timedelta(days=valid_days), latest)
+        return _signed(builder, self._ca_key, now=now, end=end, ca=False)
+
+    def _time(self) -> datetime:
+        return datetime.fromisoformat(self._now())
 
 
-def _key(path: Path) -> ec.EllipticCurvePrivateKey:
+def _new_p256() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _key(path: Path, make: Callable[[], KeyT]) -> KeyT:
     """Return the key in ``path``, made there if it is not; whoever comes second loads."""
+    fresh = make()
     if not path.exists():
-        create_private(path, private_pem(ec.generate_private_key(ec.SECP256R1())))
+        create_private(path, private_pem(fresh))
     try:
         key = serialization.load_pem_private_key(_read(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise _damaged(path) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_p256(key):
-        raise _damaged(path)
-    return key
-
-
-def _signer(path: Path) -> Ed25519PrivateKey:
-    """Return the key in ``path``, made there if it is not; whoever comes second loads."""
-    if not path.exists():
-        create_private(path, private_pem(Ed25519PrivateKey.generate()))
-    try:
-        key = serialization.load_pem_private_key(_read(path), password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _damaged(path) from error
-    if not isinstance(key, Ed25519PrivateKey):
+    if not isinstance(key, type(fresh)) or is_p256(key) != is_p256(fresh):
         raise _damaged(path)
     return key
 
@@ -249,7 +212,12 @@ def _signer(path: Path) -> Ed25519PrivateKey:
 def _ca(path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime) -> x509.Certificate:
     """Return the authority's certificate in ``path``, made there if it is not."""
     if not path.exists():
-        create_private(path, _self_signed(key, now=now))
+        name, public = common_name("fedlearn authority"), key.public_key()
+        builder = x509.CertificateBuilder(name, name, public).add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(public), critical=False
+        )
+        end = now + timedelta(days=_CA_DAYS)
+        create_private(path, _signed(builder, key, now=now, end=end, ca=True))
     try:
         certificate = load_certificate(_read(path))
     except ProtocolError as error:
@@ -262,60 +230,16 @@ def _ca(path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime) -> x509.C
     return certificate
 
 
-def _self_signed(key: ec.EllipticCurvePrivateKey, *, now: datetime) -> bytes:
-    name = common_name("fedlearn authority")
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = (
-        x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + timedelta(days=_CA_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(ca=True), critical=True)
-        .add_extension(identifier, critical=False)
-    )
-    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-
-def _certificate(
+def _signed(
+    builder: x509.CertificateBuilder,
+    key: ec.EllipticCurvePrivateKey,
     *,
-    issuer: x509.Certificate,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    subject: x509.Name,
-    subject_key: ec.EllipticCurvePublicKey,
-    alternatives: x509.SubjectAlternativeName,
-    usage: x509.ObjectIdentifier,
     now: datetime,
-    valid_days: int,
+    end: datetime,
+    ca: bool,
 ) -> bytes:
-    """Return a certificate for one use, PEM; it does not outlive its issuer."""
-    if now >= issuer.not_valid_after_utc:
-        raise DeploymentError(
-            f"the deployment's certificate authority ended at {issuer.not_valid_after_utc}; move "
-            "its folder away, start the coordinator, and invite every client anew"
-        )
-    end = min(now + timedelta(days=valid_days), issuer.not_valid_after_utc)
-    issuer_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    builder = (
-        x509.CertificateBuilder(
-            issuer_name=issuer.subject, subject_name=subject, public_key=subject_key
-        )
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(end)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(ca=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        .add_extension(alternatives, critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(subject_key), critical=False)
-        .add_extension(issuer_identifier, critical=False)
-    )
-    return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-
-def _key_usage(*, ca: bool) -> x509.KeyUsage:
-    """Return what a key may do: an authority's signs certificates, another's handshakes."""
-    return x509.KeyUsage(
+    """Return a certificate, PEM: an authority's key signs certificates, another's handshakes."""
+    usage = x509.KeyUsage(
         digital_signature=not ca,
         key_cert_sign=ca,
         crl_sign=ca,
@@ -326,6 +250,14 @@ def _key_usage(*, ca: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    complete = (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+    return complete.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
@@ -343,17 +275,12 @@ def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def _alternatives(host_names: Sequence[str]) -> x509.SubjectAlternativeName:
-    names = dict.fromkeys((SERVER_NAME, *_ALWAYS, *host_names))
-    return x509.SubjectAlternativeName([_general_name(name) for name in names])
-
-
 def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         pass  # then it is a DNS name
-    if not name or any(not (c.isascii() and (c.isalnum() or c in "-._*")) for c in name):
+    if re.fullmatch(r"[A-Za-z0-9._*-]+", name) is None:
         raise DeploymentError(
             f"{name!r} is neither a DNS name nor an IP address; give the coordinator's host "
             "names without scheme and port"
@@ -361,39 +288,12 @@ def _general_name(name: str) -> x509.GeneralName:
     return x509.DNSName(name)
 
 
-def _names(certificate: x509.Certificate) -> x509.SubjectAlternativeName | None:
-    try:
-        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
-        return None
-
-
-def _is_issued_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
-    """Return whether ``ca``'s key signed ``certificate``, whatever their dates."""
-    try:
-        certificate.verify_directly_issued_by(ca)
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
-
-
-def _time(now: Callable[[], str]) -> datetime:
-    return datetime.fromisoformat(now())
-
-
 def _read(path: Path) -> bytes:
-    try:
+    with disk_errors(path, raises=DeploymentError, doing="read"):
         return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DeploymentError:
-    return DeploymentError(f"cannot read {path}: {error.strerror}; check its permissions")
 
 
 def _damaged(path: Path) -> DeploymentError:
     return DeploymentError(
-        f"{path} is damaged, or another file; put a copy back (without one: move the folder "
-        "away, start the coordinator, and invite every client anew)"
+        f"{path} is damaged, or another file; put a copy back (without one: {_ANEW})"
     )

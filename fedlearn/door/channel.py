@@ -1,43 +1,34 @@
 """The run loop's side of the door: a channel whose clients are across the network."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import structlog
 
-from fedlearn.core.clock import Clock, WallClock
+from fedlearn.core.clock import RealClock
 from fedlearn.core.codec import encode
 from fedlearn.core.files import disk_errors
-from fedlearn.core.messages import (
-    ClientId,
-    EvaluateRequest,
-    Failure,
-    Request,
-    TrainRequest,
-    apart,
-)
+from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.core.randomness import SecretBytes
-from fedlearn.door.connections import Hall
-from fedlearn.door.exchange import ExchangeState, Key
+from fedlearn.door.connections import Sessions
+from fedlearn.door.exchange import QuestionState
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
-from fedlearn.door.tasks import Desk, LiveExchange, Offer
+from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.errors import ConfigError, FedlearnError, NoSpace, StoreError
 from fedlearn.transport import wire
-from fedlearn.transport.base import Arrival, as_reply
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.base import Arrival, Asked, as_reply, require_free
+from fedlearn.transport.content import TaskKey, digest_of
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
-
-#: Of the name of a folder that is this process' alone.
-_NAME_BYTES = 8
 
 _log = structlog.get_logger(__name__)
 
@@ -45,186 +36,150 @@ _log = structlog.get_logger(__name__)
 Check = Callable[[], None]
 
 
-class DoorClock(Clock, WallClock, Protocol):
-    """Monotonic time, and the time of day."""
-
-
+@dataclass(kw_only=True, eq=False)
 class DoorChannel:
     """A :class:`fedlearn.transport.base.Channel` to the clients at a door; for one thread.
 
-    A crash or an interruption inside an exchange loses no reply that was logged: the same
-    exchange, opened again, yields those first, in the same order, and waits for the rest.
-    Only replies to training requests are that durable.
+    A crash or an interruption inside an exchange loses no reply to a training request that was
+    logged: the same exchange, opened again, returns those first, in the same order, and waits for
+    the rest. If it asks several times, each question is durable by itself, by its kind, round,
+    attempt and place among such questions; which of two was answered first is not on record.
 
-    Args:
-        loop: Where the door runs.
-        desk: Runs exchanges; only ever touched on the loop.
-        hall: Who is connected; likewise.
-        run_id: Of the run.
+    Attributes:
+        loop: Where the door runs; ``exchanges`` and ``sessions`` are only ever touched on it.
         folder: For requests on their way out and replies on their way in.
-        recovery_grace_s: How long clients have at least to come back to an exchange that
-            goes on.
+        recovery_grace_s: How long clients have at least to come back to an exchange that goes on.
         changed: Set by the door when a client comes, goes, or becomes eligible or not.
         check: Called often while the channel waits.
-        clock: Of the deployment.
     """
 
-    def __init__(
-        self,
-        *,
-        loop: LoopThread,
-        desk: Desk,
-        hall: Hall,
-        run_id: str,
-        folder: Path,
-        recovery_grace_s: float,
-        changed: threading.Event,
-        check: Check,
-        clock: DoorClock,
-    ) -> None:
-        self._loop = loop
-        self._desk = desk
-        self._hall = hall
-        self._run_id = run_id
-        self._replies = folder / "replies"
+    loop: LoopThread
+    exchanges: Exchanges
+    sessions: Sessions
+    run_id: str
+    folder: Path
+    recovery_grace_s: float
+    changed: threading.Event
+    check: Check
+    clock: RealClock
+    _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
+    _open: list[LiveQuestion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         # Another coordinator may have been taken over and not know it yet: it has its own. The
         # door removes all when it starts.
-        own = SecretBytes.generate(_NAME_BYTES).reveal().hex()
-        self._passing = folder / "passing" / own
-        self._recovery_grace_s = recovery_grace_s
-        self._changed = changed
-        self._check = check
-        self._clock = clock
-        self._last: dict[str, Key] = {}  # by kind
+        self._passing = self.folder / "passing" / SecretBytes.generate(8).reveal().hex()
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that are connected and eligible, by number."""
-        return tuple(self._loop.ask(self._hall.eligible))
+        return tuple(self.loop.ask(self.sessions.eligible))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
         check()
         while len(self.available()) < num:
-            self._changed.wait(_LOOK_S)
-            self._changed.clear()
+            self.changed.wait(_LOOK_S)
+            self.changed.clear()
             check()
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Ask clients, those too that connect later, and yield what they answer.
-
-        Each reply is read and decoded when it is asked for. A reply is accepted, and its
-        client told so, when the next one is asked for or the exchange is left. A disk that
-        is full is waited for before anyone is asked.
-
-        Raises:
-            ConfigError: A part of a request that is for one client alone is too large for its
-                task; nobody has been asked.
-            StoreError: The disk is broken.
-            FedlearnError: What ``check`` raises; the exchange can be opened again.
-        """
-        if not requests:
-            return
-        live = self._opened_with_space(requests, deadline_s=deadline_s)
-        self._loop.post(partial(self._desk.open, live))
-        try:
-            yield from self._arrivals(live)
-        except GeneratorExit:
-            self._loop.post(partial(self._desk.close, live, by_itself=False))
-            raise
-        except FedlearnError:
-            self._unmake_key(live.state.key)
-            self._loop.post(partial(self._desk.suspend, live))
-            raise
-        self._loop.post(partial(self._desk.close, live, by_itself=True))
+    def open(self, *, deadline_s: float) -> "DoorExchange":
+        """Open an exchange; one that goes on after a restart leaves clients time to come back."""
+        return DoorExchange(self, deadline_s)
 
     def forget(self, before_round: int) -> None:
-        """Remove the replies of rounds before ``before_round``: they are part of a commit.
+        """Remove the replies of rounds before ``before_round``, which are part of a commit.
 
-        Those of the round just before it stay: its clients may still ask for receipts.
+        Those to open questions stay, and the last round's: its clients may ask for receipts.
         """
+        in_use = {question.state.key.folder for question in self._open}
 
         def is_old(name: str) -> bool:
             round_num = name.split("-")[1:2]
-            return round_num[:1] < [f"{before_round - 1:06d}"]
+            return name not in in_use and round_num[:1] < [f"{before_round - 1:06d}"]
 
-        forget_exchanges(self._replies, unneeded=is_old)
-        self._loop.post(partial(self._desk.committed, before_round))
+        forget_exchanges(self.folder / "replies", unneeded=is_old)
+        self.loop.post(partial(self.exchanges.committed, before_round))
 
-    def _opened_with_space(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> LiveExchange:
-        key, is_told = self._next_key(next(iter(requests.values()))), False
-        while True:
+    # What an exchange is made of.
+
+    def next_key(self, request: Request) -> TaskKey:
+        """Return the key of a question, the first of whose requests this is."""
+        key = TaskKey(self.run_id, request.kind, request.round_num, self._attempt(request), 0)
+        last = self._last.get(key.kind)
+        if last is not None and last.order[:2] == key.order[:2]:
+            key = key._replace(exchange=last.exchange + 1)
+        self._last[key.kind] = key
+        return key
+
+    def put_back(self, key: TaskKey) -> None:
+        """Have the next question of its kind take this key, and go on where it was left."""
+        self._last.pop(key.kind, None)
+        if key.exchange > 0:
+            self._last[key.kind] = key._replace(exchange=key.exchange - 1)
+
+    def put(
+        self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "DoorExchange"
+    ) -> LiveQuestion:
+        """Ask as :meth:`DoorExchange.ask` does, at least one client."""
+        question, is_told = None, False
+        while question is None:
             try:
-                return self._opened(key, requests, deadline_s=deadline_s)
+                question = self._question(key, requests, exchange)
             except NoSpace as error:
                 if not is_told:
-                    _log.error("exchange_waits_for_space", folder=key.folder, reason=str(error))
+                    reason = str(error)
+                    _log.error("exchange_waits_for_space", folder=key.folder, reason=reason)
                 is_told = True
-                self._loop.post(self._desk.found_no_space)
-            try:
-                self._check()
-            except FedlearnError:
-                self._unmake_key(key)
-                raise
-            self._clock.sleep(_LOOK_S)
+                self.loop.post(self.exchanges.found_no_space)
+                self.check()
+                self.clock.sleep(_LOOK_S)
+        self._open.append(question)
+        self.loop.post(partial(self.exchanges.open, question))
+        return question
 
-    def _opened(
-        self, key: Key, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> LiveExchange:
-        asked = _Asked.of(requests)
+    def leave(self, question: LiveQuestion, how: Callable[[LiveQuestion], None]) -> None:
+        """Have the door close a question, or suspend it."""
+        self._open.remove(question)
+        self.loop.post(partial(how, question))
+
+    def _question(
+        self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "DoorExchange"
+    ) -> LiveQuestion:
+        asked = Asked.of(requests)
+        _require_fit(asked.personal)
         offers = self._offers(asked.shared)  # before the log: it says that clients were asked
-        now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
-        durable = key.kind == TrainRequest.__name__
+        now_s, now_unix_s = self.clock.now_s(), self.clock.unix_s()
+        durable = key.kind == TrainRequest.kind
         log = ReplyLog(
-            (self._replies if durable else self._passing) / key.folder,
-            opened=Opened(run_id=self._run_id, opened_unix_s=now_unix_s),
+            (self.folder / "replies" if durable else self._passing) / key.folder,
+            opened=Opened(run_id=self.run_id, opened_unix_s=now_unix_s),
             durable=durable,
         )
-        return LiveExchange(
-            state=ExchangeState.of(key, asked.places.items(), now_s=now_s),
+        remaining_s = self._remaining_s(log, exchange.deadline_s, now_unix_s=now_unix_s)
+        return LiveQuestion(
+            state=QuestionState.of(key, asked.places, now_s=now_s),
             offers=offers,
             personal=asked.personal,
             log=log,
-            arrivals=SimpleQueue(),
+            arrivals=exchange.arrivals,
             started_s=now_s - max(0.0, now_unix_s - log.opened_unix_s),
-            deadline_s=now_s + self._remaining_s(log, deadline_s, now_unix_s=now_unix_s),
+            deadline_s=now_s + remaining_s if exchange.ends_s is None else exchange.ends_s,
         )
 
     def _remaining_s(self, log: ReplyLog, deadline_s: float, *, now_unix_s: float) -> float:
-        """Return the seconds until an exchange closes that may have been opened before."""
+        """Return the seconds until an exchange ends that may have been opened before."""
         if not log.is_resumed or not isfinite(deadline_s):
             return deadline_s
         left_s = log.opened_unix_s + deadline_s - now_unix_s
-        return min(deadline_s, max(left_s, self._recovery_grace_s))
-
-    def _next_key(self, request: Request) -> Key:
-        kind = type(request).__name__
-        key = Key(self._run_id, kind, request.round_num, self._attempt(request), 0)
-        last = self._last.get(kind)
-        if last is not None and last.order[:2] == key.order[:2]:
-            key = key._replace(exchange=last.exchange + 1)
-        self._last[kind] = key
-        return key
+        return min(deadline_s, max(left_s, self.recovery_grace_s))
 
     def _attempt(self, request: Request) -> int:
-        """Return the attempt of a request; a model is measured in the one that has made it.
-
-        A session of secure aggregation that is repeated makes another model, in another attempt.
-        """
+        """Return the attempt of a request; a model is measured in the one that has made it."""
         if not isinstance(request, EvaluateRequest):
             return request.attempt
-        trained = [last for kind, last in self._last.items() if kind != EvaluateRequest.__name__]
+        trained = [last for kind, last in self._last.items() if kind != EvaluateRequest.kind]
         made_in = (last for last in trained if last.round_num == request.round_num - 1)
         return max((last.attempt for last in made_in), default=0)
-
-    def _unmake_key(self, key: Key) -> None:
-        """Have the next exchange take the key of this one, which goes on in it."""
-        del self._last[key.kind]
-        if key.exchange > 0:
-            self._last[key.kind] = key._replace(exchange=key.exchange - 1)
 
     def _offers(self, requests: Iterable[Request]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
@@ -232,94 +187,167 @@ class DoorChannel:
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [_offer(request, folder=folder) for request in requests]
-            needed = {offer.path for offer in offers}
+            still = [offer for question in self._open for offer in question.offers]
+            needed = {offer.path for offer in [*offers, *still]}
             for path in folder.iterdir():
                 if path not in needed:
                     path.unlink(missing_ok=True)  # a download that reads it has it open
         return offers
 
-    def _arrivals(self, live: LiveExchange) -> Iterator[Arrival]:
-        """Yield replies in the order of the log until all have answered or it is too late."""
-        for num, reply in enumerate(self._logged(live)):
-            arrival = Arrival(reply.client_id, as_reply(live.log.read(reply)), reply.elapsed_s)
-            failed = isinstance(arrival.reply, Failure)
-            consumed = partial(self._desk.consumed, live, num + 1, failed=failed)
-            try:
-                yield arrival
-            finally:
-                # Also if the collector leaves with this reply, which it has had.
-                self._loop.post(consumed)
-                del arrival  # before the next one is read: it may be as large as the model
 
-    def _logged(self, live: LiveExchange) -> Iterator[LoggedReply]:
-        log, participants = live.log, live.state.participants
-        found = [reply for reply in log.replies if reply.client_id in participants]
-        if log.closed is not None:
-            yield from found[: log.closed.num_consumed]
-            return
-        for reply in found:
-            self._check()
-            yield reply
-        for _ in range(len(participants) - len(found)):
-            arrived = self._next(live)
-            if arrived is None:
-                return
-            yield arrived
+class DoorExchange:
+    """An :class:`fedlearn.transport.base.Exchange` with the clients at a door.
 
-    def _next(self, live: LiveExchange) -> LoggedReply | None:
-        """Wait for the next reply; ``None`` at the deadline."""
-        while True:
-            self._check()
-            left_s = live.deadline_s - self._clock.now_s()
-            if left_s <= 0.0:
-                return None
-            try:
-                return live.arrivals.get(timeout=min(left_s, _LOOK_S))
-            except Empty:
-                continue
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a cohort is asked, taken apart.
+    A reply is read and decoded when it is asked for; it is accepted, and its client told so, with
+    the next call of the exchange. What its methods raise, a :class:`ValueError` excepted, puts it
+    aside as a crash would: it can be opened again, and goes on.
 
     Attributes:
-        shared: What is encoded once for all that are sent it.
-        places: By client its place in ``shared``.
-        personal: By client what is for it alone.
+        deadline_s: In seconds after the first question.
+        ends_s: The same on the channel's clock; ``None`` before the first question.
+        arrivals: Replies that are logged.
     """
 
-    shared: Sequence[Request]
-    places: Mapping[ClientId, int]
-    personal: Mapping[ClientId, bytes]
+    def __init__(self, channel: DoorChannel, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.ends_s: float | None = None
+        self.arrivals: SimpleQueue[tuple[LiveQuestion, LoggedReply]] = SimpleQueue()
+        self._channel = channel
+        self._started_s = nan  # on the channel's clock, from the first question
+        self._firsts: dict[str, TaskKey] = {}  # by kind
+        self._questions: list[LiveQuestion] = []
+        self._found: deque[tuple[LiveQuestion, LoggedReply]] = deque()  # by an earlier process
+        self._awaited: dict[ClientId, TaskKey] = {}
+        self._num_read: Counter[TaskKey] = Counter()
+        self._accept_last: Callable[[], None] | None = None
+        self._is_open = True
+        self._is_over = False
 
-    @classmethod
-    def of(cls, requests: Mapping[ClientId, Request]) -> "_Asked":
-        """Take requests apart; those whose shared parts hold the same objects have one.
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Ask clients, those too that connect later. A disk that is full is waited for.
 
         Raises:
-            ConfigError: A personal part is too large.
+            ConfigError: What is for one client alone is too large for its task; nobody is asked.
+            StoreError: The disk is broken.
+            ValueError: See the protocol.
+            FedlearnError: What the channel's ``check`` raises.
         """
-        shared: dict[Hashable, tuple[int, Request]] = {}
-        places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
-        for client_id, request in requests.items():
-            common, own = apart(request)
-            if len(own) > wire.MAX_PERSONAL_BYTES:
-                raise ConfigError(
-                    f"client {client_id} is to be sent {len(own)} bytes of secure aggregation's "
-                    f"packets with the model, {wire.MAX_PERSONAL_BYTES} fit; ask fewer clients a "
-                    'round, or set secure_aggregation.mode to "sparse"'
-                )
-            if own:
-                personal[client_id] = own
-            key = _objects(common) if own else id(request)
-            places[client_id], _ = shared.setdefault(key, (len(shared), common))
-        return cls([request for _, request in shared.values()], places, personal)
+        require_free(self._awaited, requests, is_open=self._is_open)
+        self._accept()
+        if not requests:
+            return
+        self._close_answered()
+        key = self._channel.next_key(next(iter(requests.values())))
+        self._firsts.setdefault(key.kind, key)
+        with self._put_aside_by_errors():
+            question = self._channel.put(key, requests, self)
+        if self.ends_s is None:
+            self._started_s, self.ends_s = question.started_s, question.deadline_s
+        log = question.log
+        self._questions.append(question)
+        found = [reply for reply in log.replies if reply.client_id in question.state.participants]
+        awaited: Iterable[ClientId] = question.state.participants
+        if log.closed is not None:  # it has only to be read again
+            found = found[: log.closed.num_consumed]
+            awaited = [reply.client_id for reply in found]
+        self._found.extend((question, reply) for reply in found)
+        self._awaited |= dict.fromkeys(awaited, key)
+        self._is_over = False
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply; within a question in the order of its log.
+
+        Raises:
+            StoreError: The disk is broken.
+            FedlearnError: What the channel's ``check`` raises.
+        """
+        self._accept()
+        with self._put_aside_by_errors():
+            logged = self._next_logged(until_s)
+            if logged is None:
+                return None
+            question, reply = logged
+            answer = as_reply(question.log.read(reply))
+        key = question.state.key
+        del self._awaited[reply.client_id]
+        self._num_read[key] += 1
+        consumed, failed = self._channel.exchanges.consumed, isinstance(answer, Failure)
+        self._accept_last = partial(consumed, question, self._num_read[key], failed=failed)
+        elapsed_s = question.started_s - self._started_s + reply.elapsed_s
+        return Arrival(reply.client_id, answer, elapsed_s)
+
+    def close(self) -> None:
+        """Take no more replies; the clients are told so once that is durable."""
+        self._accept()  # also if the caller leaves with this reply, which it has had
+        for question in self._left():
+            self._close(question, by_itself=self._is_over)
+
+    @contextmanager
+    def _put_aside_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FedlearnError:
+            for key in self._firsts.values():
+                self._channel.put_back(key)
+            for question in self._left():
+                self._channel.leave(question, self._channel.exchanges.suspend)
+            raise
+
+    def _close(self, question: LiveQuestion, *, by_itself: bool) -> None:
+        self._channel.leave(question, partial(self._channel.exchanges.close, by_itself=by_itself))
+
+    def _left(self) -> Sequence[LiveQuestion]:
+        """Wait for nobody any more; return what was open."""
+        questions, self._questions = self._questions, []
+        self._is_open = False
+        self._awaited.clear()
+        self._found.clear()
+        return questions
+
+    def _accept(self) -> None:
+        if self._accept_last is not None:
+            self._channel.loop.post(self._accept_last)
+            self._accept_last = None
+
+    def _close_answered(self) -> None:
+        """Close questions that all have answered: an exchange may ask for hours."""
+        open_keys = set(self._awaited.values())
+        for question in self._questions:
+            if question.state.key not in open_keys:
+                self._close(question, by_itself=True)
+                del self._num_read[question.state.key]
+        self._questions = [each for each in self._questions if each.state.key in open_keys]
+
+    def _next_logged(self, until_s: float) -> tuple[LiveQuestion, LoggedReply] | None:
+        if self._found:
+            self._channel.check()
+            return self._found.popleft()
+        ends_s = inf if self.ends_s is None else self.ends_s
+        while self._awaited:
+            self._channel.check()
+            now_s = self._channel.clock.now_s()
+            if now_s >= ends_s:
+                break
+            left_s = min(self._started_s + until_s, ends_s) - now_s
+            try:
+                return self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
+            except Empty:
+                if left_s <= 0.0:
+                    return None
+        self._is_over = True
+        return None
 
 
-def _objects(request: Request) -> tuple[int, ...]:
-    """Return which objects a request holds: two that hold the same have the same bytes."""
-    return tuple(id(value) for value in vars(request).values())
+def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
+    """Refuse what is too large to travel in a client's task."""
+    for client_id, own in personal.items():
+        if len(own) > wire.MAX_PERSONAL_BYTES:
+            raise ConfigError(
+                f"client {client_id} is to be sent {len(own)} bytes of secure aggregation's "
+                f"packets with the model, {wire.MAX_PERSONAL_BYTES} fit; ask fewer clients a "
+                'round, or set secure_aggregation.mode to "sparse", which holds against no '
+                "coordinator that lies"
+            )
 
 
 def _offer(request: Request, *, folder: Path) -> Offer:

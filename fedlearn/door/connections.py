@@ -5,29 +5,57 @@ told waits in a queue of a few messages, and whoever lets that run over is dropp
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError, Message
+from numpy.random import Generator
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.door.counters import DoorCounters
+from fedlearn.door.settings import DoorSettings
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire_pb2
 
-#: Messages that may wait for a client to read.
-_MAX_WAITING = 32
+_MAX_WAITING = 32  # messages that a client has not read
+_MAX_HELD = 64  # unsettled replies that a client may ask about when it connects
 
-#: Unsettled replies that a client may ask about when it connects.
-MAX_HELD = 64
+_ENOUGH = "the coordinator has enough clients for now"
 
 _log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class Ending(NamedTuple):
+    """Why a call ends.
+
+    Attributes:
+        code: OK ends it in order.
+        reason: For the client to log.
+        cause: One word to count it by if the call, or a message in it, is refused.
+    """
+
+    code: grpc.StatusCode
+    reason: str
+    cause: str = ""
+
+
+class Ended(Exception):
+    """A call is over before its time; its client is told why."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, cause: str = "") -> None:
+        super().__init__(reason)
+        self.ending = Ending(code, reason, cause)
 
 
 async def read(context: Context) -> bytes | None:
@@ -36,30 +64,52 @@ async def read(context: Context) -> bytes | None:
     return data if isinstance(data, bytes) else None
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Why a session ends.
-
-    Attributes:
-        code: OK ends it in order.
-        reason: For the client to log.
-    """
-
-    code: grpc.StatusCode
-    reason: str
+async def read_first(context: Context, *, timeout_s: float) -> bytes:
+    """Return the first message of a call, empty at its end; raise :class:`Ended` if it is late."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await read(context) or b""
+    except TimeoutError as error:
+        reason = f"nothing came within {timeout_s:g} s"
+        raise Ended(grpc.StatusCode.DEADLINE_EXCEEDED, reason, "handshake") from error
 
 
-class Session:
+def parsed(kind: type[MessageT], data: bytes) -> MessageT:
+    """Return ``data`` as a message, or raise :class:`Ended` if it is none of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        reason = f"{len(data)} bytes are no {kind.__name__}"
+        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed") from error
+
+
+@contextmanager
+def counted(
+    running: Counter[ClientId], client_id: ClientId, *, at_most: int, what: str
+) -> Iterator[None]:
+    """Count a call while it is ``running``, or raise :class:`Ended` if it is one too many."""
+    if running[client_id] >= at_most:
+        reason = f"{at_most} {what} of this client have not ended; wait, or close its connections"
+        raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, what)
+    running[client_id] += 1
+    try:
+        yield
+    finally:
+        running[client_id] -= 1
+        if not running[client_id]:
+            del running[client_id]
+
+
+class ServerSession:
     """One connected client.
 
     Attributes:
-        client: Who.
-        eligibility: What it says of itself.
         is_eligible: Whether it may be asked.
         only_looks: Whether it leaves after the welcome, and must not be.
         since_s: When it connected, on the door's clock.
         held: Replies that it holds and waits for a receipt of.
         ending: Why the session has ended; ``None`` while it lives.
+        is_cut: Set once it has ended whatever still waits to be sent.
     """
 
     def __init__(self, client: EnrolledClient, hello: wire_pb2.Hello, *, since_s: float) -> None:
@@ -68,11 +118,11 @@ class Session:
         self.is_eligible = False
         self.only_looks = hello.only_looks
         self.since_s = since_s
-        self.held = tuple(hello.held[:MAX_HELD])
+        self.held = tuple(hello.held[:_MAX_HELD])
         self.ending: Ending | None = None
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
-        self._cut = asyncio.Event()
+        self.is_cut = asyncio.Event()
 
     def push(self, message: bytes) -> bool:
         """Send a message when the client can take it; False: too many wait already."""
@@ -95,11 +145,7 @@ class Session:
         self.ending = self.ending or ending
         self._waiting.clear()
         self._wake.set()
-        self._cut.set()
-
-    async def wait_cut(self) -> None:
-        """Wait until the session is cut."""
-        await self._cut.wait()
+        self.is_cut.set()
 
     async def write(self, context: Context, *, timeout_s: float, counters: DoorCounters) -> None:
         """Send what is pushed until the session finishes or its client stops reading."""
@@ -121,46 +167,33 @@ class Session:
             self._wake.clear()
 
 
-class Hall:
+@dataclass(kw_only=True, eq=False)
+class Sessions:
     """All sessions, one a client at the most.
 
     Attributes:
-        is_needed: Whether a client's reply is awaited: it is never sent away.
-
-    Args:
-        max_connected: More clients than so many are sent away unless they are needed.
-        come_back_s: For about how long.
+        admits: Whether a client may be asked, by what it says of itself.
         changed: Told when a client comes, goes, or becomes eligible or not.
+        is_needed: Whether a client's reply is awaited: it is never sent away.
     """
 
-    def __init__(
-        self,
-        *,
-        max_connected: int,
-        come_back_s: float,
-        eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool],
-        changed: Callable[[], None],
-        counters: DoorCounters,
-        clock: Clock,
-    ) -> None:
-        self.is_needed: Callable[[ClientId], bool] = lambda _: False
-        self._max_connected = max_connected
-        self._come_back_s = come_back_s
-        self._eligible = eligible
-        self._changed = changed
-        self._counters = counters
-        self._clock = clock
-        self._jitter = Seed(0).derive("come back").numpy()
-        self._sessions: dict[ClientId, Session] = {}  # the longest connected first
+    settings: DoorSettings
+    admits: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    changed: Callable[[], None]
+    counters: DoorCounters
+    clock: Clock
+    is_needed: Callable[[ClientId], bool] = lambda _: False
+    _jitter: Generator = field(default_factory=Seed(0).derive("come back").numpy)
+    _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def find(self, client_id: ClientId) -> Session | None:
+    def find(self, client_id: ClientId) -> ServerSession | None:
         """Return the session of a client; ``None`` if it is not connected."""
         return self._sessions.get(client_id)
 
-    def sessions(self) -> list[Session]:
+    def all(self) -> list[ServerSession]:
         """Return all sessions."""
         return list(self._sessions.values())
 
@@ -168,31 +201,31 @@ class Hall:
         """Return the clients that may be asked, by number."""
         return sorted(each for each, session in self._sessions.items() if session.is_eligible)
 
-    def enter(self, session: Session) -> bool:
+    def enter(self, session: ServerSession) -> bool:
         """Take a session in, in place of its client's last; False: it is sent away."""
         client_id = session.client.client_id
         old = self._sessions.pop(client_id, None)
         if old is not None:
-            self._counters.sessions_replaced += 1
+            self.counters.sessions_replaced += 1
             old.cut(Ending(grpc.StatusCode.ABORTED, "this client has opened another session"))
-        self._counters.sessions += 1
+        self.counters.sessions += 1
         self._sessions[client_id] = session
         self.reconsider(session, session.eligibility)
-        if len(self._sessions) > self._max_connected:
+        if len(self._sessions) > self.settings.max_connected:
             self._make_room(session)
         return session.ending is None
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: ServerSession) -> None:
         """Forget a session that has ended, unless another took its place before."""
         if self._sessions.get(session.client.client_id) is session:
             del self._sessions[session.client.client_id]
-            self._changed()
+            self.changed()
 
-    def reconsider(self, session: Session, eligibility: wire_pb2.Eligibility) -> None:
+    def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Note what a client says of itself now."""
         session.eligibility = eligibility
-        session.is_eligible = not session.only_looks and self._eligible(session.client, eligibility)
-        self._changed()
+        session.is_eligible = not session.only_looks and self.admits(session.client, eligibility)
+        self.changed()
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
         """Tell a client something if it is connected; return whether it is."""
@@ -200,42 +233,40 @@ class Hall:
         if session is None:
             return False
         if not session.push(message):
-            self._counters.sessions_dropped += 1
+            self.counters.sessions_dropped += 1
             _log.warning("session_dropped", client_id=client_id, reason="does not read")
             self.leave(session)
             return False
         return True
 
     def send_surplus_away(self) -> None:
-        """Make the hall as full as it may be: those not needed go, the longest there first."""
-        surplus = len(self._sessions) - self._max_connected
-        for session in self.sessions() if surplus > 0 else ():
-            if self.is_needed(session.client.client_id):
-                continue
-            self.send_away(session, "the coordinator has enough clients for now")
-            surplus -= 1
-            if surplus <= 0:
+        """End sessions until there are as many as may be: those not needed go, the oldest first."""
+        for session in self.all():
+            if len(self._sessions) <= self.settings.max_connected:
                 break
+            if not self.is_needed(session.client.client_id):
+                self.send_away(session, _ENOUGH)
 
-    def send_away(self, session: Session, reason: str, *, after_s: float | None = None) -> None:
+    def send_away(
+        self, session: ServerSession, reason: str, *, after_s: float | None = None
+    ) -> None:
         """Ask a client to come back in about ``after_s``; half to one and a half times."""
-        after_s = (self._come_back_s if after_s is None else after_s) * (
-            0.5 + self._jitter.random()
-        )
+        about_s = self.settings.come_back_s if after_s is None else after_s
+        after_s = about_s * (0.5 + self._jitter.random())
         come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
         session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
         session.finish(Ending(grpc.StatusCode.OK, reason))
-        self._counters.sent_away += 1
+        self.counters.sent_away += 1
         self.leave(session)
 
-    def _make_room(self, newcomer: Session) -> None:
+    def _make_room(self, newcomer: ServerSession) -> None:
         """Send away whoever was here for long and is not needed, else the newcomer."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         for client_id, session in self._sessions.items():
-            if session is newcomer or now_s - session.since_s < self._come_back_s:
+            if session is newcomer or now_s - session.since_s < self.settings.come_back_s:
                 break  # and those behind it are here for less long
             if not self.is_needed(client_id):
                 self.send_away(session, "other clients have their turn")
                 return
         if not self.is_needed(newcomer.client.client_id):
-            self.send_away(newcomer, "the coordinator has enough clients for now")
+            self.send_away(newcomer, _ENOUGH)

@@ -6,30 +6,9 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class DoorCounters:
-    """Numbers that only grow. Written by the door's thread alone.
+    """Numbers that only grow, written by the door's thread alone.
 
-    Attributes:
-        connections: TLS connections that were begun; 0 without TLS.
-        authenticated: Of them, those that an enrolled client has made.
-        enrolment_connections: TLS connections to the enrolment port that were begun.
-        sessions: Sessions that were opened.
-        sessions_replaced: Ended because their client opened another.
-        sessions_dropped: Ended because their client did not read.
-        sent_away: Clients that were told to come back later.
-        messages: Messages of sessions received.
-        throttled: Of them, those that came faster than they may.
-        bytes_in: Bytes of sessions and uploads.
-        bytes_out: Bytes of sessions and downloads.
-        downloads: Downloads begun.
-        uploads: Uploads begun.
-        uploads_resumed: Of them, those that went on with what was here.
-        stalled: Downloads and uploads that were ended because nothing moved.
-        disk_full: Replies and uploads that could not be written, and attempts to open an exchange.
-        replies_logged: Replies that are durable.
-        replies_accepted: Replies that count.
-        replies_late: Replies that came too late.
-        enrolled: Enrolments.
-        refused: Peers, messages and replies turned down, by cause.
+    What each counts stands in the operator's reference, ``docs/reference/metrics.md``.
     """
 
     connections: int = 0

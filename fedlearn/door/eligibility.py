@@ -2,63 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from fedlearn.core.ranges import Whole
 from fedlearn.identity.registry import EnrolledClient
-
-
-class Told(Protocol):
-    """What a client says of itself when it connects and whenever it changes.
-
-    A device that cannot tell whether it is on power, idle or unmetered does not say so.
-    """
-
-    @property
-    def num_examples(self) -> int:
-        """Examples it can train on."""
-
-    @property
-    def device(self) -> str:
-        """Where it would train: ``cpu``, ``cuda``."""
-
-    @property
-    def on_power(self) -> bool:
-        """Whether it is on mains power."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody is using it."""
-
-    @property
-    def unmetered(self) -> bool:
-        """Whether its network costs nothing by volume."""
+from fedlearn.transport.wire_pb2 import Eligibility
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
     """What a client must be and say before it is asked.
 
+    A device that cannot tell whether it is on power, idle or unmetered does not say so.
+
     Attributes:
         tags: All of them must be among its own.
-        min_examples: At least; 0 asks for nothing.
+        min_examples: Fewest examples that it must say it has, >= 0; 0: it need not say.
         devices: One of them; empty: any.
-        on_power: Whether it must be on mains power.
-        idle: Whether nobody may be using it.
-        unmetered: Whether its network must be unmetered.
+        on_power: Whether it must say that it is on mains power.
+        idle: Whether it must say that nobody is using it.
+        unmetered: Whether it must say that its network is unmetered.
     """
 
     tags: Sequence[str] = ()
-    min_examples: int = 0
+    min_examples: Whole = 0
     devices: Sequence[str] = ()
     on_power: bool = False
     idle: bool = False
     unmetered: bool = False
 
-    def admits(self, client: EnrolledClient, told: Told) -> bool:
+    def admits(self, client: EnrolledClient, told: Eligibility) -> bool:
         """Return whether ``client`` may be asked."""
         return not self.missing(client, told)
 
-    def missing(self, client: EnrolledClient, told: Told) -> list[str]:
+    def missing(self, client: EnrolledClient, told: Eligibility) -> list[str]:
         """Return what ``client`` lacks, in words; empty if it may be asked."""
         lacks = [f"tag {tag}" for tag in self.tags if tag not in client.tags]
         if told.num_examples < self.min_examples:
@@ -70,9 +46,5 @@ class Requirements:
             "idle": "idleness",
             "unmetered": "an unmetered network",
         }
-        lacks += [
-            words
-            for name, words in states.items()
-            if getattr(self, name) and not getattr(told, name)
-        ]
-        return lacks
+        wanted = (name for name in states if getattr(self, name))
+        return lacks + [states[name] for name in wanted if not getattr(told, name)]

@@ -18,13 +18,13 @@ _LOOK_AGAIN_S = 1.0
 _log = structlog.get_logger(__name__)
 
 
-class Roster:
+class EnrolledClients:
     """A copy of the registry on the event loop, renewed when its revision changes.
 
     Args:
         registry: The original; only ever called in threads of its own.
         changed: Told after each renewal.
-        clock: Monotonic.
+        clock: By which looks are spaced.
 
     Attributes:
         is_away: Whether the registry could not be read when it was last looked at: then who is
@@ -48,24 +48,34 @@ class Roster:
         """Read the registry if it has changed; one that is away leaves the copy as it is."""
         async with self._renewing:
             try:
-                found = await asyncio.to_thread(self._read)
+                revision = await asyncio.to_thread(self._registry.revision)
+                is_new = revision != self._revision
+                clients = await asyncio.to_thread(self._registry.clients) if is_new else []
             except StoreError as error:
                 _log.warning("registry_unreadable", reason=str(error))
                 self.is_away = True
                 return
             self.is_away = False
-            if found is None:
+            if not is_new:
                 return
-            self._revision, clients = found
+            self._revision = revision
             self._by_fingerprint = {each.fingerprint: each for each in clients}
             self._by_name = {each.name: each for each in clients}
             self._by_id = {each.client_id: each for each in clients}
         self._changed()
 
     async def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
-        """Return the client with this certificate; a new one is looked up again."""
+        """Return the client with this certificate; a new one is looked up again.
+
+        That is once in a while for all that ask meanwhile: they wait for the next time.
+        """
         if fingerprint not in self._by_fingerprint:
-            await self._look_again()
+            came_s = self._clock.now_s()
+            async with self._looking:
+                if self._looked_s <= came_s:
+                    await asyncio.sleep(self._looked_s + _LOOK_AGAIN_S - self._clock.now_s())
+                    self._looked_s = self._clock.now_s()
+                    await self.renew()
         return self._by_fingerprint.get(fingerprint)
 
     async def by_name(self, name: str) -> EnrolledClient | None:
@@ -77,20 +87,3 @@ class Roster:
     def by_id(self, client_id: ClientId) -> EnrolledClient | None:
         """Return the client with this number."""
         return self._by_id.get(client_id)
-
-    async def _look_again(self) -> None:
-        """Renew, at most once in a while: all that ask meanwhile wait for the next time."""
-        came_s = self._clock.now_s()
-        async with self._looking:
-            if self._looked_s > came_s:
-                return
-            await asyncio.sleep(self._looked_s + _LOOK_AGAIN_S - self._clock.now_s())
-            self._looked_s = self._clock.now_s()
-            await self.renew()
-
-    def _read(self) -> tuple[int, list[EnrolledClient]] | None:
-        """Return the revision and the clients; ``None`` if nothing has changed."""
-        revision = self._registry.revision()
-        if revision == self._revision:
-            return None
-        return revision, self._registry.clients()

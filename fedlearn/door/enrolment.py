@@ -4,100 +4,77 @@ Without a token, an enrolled client replaces its keys: its old identity key has 
 """
 
 import asyncio
+from dataclasses import dataclass
 from hashlib import sha256
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
-from fedlearn.core.clock import Clock
+from fedlearn.core.clock import Clock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
-from fedlearn.door.connections import Context, read
+from fedlearn.door.connections import Context, Ended, parsed, read_first
 from fedlearn.door.counters import DoorCounters
-from fedlearn.door.enrolled import Roster
+from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.door.exchange import TokenBucket
+from fedlearn.door.settings import DoorSettings
 from fedlearn.errors import DeploymentError, EnrolmentRefused, StoreError
+from fedlearn.identity.identity import certificate_fingerprint, expires_unix_s
 from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.identity.registry import EnrolledClient, Registry
+from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.identity import enrolment_bytes, expires_utc, fingerprint, verify
+from fedlearn.transport.content import enrolment_bytes
 
-#: Largest message of this service: a signing request has less than 1 kB, the longest chain of
-#: identity keys 10 kB.
+#: A signing request has less than 1 kB, the longest chain of identity keys 10 kB.
 MAX_ENROLMENT_BYTES = 16 << 10
 
-#: Requests that are looked at; others are asked to try again.
 _MAX_PER_S = 50.0
-
 _MAX_NAME, _MAX_TOKEN_BYTES = 64, 128
 
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class Enrolments:
     """Redeems invitations, and replaces keys.
 
-    Args:
-        registry: Where the clients are; called in threads.
-        roster: Renewed at once, so that new keys are known when their client connects.
-        authority: Signs; ``None`` without TLS, where a certificate would say nothing.
-        timeout_s: A request that takes longer has failed.
-        certificate_days: How long a certificate is good for.
-        counters: Of the door.
-        clock: Monotonic.
+    Attributes:
+        registry: Called in threads.
+        enrolled: Renewed at once, so that new keys are known when their client connects.
+        authority: ``None`` without TLS, where a certificate would say nothing.
     """
 
-    def __init__(
-        self,
-        *,
-        registry: Registry,
-        roster: Roster,
-        authority: Authority | None,
-        timeout_s: float,
-        certificate_days: int,
-        counters: DoorCounters,
-        clock: Clock,
-    ) -> None:
-        self._registry = registry
-        self._roster = roster
-        self._authority = authority
-        self._timeout_s = timeout_s
-        self._valid_days = certificate_days
-        self._bucket = TokenBucket(_MAX_PER_S, clock.now_s())
-        self._counters = counters
-        self._clock = clock
+    registry: Registry
+    enrolled: EnrolledClients
+    authority: Authority | None
+    settings: DoorSettings
+    counters: DoorCounters
+    clock: Clock
 
-    async def enrol(self, _: object, context: Context) -> None:
-        """Answer one request."""
+    def __post_init__(self) -> None:
+        self._bucket = TokenBucket(_MAX_PER_S, self.clock.now_s())
+
+    async def enrol(self, context: Context) -> None:
+        """Answer one request, or raise :class:`Ended` if it is refused or cannot be granted now."""
+        data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
+        if not self._bucket.has(now_s=self.clock.now_s()):
+            reason = "too many enrolments; try again"
+            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
+        request = parsed(wire_pb2.EnrolRequest, data)
+        before = await self.enrolled.by_name(request.name)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                data = await read(context)
-        except TimeoutError:
-            self._counters.refused["handshake"] += 1
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came in time")
-        if not self._bucket.has(now_s=self._clock.now_s()):
-            self._counters.refused["rate"] += 1
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, "too many enrolments; try again"
-            )
-        try:
-            request = wire_pb2.EnrolRequest.FromString(data or b"")
-            before = await self._roster.by_name(request.name)
             certificate_pem, client = await asyncio.to_thread(self._redeem, request)
-        except DecodeError:
-            self._counters.refused["malformed"] += 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not an EnrolRequest")
         except EnrolmentRefused as error:
-            self._counters.refused["enrolment"] += 1
             _log.warning("enrolment_refused", peer=context.peer(), reason=str(error))
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            raise Ended(grpc.StatusCode.PERMISSION_DENIED, str(error), "enrolment") from error
         except (StoreError, DeploymentError) as error:
             _log.error("enrolment_failed", reason=str(error))
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "enrolment is out of order; try later")
-        self._counters.enrolled += 1
+            reason = "enrolment is out of order; try later"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason) from error
+        self.counters.enrolled += 1
         _tell(client, before)
-        await self._roster.renew()
+        await self.enrolled.renew()
         reply = wire_pb2.EnrolReply(certificate_pem=certificate_pem, client_id=client.client_id)
         await context.write(reply.SerializeToString())
 
@@ -115,7 +92,7 @@ class Enrolments:
             return certificate
 
         if request.token:
-            client = self._registry.redeem(
+            client = self.registry.redeem(
                 request.name,
                 request.token,
                 identity_key=request.identity_key,
@@ -125,19 +102,22 @@ class Enrolments:
         else:
             if newest_key(request.lineage) != request.identity_key:
                 raise EnrolmentRefused("the chain of identity keys ends in another than is named")
-            client = self._registry.rotate(request.name, request.lineage, certify=certify)
+            client = self.registry.rotate(request.name, request.lineage, certify=certify)
         return made[-1], client
 
     def _certificate(
         self, request: wire_pb2.EnrolRequest, client_id: ClientId
     ) -> tuple[bytes, str, str]:
         """Return a certificate, its fingerprint and its end."""
-        if self._authority is None:
+        if self.authority is None:
             return b"", sha256(request.identity_key).hexdigest(), "9999-12-31T23:59:59Z"
-        pem = self._authority.sign(
-            request.csr_pem, name=request.name, client_id=client_id, valid_days=self._valid_days
+        pem = self.authority.sign(
+            request.csr_pem,
+            name=request.name,
+            client_id=client_id,
+            valid_days=self.settings.certificate_days,
         )
-        return pem, fingerprint(pem), expires_utc(pem)
+        return pem, certificate_fingerprint(pem), utc(expires_unix_s(pem))
 
 
 def _tell(client: EnrolledClient, before: EnrolledClient | None) -> None:

@@ -1,15 +1,8 @@
 """The door: clients come in over gRPC, from behind mutual TLS, and are bounded in all they do.
 
-::
-
-    main thread              thread "door" (asyncio, grpc.aio)            thread "reply-log"
-    ───────────              ─────────────────────────────────            ──────────────────
-    DoorChannel.exchange ──► Desk: tasks ──► Hall: sessions ──► clients
-         ▲                   Desk: checks ◄── sessions, Transfers ◄──┘
-         │                     └──────────────────────────────────────► log, one fsync a group
-         └───────────────────── a reply that is durable ◄──────────────────────┘
-
-Nothing that a client does or leaves undone holds up another one, or the main thread.
+It is an asyncio loop on a thread of its own; another one logs replies, and four more move files.
+The run loop speaks to it through a :class:`DoorChannel`, as ``docs/explanation/deployment.md``
+shows. Nothing that a client does or leaves undone holds up another one, or the run.
 """
 
 import asyncio
@@ -17,134 +10,110 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar, cast
+from typing import cast
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
-from fedlearn.core.clock import utc
+from fedlearn.core.clock import RealClock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
-from fedlearn.door.channel import Check, DoorChannel, DoorClock
-from fedlearn.door.connections import Context, Ending, Hall, Session, read
+from fedlearn.door.channel import Check, DoorChannel
+from fedlearn.door.connections import (
+    Context,
+    Ended,
+    Ending,
+    ServerSession,
+    Sessions,
+    counted,
+    parsed,
+    read,
+    read_first,
+)
 from fedlearn.door.counters import DoorCounters
-from fedlearn.door.enrolled import Roster
+from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.door.enrolment import MAX_ENROLMENT_BYTES, Enrolments
-from fedlearn.door.exchange import Docket, Key, TokenBucket
+from fedlearn.door.exchange import ClientPhase, ExchangeHistory, TokenBucket
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.spool import GroupWriter, ended_exchanges
-from fedlearn.door.tasks import Desk
+from fedlearn.door.tasks import Exchanges
 from fedlearn.door.transfers import Transfers
 from fedlearn.errors import DeploymentError, ProtocolError, StoreError
+from fedlearn.identity.identity import certificate_fingerprint
 from fedlearn.identity.registry import EnrolledClient, Registry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
+from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import NAME_METADATA
-from fedlearn.transport.identity import fingerprint
 
 __all__ = ["Door", "DoorChannel", "DoorSettings"]
 
-#: Seconds between two looks at the registry and at who leads.
-_POLL_S = 1.0
+_POLL_S = 1.0  # between two looks at the registry and at who leads
+_STOP_S = 0.5  # past the grace, for calls that were cancelled to end
+_LAST_WORD_S = 1.0  # that a client has to read the last message of its session
+_REPORT_S = 10.0  # between two lines about strangers and refused calls, which come as they like
 
-#: Seconds past the grace in which calls that were cancelled have to end.
-_STOP_S = 0.5
-
-#: Connections whose client has been recognised, of those that are remembered.
-_MAX_PEERS = 1 << 16
-
-#: Calls of one connection at once: a session, transfers, and one of each that is ending.
-_MAX_STREAMS = 8
-
-#: Calls of one client that have not ended, over all its connections.
-_MAX_CALLS = 16
-
-#: Bytes of a message other than a reply.
-_MAX_SMALL_BYTES = 16 << 10
-
-#: Connections to the enrolment port at once. Whoever reaches it may hold one, for a while only.
-_MAX_ENROLMENT_CONNECTIONS = 1000
-
-#: Seconds that a client has to read the last message of its session.
-_LAST_WORD_S = 1.0
-
-#: Seconds between two lines of the log about strangers and about calls that were refused: both
-#: come as fast as they like.
-_REPORT_S = 10.0
-
-_EXPIRED = "this client's certificate has expired; enrol again with a new invitation"
+_MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are remembered
+_MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
+_MAX_CALLS = 16  # of one client that have not ended, over all its connections
+_MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
+_MAX_ENROLMENT_CONNECTIONS = 1000  # at once; whoever reaches the port may hold one, for a while
 
 _SOFTWARE = f"fedlearn {version('fedlearn')}"
 
 _log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
-_Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[bytes, bytes]]"
 
-
+@dataclass(eq=False, repr=False)
 class Door:
     """The gRPC server of a coordinator, on a thread of its own.
 
-    Args:
-        settings: Its bounds.
-        registry: Who is enrolled.
-        run_id: Of the run.
+    Attributes:
         spool_dir: For requests and replies on their way; this run's alone.
         authority: Signs and shows certificates; ``None``: plaintext on the loopback, where
             clients say themselves who they are, for tests and demonstrations.
         eligible: Whether a client may be asked, by what it says of itself.
         is_leader: Whether this coordinator may accept replies now; cheap.
-        clock: Real time.
-
-    Attributes:
         counters: What has happened so far.
         address: Where clients connect, once started.
         enrolment_address: Where they enrol; empty if nowhere.
     """
 
-    def __init__(
-        self,
-        settings: DoorSettings,
-        *,
-        registry: Registry,
-        run_id: str,
-        spool_dir: Path,
-        authority: Authority | None,
-        eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool],
-        is_leader: Callable[[], bool],
-        clock: DoorClock,
-    ) -> None:
+    settings: DoorSettings
+    _: KW_ONLY
+    registry: Registry
+    run_id: str
+    spool_dir: Path
+    authority: Authority | None
+    eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    is_leader: Callable[[], bool]
+    clock: RealClock
+
+    def __post_init__(self) -> None:
         self.counters = DoorCounters()
         self.address = ""
         self.enrolment_address = ""
-        self._settings = settings
-        self._registry = registry
-        self._run_id = run_id
-        self._spool_dir = spool_dir
-        self._authority = authority
-        self._is_leader = is_leader
-        self._clock = clock
         self._changed = threading.Event()
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
         self._strangers = 0
         self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
-        self._reported_s = clock.now_s()
-        self._roster = Roster(registry, self._roster_changed, clock)
-        self._hall = Hall(
-            max_connected=settings.max_connected,
-            come_back_s=settings.come_back_s,
-            eligible=eligible,
+        self._reported_s = self.clock.now_s()
+        self._enrolled = EnrolledClients(self.registry, self._enrolled_changed, self.clock)
+        self._sessions = Sessions(
+            settings=self.settings,
+            admits=self.eligible,
             changed=self._changed.set,
             counters=self.counters,
-            clock=clock,
+            clock=self.clock,
         )
 
     def start(self) -> None:
@@ -154,33 +123,33 @@ class Door:
             DeploymentError: A port cannot be listened on, or is not the loopback's without TLS.
             StoreError: What is in the spool cannot be read.
         """
-        self._require_loopback()
-        docket, is_recovering = Docket(self._run_id), False
-        for ended in ended_exchanges(self._spool_dir / "replies", run_id=self._run_id):
+        history, is_recovering = ExchangeHistory(self.run_id), False
+        for name, ended in ended_exchanges(self.spool_dir / "replies", run_id=self.run_id):
             if ended.closed is None:
                 is_recovering = True
             else:
                 accepted = [each.client_id for each in ended.replies[: ended.closed.num_consumed]]
-                docket.remember(Key.of_folder(self._run_id, ended.name), accepted)
-        if self._is_leader():  # a successor has its own there
-            shutil.rmtree(self._spool_dir / "passing", ignore_errors=True)
+                history.remember(TaskKey.of_folder(self.run_id, name), accepted)
+        if self.is_leader():  # a successor has its own there
+            shutil.rmtree(self.spool_dir / "passing", ignore_errors=True)
         self._loop = LoopThread("door")
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="door-files")
-        self._desk = Desk(
-            docket=docket,
-            hall=self._hall,
+        self._exchanges = Exchanges(
+            history=history,
+            sessions=self._sessions,
             writer=self._writer,
-            is_leader=self._is_leader,
+            is_leader=self.is_leader,
             counters=self.counters,
-            clock=self._clock,
+            clock=self.clock,
             is_recovering=is_recovering,
         )
-        self._hall.is_needed = self._desk.is_needed
+        self._sessions.is_needed = self._exchanges.is_needed
         self._transfers = Transfers(
-            desk=self._desk,
+            exchanges=self._exchanges,
             files=self._files,
-            stall_timeout_s=self._settings.stall_timeout_s,
+            objection=self._objection,
+            stall_timeout_s=self.settings.stall_timeout_s,
             counters=self.counters,
         )
         try:
@@ -195,33 +164,21 @@ class Door:
         self._end()
 
     def channel(self, *, check: Check = lambda: None) -> DoorChannel:
-        """Return the run loop's side.
-
-        Args:
-            check: Called several times a second while the channel waits; what it raises, a
-                :class:`~fedlearn.errors.FedlearnError`, ends the waiting.
-        """
+        """Return the run loop's side, whose waiting ends by what ``check`` raises, asked often."""
         return DoorChannel(
             loop=self._loop,
-            desk=self._desk,
-            hall=self._hall,
-            run_id=self._run_id,
-            folder=self._spool_dir,
-            recovery_grace_s=self._settings.recovery_grace_s,
+            exchanges=self._exchanges,
+            sessions=self._sessions,
+            run_id=self.run_id,
+            folder=self.spool_dir,
+            recovery_grace_s=self.settings.recovery_grace_s,
             changed=self._changed,
             check=check,
-            clock=self._clock,
+            clock=self.clock,
         )
 
-    def call(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Run ``coroutine`` on the door's event loop."""
-        return self._loop.call(coroutine)
-
     def when_blind(self, tell: Callable[[StoreError], None]) -> None:
-        """Have ``tell`` told if the door, open, does not look at the registry any more.
-
-        Revoked clients would be heard on. A registry that is only away is looked at again.
-        """
+        """Have ``tell`` told if the open door looks at the registry no more, not even in vain."""
 
         def ended(poll: asyncio.Task[None]) -> None:
             error = None if poll.cancelled() else poll.exception()
@@ -242,85 +199,80 @@ class Door:
 
     def _status(self) -> dict[str, object]:
         def name(client_id: ClientId) -> str:
-            client = self._roster.by_id(client_id)
+            client = self._enrolled.by_id(client_id)
             return "" if client is None else client.name
 
-        status = self._desk.status(name)
-        return status | {"connected": len(self._hall), "eligible": len(self._hall.eligible())}
+        status = self._exchanges.status(name)
+        return status | {
+            "connected": len(self._sessions),
+            "eligible": len(self._sessions.eligible()),
+        }
 
     def _end(self) -> None:
         self._writer.stop()
         self._loop.stop()
         self._files.shutdown()
 
-    def _require_loopback(self) -> None:
-        for address in (self._settings.address, self._settings.enrolment_address):
-            if self._authority is None and address is not None and not is_loopback(address):
-                raise DeploymentError(
-                    f"without TLS the door opens on the loopback only, not on {address!r}; take "
-                    "127.0.0.1, or run with certificates (without --insecure)"
-                )
-
     # The servers.
 
     async def _serve(self) -> None:
-        await self._roster.renew()
-        # On the wire all calls are streams; read as such, a client that says nothing times out.
-        handlers: _Handlers = {
-            "Session": grpc.stream_stream_rpc_method_handler(self._session),
-            "Download": grpc.stream_stream_rpc_method_handler(self._download),
-            "Upload": grpc.stream_stream_rpc_method_handler(self._upload),
-        }
-        settings = self._settings
-        is_enrolling = settings.enrolment_address is not None
+        await self._enrolled.renew()
+        settings = self.settings
         num_connections, num_enrolling = _affordable(
             settings.max_connected + settings.max_handshakes,
-            _MAX_ENROLMENT_CONNECTIONS if is_enrolling else 0,
+            0 if settings.enrolment_address is None else _MAX_ENROLMENT_CONNECTIONS,
         )
-        self._server = self._new_server(
+        self._servers: list[grpc.aio.Server] = []
+        self.address = self._listen_on(
+            settings.address,
             wire.DOOR,
-            handlers,
+            {
+                "Session": partial(self._serve_client, self._serve_session),
+                "Download": partial(self._serve_client, self._transfers.download),
+                "Upload": partial(self._serve_client, self._transfers.upload),
+            },
             max_bytes=wire.MAX_MESSAGE_BYTES,
             max_connections=num_connections,
             idle_s=2 * wire.KEEPALIVE_S,  # a client that is there has a session
         )
-        self.address = self._bind(self._server, self._settings.address, mutual=True)
-        self._enrolment_server: grpc.aio.Server | None = None
-        if self._settings.enrolment_address is not None:
+        if settings.enrolment_address is not None:
             enrolments = Enrolments(
-                registry=self._registry,
-                roster=self._roster,
-                authority=self._authority,
-                timeout_s=self._settings.handshake_timeout_s,
-                certificate_days=self._settings.certificate_days,
+                registry=self.registry,
+                enrolled=self._enrolled,
+                authority=self.authority,
+                settings=settings,
                 counters=self.counters,
-                clock=self._clock,
+                clock=self.clock,
             )
-            enrol: _Handlers = {"Enrol": grpc.stream_stream_rpc_method_handler(enrolments.enrol)}
-            server = self._new_server(
+            self.enrolment_address = self._listen_on(
+                settings.enrolment_address,
                 wire.ENROLMENT,
-                enrol,
+                {"Enrol": partial(self._serve_anyone, enrolments.enrol)},
                 max_bytes=MAX_ENROLMENT_BYTES,
                 max_connections=num_enrolling,
                 idle_s=settings.handshake_timeout_s,
             )
-            address = self._settings.enrolment_address
-            self.enrolment_address = self._bind(server, address, mutual=False)
+        for server in reversed(self._servers):
             await server.start()
-            self._enrolment_server = server
-        await self._server.start()
         self._poll = asyncio.create_task(self._keep_polling())
         _log.info("door_open", address=self.address, enrolment_address=self.enrolment_address)
 
-    def _new_server(
+    def _listen_on(
         self,
+        address: str,
         service: str,
-        handlers: _Handlers,
+        calls: Mapping[str, Callable[[object, Context], Awaitable[None]]],
         *,
         max_bytes: int,
         max_connections: int,
         idle_s: float,
-    ) -> grpc.aio.Server:
+    ) -> str:
+        """Make a server for ``address``, and return that with the port that it came to."""
+        if self.authority is None and not is_loopback(address):
+            raise DeploymentError(
+                f"without TLS the door opens on the loopback only, not on {address!r}; take "
+                "127.0.0.1, or run with certificates (without --insecure)"
+            )
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # two coordinators on one port would share its clients
@@ -330,7 +282,7 @@ class Door:
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.max_connection_idle_ms", _ms(idle_s)),
-                ("grpc.server_handshake_timeout_ms", _ms(self._settings.handshake_timeout_s)),
+                ("grpc.server_handshake_timeout_ms", _ms(self.settings.handshake_timeout_s)),
                 ("grpc.keepalive_time_ms", _ms(2 * wire.KEEPALIVE_S)),
                 ("grpc.keepalive_timeout_ms", _ms(wire.KEEPALIVE_S)),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -338,16 +290,17 @@ class Door:
                 ("grpc.http2.min_ping_interval_without_data_ms", _ms(wire.KEEPALIVE_S / 2)),
             ]
         )
+        # On the wire all calls are streams; read as such, a client that says nothing times out.
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.stream_stream_rpc_method_handler(call) for name, call in calls.items()
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        return server
-
-    def _bind(self, server: grpc.aio.Server, address: str, *, mutual: bool) -> str:
-        """Listen on ``address`` and return it with the port that it came to."""
+        self._servers.append(server)
         try:
-            if self._authority is None:
+            if self.authority is None:
                 port = server.add_insecure_port(address)
             else:
-                credentials = self._server_credentials(self._authority, mutual=mutual)
+                credentials = self._credentials(self.authority, mutual=service == wire.DOOR)
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise DeploymentError(
@@ -356,16 +309,19 @@ class Door:
             ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 
-    def _server_credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
+    def _credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
         """Return credentials that are looked up for every connection: certificates renew."""
         served = authority.server_certificate()
 
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration(
+                [served], root_certificates=authority.ca_pem if mutual else None
+            )
+
         def current() -> grpc.ServerCertificateConfiguration | None:
             nonlocal served
-            if mutual:
-                self.counters.connections += 1
-            else:
-                self.counters.enrolment_connections += 1
+            self.counters.connections += mutual
+            self.counters.enrolment_connections += not mutual
             try:
                 latest = authority.server_certificate()
             except DeploymentError as error:
@@ -374,10 +330,10 @@ class Door:
             if latest == served:
                 return None
             served = latest
-            return _configuration(authority, latest, mutual=mutual)
+            return configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(authority, served, mutual=mutual),
+            configuration(),
             # None, "as before", is documented and missing in the types.
             cast("Callable[[], grpc.ServerCertificateConfiguration]", current),
             require_client_authentication=mutual,
@@ -386,11 +342,10 @@ class Door:
     async def _close(self, grace_s: float, reason: str) -> None:
         self._poll.cancel()
         self._report_refusals()
-        self._desk.abandon()
-        for session in self._hall.sessions():
-            self._hall.send_away(session, reason, after_s=1.0)
-        servers = [each for each in (self._server, self._enrolment_server) if each is not None]
-        stopping = [asyncio.create_task(each.stop(grace_s)) for each in servers]
+        self._exchanges.abandon()
+        for session in self._sessions.all():
+            self._sessions.send_away(session, reason, after_s=1.0)
+        stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
         # gRPC waits on for calls whose client is gone without a word: until its keepalive ends.
         _, late = await asyncio.wait(stopping, timeout=grace_s + _STOP_S)
         if late:
@@ -399,27 +354,22 @@ class Door:
     async def _keep_polling(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            await self._roster.renew()
-            self._desk.tell_untold()
-            self._cut_expired()
+            await self._enrolled.renew()
+            self._exchanges.tell_untold()
+            self._cut_strangers()
             self._report()
-
-    def _cut_expired(self) -> None:
-        """End the sessions whose certificate has expired since they were opened."""
-        for session in self._hall.sessions():
-            if self._has_expired(session.client):
-                self._cut(session, _EXPIRED)
-
-    def _has_expired(self, client: EnrolledClient) -> bool:
-        return client.certificate_expires_utc <= utc(self._clock.unix_s())
 
     def _report(self) -> None:
         """Log now and then who came and was not let in: nobody else tells of them."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         if now_s - self._reported_s < _REPORT_S:
             return
         self._reported_s = now_s
-        self._report_strangers()
+        strangers = self.counters.connections - self.counters.authenticated
+        if strangers > self._strangers:
+            num_new = strangers - self._strangers
+            _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
+        self._strangers = strangers
         self._report_refusals()
 
     def _report_refusals(self) -> None:
@@ -427,106 +377,110 @@ class Door:
             _log.warning("refused", cause=cause, num_calls=num_calls, last_peer=last_peer)
         self._refusals.clear()
 
-    def _report_strangers(self) -> None:
-        """Log how many connections came to nothing."""
-        strangers = self.counters.connections - self.counters.authenticated
-        if strangers > self._strangers:
-            num_new = strangers - self._strangers
-            _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
-        self._strangers = strangers
+    def _enrolled_changed(self) -> None:
+        self._cut_strangers()
+        for session in self._sessions.all():
+            session.client = self._enrolled.by_id(session.client.client_id) or session.client
+            self._sessions.reconsider(session, session.eligibility)
 
-    def _roster_changed(self) -> None:
-        """End the sessions of clients that are revoked or have another certificate now."""
-        for session in self._hall.sessions():
-            client = self._roster.by_id(session.client.client_id)
-            if client is None or client.status != "active":
-                self._cut(session, "this client was revoked")
-            elif client.fingerprint != session.client.fingerprint:
-                self._cut(session, "this client has enrolled again with other keys")
-            else:
-                session.client = client
-                self._hall.reconsider(session, session.eligibility)
-        self._transfers.cut_strangers(self._roster.by_id)
+    def _cut_strangers(self) -> None:
+        """End the sessions of clients that would not be let in any more."""
+        for session in self._sessions.all():
+            if (objection := self._objection(session.client)) is None:
+                continue
+            reason, _ = objection
+            _log.warning("session_ended", client_id=session.client.client_id, reason=reason)
+            session.cut(Ending(grpc.StatusCode.UNAUTHENTICATED, reason))
+            self._leave(session)
 
-    def _cut(self, session: Session, reason: str) -> None:
-        client_id = session.client.client_id
-        _log.warning("session_ended", client_id=client_id, reason=reason)
-        session.cut(Ending(grpc.StatusCode.UNAUTHENTICATED, reason))
-        self._hall.leave(session)
-        self._desk.gone(client_id)
-        self._transfers.cut(client_id)
+    def _objection(self, client: EnrolledClient) -> tuple[str, str] | None:
+        """Return why a client that was known is not let in, and one word to count it by."""
+        now = self._enrolled.by_id(client.client_id)
+        if now is None or now.status != "active":
+            return "this client was revoked", "revoked"
+        if now.fingerprint != client.fingerprint:
+            return "this client has enrolled again with other keys", "replaced"
+        if now.certificate_expires_utc <= utc(self.clock.unix_s()):
+            return (
+                "this client's certificate has expired; enrol again with a new invitation",
+                "expired",
+            )
+        return None
 
     # The calls.
 
-    async def _session(self, _: object, context: Context) -> None:
-        async with self._caller(context) as client:
-            await self._serve_session(client, context)
+    async def _serve_client(
+        self,
+        serve: Callable[[EnrolledClient, Context], Awaitable[None]],
+        _: object,
+        context: Context,
+    ) -> None:
+        """Serve who calls, unless too many of its calls have not ended.
 
-    async def _download(self, _: object, context: Context) -> None:
-        async with self._caller(context) as client:
-            await self._transfers.download(client, context)
+        Even an end has to be read: a client that does not keeps its calls while it is connected.
+        """
+        async with self._told(context):
+            client = await self._authenticated(context)
+            with counted(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
+                async with self._told(context, client_id=client.client_id):
+                    await serve(client, context)
 
-    async def _upload(self, _: object, context: Context) -> None:
-        async with self._caller(context) as client:
-            await self._transfers.upload(client, context)
+    async def _serve_anyone(
+        self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
+    ) -> None:
+        async with self._told(context):
+            await serve(context)
 
     @asynccontextmanager
-    async def _caller(self, context: Context) -> AsyncIterator[EnrolledClient]:
-        """Yield the client that calls, unless it has too many calls: some may never end.
-
-        Even the end of a call has to be read by the client; one that does not read keeps
-        its calls until its connection breaks.
-        """
-        client = await self._authenticated(context)
-        if self._calls[client.client_id] >= _MAX_CALLS:
-            words = "too many calls of this client have not ended; close its connections"
-            await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, words, "calls")
-        self._calls[client.client_id] += 1
+    async def _told(self, context: Context, **logged: int) -> AsyncIterator[None]:
+        """Tell the peer why its call ends before its time; a refusal is counted."""
         try:
-            yield client
-        except grpc.aio.InternalError as error:
-            # A message is still being sent to a client that does not read: its call cannot be
-            # ended in words. A call that is let go of is reset.
-            _log.info("call_dropped", client_id=client.client_id)
-            raise asyncio.CancelledError from error
-        finally:
-            self._calls[client.client_id] -= 1
-            if not self._calls[client.client_id]:
-                del self._calls[client.client_id]
+            yield
+        except Ended as ended:
+            code, reason, cause = ended.ending
+            if cause:
+                self.counters.refused[cause] += 1
+                num_calls, _ = self._refusals.get(cause, (0, ""))
+                self._refusals[cause] = num_calls + 1, context.peer()
+            try:
+                await context.abort(code, reason)
+            except grpc.aio.InternalError as error:
+                # A message is still being sent to a client that does not read: its call cannot be
+                # ended in words. A call that is let go of is reset.
+                _log.info("call_dropped", **logged)
+                raise asyncio.CancelledError from error
 
     async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
-        if not self._is_leader():
-            await context.abort(
-                grpc.StatusCode.UNAVAILABLE, "this coordinator stands by; try another address"
-            )
+        if not self.is_leader():
+            reason = "this coordinator stands by; try another address"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason)
         hello = await self._hello(context)
-        session = Session(client, hello, since_s=self._clock.now_s())
+        session = ServerSession(client, hello, since_s=self.clock.now_s())
         welcome = wire_pb2.Welcome(
             protocol=wire.PROTOCOL,
             software=_SOFTWARE,
             client_id=client.client_id,
-            run_id=self._run_id,
-            unix_s=self._clock.unix_s(),
+            run_id=self.run_id,
+            unix_s=self.clock.unix_s(),
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
-        self._desk.answer_held(session)  # also if there is no room
-        if self._hall.enter(session):
-            self._desk.greet(session)
+        self._exchanges.answer_held(session)  # also if there is no room
+        if self._sessions.enter(session):
+            self._exchanges.greet(session)
         await self._converse(session, context)
-        ending = session.ending
-        if ending is not None and ending.code is not grpc.StatusCode.OK:
-            await context.abort(ending.code, ending.reason)
+        if session.ending is not None and session.ending.code is not grpc.StatusCode.OK:
+            raise Ended(*session.ending)
 
-    async def _converse(self, session: Session, context: Context) -> None:
+    async def _converse(self, session: ServerSession, context: Context) -> None:
         """Listen and speak until one side ends the session."""
-        timeout_s = self._settings.stall_timeout_s
+        timeout_s = self.settings.stall_timeout_s
         writing = asyncio.create_task(
             session.write(context, timeout_s=timeout_s, counters=self.counters)
         )
         tasks = {
             asyncio.create_task(self._listen(session, context)),
             writing,
-            asyncio.create_task(session.wait_cut()),
+            asyncio.create_task(session.is_cut.wait()),
         }
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -542,90 +496,71 @@ class Door:
         if writing.cancelled():
             raise asyncio.CancelledError
 
-    def _leave(self, session: Session) -> None:
-        self._hall.leave(session)
-        if self._hall.find(session.client.client_id) is None:
-            self._desk.gone(session.client.client_id)
+    def _leave(self, session: ServerSession) -> None:
+        self._sessions.leave(session)
+        if self._sessions.find(session.client.client_id) is None:
+            self._exchanges.moved(session.client.client_id, ClientPhase.GONE)
 
-    async def _listen(self, session: Session, context: Context) -> None:
-        bucket = TokenBucket(self._settings.max_messages_per_s, self._clock.now_s())
+    async def _listen(self, session: ServerSession, context: Context) -> None:
+        bucket = TokenBucket(self.settings.max_messages_per_s, self.clock.now_s())
         while (data := await read(context)) is not None:
             self.counters.messages += 1
             self.counters.bytes_in += len(data)
-            wait_s = bucket.take(now_s=self._clock.now_s())
+            wait_s = bucket.take(now_s=self.clock.now_s())
             if wait_s > 0.0:
                 self.counters.throttled += 1
                 await asyncio.sleep(wait_s)
             try:
-                message = _parsed(data)
-            except ProtocolError as error:
-                self._count_refusal("malformed", context)
-                session.cut(Ending(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+                self._hear(session, _parsed(data))
+            except Ended as ended:
+                session.cut(ended.ending)
                 return
-            self._hear(session, message)
 
-    def _hear(self, session: Session, message: wire_pb2.FromClient) -> None:
+    def _hear(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
         match message.WhichOneof("what"):
             case "result":
-                self._desk.result(session, message.result)
+                self._exchanges.result(session, message.result)
             case "progress":
-                self._desk.progressed(session, message.progress)
+                self._exchanges.progressed(session, message.progress)
             case "eligibility":
-                self._hall.reconsider(session, message.eligibility)
+                self._sessions.reconsider(session, message.eligibility)
             case _:  # a second hello, or what a later version says
                 self.counters.refused["unexpected"] += 1
 
     async def _hello(self, context: Context) -> wire_pb2.Hello:
-        try:
-            async with asyncio.timeout(self._settings.handshake_timeout_s):
-                data = await read(context)
-            message = _parsed(data or b"")
-        except TimeoutError:
-            await self._refuse(
-                context, grpc.StatusCode.DEADLINE_EXCEEDED, "no hello came in time", "handshake"
-            )
-        except ProtocolError as error:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error), "malformed")
+        message = _parsed(await read_first(context, timeout_s=self.settings.handshake_timeout_s))
         if message.WhichOneof("what") != "hello":
-            await self._refuse(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "a session begins with hello",
-                "handshake",
-            )
+            reason = "a session begins with hello"
+            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "handshake")
         if message.hello.protocol != wire.PROTOCOL:
-            words = (
+            reason = (
                 f"the client speaks protocol {message.hello.protocol}, this coordinator "
                 f"{wire.PROTOCOL}; install {_SOFTWARE} on the client"
             )
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, words, "protocol")
+            raise Ended(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol")
         return message.hello
 
     async def _authenticated(self, context: Context) -> EnrolledClient:
         """Return the client that calls, by its certificate."""
         client = await self._recognised(context)
-        if client is None and self._roster.is_away:
-            words = "the coordinator cannot look up new clients now; try again"
-            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, words, "registry")
+        if client is None and self._enrolled.is_away:
+            reason = "the coordinator cannot look up new clients now; try again"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason, "registry")
         if client is None:
-            await self._refuse(
-                context, grpc.StatusCode.UNAUTHENTICATED, "this client is not enrolled", "unknown"
-            )
-        if client.status != "active":
-            await self._refuse(
-                context, grpc.StatusCode.UNAUTHENTICATED, "this client was revoked", "revoked"
-            )
-        if self._has_expired(client):  # since the connection was made
-            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, _EXPIRED, "expired")
+            reason = "this client is not enrolled"
+            raise Ended(grpc.StatusCode.UNAUTHENTICATED, reason, "unknown")
+        objection = self._objection(client)
+        if objection is not None:  # its certificate may have expired since it connected
+            raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection)
         return client
 
     async def _recognised(self, context: Context) -> EnrolledClient | None:
-        if self._authority is None:
+        if self.authority is None:
             name = dict(context.invocation_metadata() or ()).get(NAME_METADATA, "")
-            return await self._roster.by_name(str(name))
+            return await self._enrolled.by_name(str(name))
         for certificate in context.auth_context().get("x509_pem_cert", ()):
             try:
-                client = await self._roster.by_fingerprint(fingerprint(certificate))
+                client = await self._enrolled.by_fingerprint(certificate_fingerprint(certificate))
             except ProtocolError:
                 return None
             if client is not None:
@@ -641,40 +576,15 @@ class Door:
             if len(self._peers) > _MAX_PEERS:
                 del self._peers[next(iter(self._peers))]
 
-    async def _refuse(
-        self, context: Context, code: grpc.StatusCode, words: str, cause: str
-    ) -> NoReturn:
-        self._count_refusal(cause, context)
-        await context.abort(code, words)
-        raise AssertionError("abort raises")
-
-    def _count_refusal(self, cause: str, context: Context) -> None:
-        self.counters.refused[cause] += 1
-        num_calls, _ = self._refusals.get(cause, (0, ""))
-        self._refusals[cause] = num_calls + 1, context.peer()
-
 
 def _parsed(data: bytes) -> wire_pb2.FromClient:
-    """Return a message of a session.
-
-    Raises:
-        ProtocolError: It is none, or larger than any but a reply may be.
-    """
-    try:
-        message = wire_pb2.FromClient.FromString(data)
-    except DecodeError as error:
-        raise ProtocolError(f"{len(data)} bytes are no FromClient") from error
+    """Return a message of a session; one that is no reply is small."""
+    message = parsed(wire_pb2.FromClient, data)
     kind = message.WhichOneof("what")
     if kind != "result" and len(data) > _MAX_SMALL_BYTES:
-        raise ProtocolError(f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense")
+        reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense"
+        raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
     return message
-
-
-def _configuration(
-    authority: Authority, key_and_chain: tuple[bytes, bytes], *, mutual: bool
-) -> grpc.ServerCertificateConfiguration:
-    roots = authority.ca_pem if mutual else None
-    return grpc.ssl_server_certificate_configuration([key_and_chain], root_certificates=roots)
 
 
 def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:

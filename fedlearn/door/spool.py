@@ -20,27 +20,26 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import groupby
-from mmap import ACCESS_READ, mmap
+from mmap import mmap
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import BinaryIO, TypeAlias
+from queue import SimpleQueue
+from typing import BinaryIO, NamedTuple, TypeAlias
 
-from fedlearn.core.files import disk_errors, sync_folder
+from fedlearn.core.files import disk_errors, mapped, sync_folder
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
-from fedlearn.transport.content import Digester
+from fedlearn.transport.content import hashed
 
 _RECORD = struct.Struct("<2sBxII")  # magic, what it is, length and CRC-32 of the body
 _MAGIC = b"FR"
 _REPLY = struct.Struct("<Qd32sQ")  # client, seconds, digest, bytes
 _LOG_NAME = "replies.log"
 
-#: Replies that share one fsync at the most.
-_GROUP = 512
+_GROUP = 512  # replies that share one fsync at the most
 
 
 class _Kind(IntEnum):
@@ -52,12 +51,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The first record of a log.
-
-    Attributes:
-        run_id: Whose exchange this is.
-        opened_unix_s: When the clients were asked first, seconds since 1970.
-    """
+    """The first record of a log: whose exchange this is, and when clients were asked first."""
 
     run_id: str
     opened_unix_s: float
@@ -69,42 +63,19 @@ class Closed:
 
     Attributes:
         num_consumed: The first so many replies count; the others came too late.
-        by_itself: Whether the exchange closed because its deadline passed or all had
-            answered; otherwise the collector had enough.
+        by_itself: Whether its deadline passed or all had answered; else there were enough.
     """
 
     num_consumed: int
     by_itself: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A reply that is to be logged.
+class LoggedReply(NamedTuple):
+    """A reply as it stands in a log.
 
     Attributes:
-        client_id: Whose.
-        elapsed_s: Seconds since the clients were asked.
+        elapsed_s: Since the clients were asked.
         digest: Of its bytes, verified.
-        num_bytes: How many.
-        data: The bytes, or the finished upload.
-    """
-
-    client_id: ClientId
-    elapsed_s: float
-    digest: bytes
-    num_bytes: int
-    data: "bytes | PartialUpload"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggedReply:
-    """A reply that counts.
-
-    Attributes:
-        client_id: Whose.
-        elapsed_s: Seconds since the clients were asked.
-        digest: Of its bytes.
-        num_bytes: How many.
         offset: Where they are in the log; -1: in a file of their own.
     """
 
@@ -112,121 +83,114 @@ class LoggedReply:
     elapsed_s: float
     digest: bytes
     num_bytes: int
-    offset: int
+    offset: int = -1
+
+
+class Draft(NamedTuple):
+    """A reply that is to be logged, with its bytes or the finished upload."""
+
+    reply: LoggedReply
+    data: "bytes | PartialUpload"
 
 
 class ReplyLog:
     """The replies of one exchange, in the order in which they came to count.
 
-    One thread appends at a time; any thread reads what was appended. A log that is not
-    durable is not synchronised and starts empty: it only keeps the replies out of memory.
+    One thread appends at a time; any thread reads what was appended.
+
+    Args:
+        folder: Of the exchange, made if it is not there; another run's is replaced.
+        opened: What a new log begins with.
+        durable: Whether what is appended shall survive a crash; otherwise the log starts empty,
+            and only keeps the replies out of memory.
 
     Attributes:
-        folder: Of the exchange.
         opened_unix_s: When the exchange began, in this process or one before it.
         is_resumed: Whether it began before this log was opened.
         replies: Those that were found when the log was opened.
         closed: How the exchange ended, if it did so by itself.
+
+    Raises:
+        NoSpace: The disk is full.
+        StoreError: The folder cannot be read or written.
     """
 
     def __init__(self, folder: Path, *, opened: Opened, durable: bool) -> None:
-        """Open the log in ``folder``, or make both.
-
-        Args:
-            folder: Of the exchange; another run's is replaced.
-            opened: What a new log begins with.
-            durable: Whether what is appended shall survive a crash.
-
-        Raises:
-            NoSpace: The disk is full.
-            StoreError: The folder cannot be read or written.
-        """
         self.folder = folder
         self._durable = durable
         with disk_errors(folder, raises=StoreError, doing="open the log of replies in"):
-            found = _recovered(folder) if durable else None
-            if found is None or found.opened is None or found.opened.run_id != opened.run_id:
+            found = _recovered(folder, run_id=opened.run_id) if durable else None
+            self.is_resumed = found is not None
+            if found is None:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700, parents=True)
-                found = None
+                found = RecoveredLog(opened)
+            self.opened_unix_s, self.replies = found.opened.opened_unix_s, found.replies
             # One that had enough replies may want more now: it is open again, and has the same
             # ones. One that closed by itself stays closed, until it is closed once more.
-            self.closed = (
-                found.closed if found and found.closed and found.closed.by_itself else None
-            )
-            if found is not None:
+            self.closed = found.closed if found.closed and found.closed.by_itself else None
+            if self.is_resumed:
                 num_bytes = found.num_bytes if self.closed else found.end
                 _make_own(folder / _LOG_NAME, num_bytes=num_bytes)
             self._descriptor = os.open(folder / _LOG_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-            self._end = found.end if found else 0
+            self._end = found.end
             try:
-                if found is None:
+                if not self.is_resumed:
                     self._write([_record(_Kind.OPENED, json.dumps(vars(opened)).encode())])
                 if durable:
                     sync_folder(folder)
                     sync_folder(folder.parent)
             except OSError:
                 os.close(self._descriptor)
-                if found is None:  # nobody was asked: a later log is not this one resumed
+                if not self.is_resumed:  # nobody was asked: a later log is not this one resumed
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        first = found.opened if found and found.opened else opened
-        self.is_resumed = found is not None
-        self.opened_unix_s = first.opened_unix_s
-        self.replies: tuple[LoggedReply, ...] = tuple(found.replies) if found else ()
 
     def append(self, drafts: Sequence[Draft]) -> list[LoggedReply | OSError]:
         """Log replies with one fsync; each counts when this returns, or it is told why not.
 
         A disk that is full leaves the log as it was.
         """
-        finished = [self._finished(draft) for draft in drafts]
         logged, records, end = list[LoggedReply | OSError](), list[bytes](), self._end
-        for draft, problem in zip(drafts, finished, strict=True):
-            if problem is not None:
-                logged.append(problem)
-                continue
-            kind, body = _body(draft)
-            logged.append(_logged(kind, body, end + _RECORD.size))
-            records.append(_record(kind, body))
+        for reply, data in drafts:
+            head = _REPLY.pack(*reply[:-1])
+            if isinstance(data, PartialUpload):
+                try:
+                    data.finish(_reply_path(self.folder, reply), durable=self._durable)
+                except OSError as error:
+                    logged.append(error)
+                    continue
+                logged.append(reply)
+                records.append(_record(_Kind.FILE, head))
+            else:
+                logged.append(reply._replace(offset=end + _RECORD.size + _REPLY.size))
+                records.append(_record(_Kind.INLINE, head + data))
             end += len(records[-1])
         try:
-            if self._durable and any(isinstance(draft.data, PartialUpload) for draft in drafts):
+            if self._durable and any(isinstance(data, PartialUpload) for _, data in drafts):
                 sync_folder(self.folder)  # names of files, before the records that need them
             self._write(records)
         except OSError as error:
-            for draft in drafts:
+            for reply, _ in drafts:
                 with suppress(OSError):  # a disk that is read-only keeps even what is not there
-                    _reply_path(self.folder, draft).unlink(missing_ok=True)
+                    _reply_path(self.folder, reply).unlink(missing_ok=True)
             return [error] * len(drafts)
         return logged
 
     def read(self, reply: LoggedReply) -> bytes | mmap:
-        """Return the bytes of a logged reply.
-
-        A large one is mapped, not read: that saves a copy, and memory for it.
+        """Return the bytes of a logged reply; a large one is mapped, which saves a copy.
 
         Raises:
             StoreError: They cannot be read.
         """
-        try:
-            if reply.num_bytes == 0:
-                return b""
+        doing = f"read the reply of client {reply.client_id} in"
+        with disk_errors(self.folder, raises=StoreError, doing=doing):
             if reply.offset < 0:
-                with _reply_path(self.folder, reply).open("rb") as stream:
-                    return mmap(stream.fileno(), reply.num_bytes, access=ACCESS_READ)
+                return mapped(_reply_path(self.folder, reply))
             return os.pread(self._descriptor, reply.num_bytes, reply.offset)
-        except OSError as error:
-            raise StoreError(
-                f"cannot read the reply of client {reply.client_id} in {self.folder}: "
-                f"{error.strerror}; check the disk"
-            ) from error
 
     def close(self, closed: Closed | None) -> None:
-        """Write down how the exchange ended and let go of the file.
-
-        Args:
-            closed: ``None``: it has not ended, only this process leaves it.
+        """Write down how the exchange ended, if it has; let go of the file.
 
         Raises:
             OSError: The record could not be written; a restart opens the exchange again.
@@ -238,15 +202,6 @@ class ReplyLog:
             os.close(self._descriptor)
             if not self._durable:
                 shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _finished(self, draft: Draft) -> OSError | None:
-        """Complete the file of a large reply; return why that was not possible."""
-        if isinstance(draft.data, PartialUpload):
-            try:
-                draft.data.finish(_reply_path(self.folder, draft), durable=self._durable)
-            except OSError as error:
-                return error
-        return None
 
     def _write(self, records: Sequence[bytes]) -> None:
         """Append, all or nothing; a record that is half there lies beyond the end."""
@@ -266,26 +221,26 @@ class ReplyLog:
 class PartialUpload:
     """The bytes of an upload that are here; one thread at a time adds to them.
 
+    A client has one upload in the ``folder`` of an exchange: to begin another removes it.
+
     Attributes:
         offset: How many.
         num_bytes: How many there will be.
-        was_resumed: Whether some were here before.
+        was_resumed: Whether some were here before; they are hashed again.
+
+    Raises:
+        OSError: One of the files cannot be read, written or removed.
     """
 
-    def __init__(self, path: Path, *, num_bytes: int) -> None:
-        """Go on with the file at ``path``, or begin it. What is there is hashed again.
-
-        Raises:
-            OSError: It cannot be read or written.
-        """
+    def __init__(self, folder: Path, *, client_id: ClientId, digest: bytes, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._path = path
-        self._digester = Digester()
-        if path.exists() and path.stat().st_size > num_bytes:
-            path.unlink()
+        self._path = path = folder / f"{client_id}-{digest.hex()}.part"
+        for other in folder.glob(f"{client_id}-*.part"):
+            if other != path or other.stat().st_size > num_bytes:
+                other.unlink(missing_ok=True)
         self._stream: BinaryIO = path.open("ab+", buffering=0)
         self._stream.seek(0)
-        self._digester.update_from(self._stream)
+        self._hash = hashed(self._stream)
         self.offset = self._stream.tell()
         self.was_resumed = self.offset > 0
 
@@ -293,11 +248,11 @@ class PartialUpload:
         """Append ``chunks``, which must fit into what is missing.
 
         Raises:
-            OSError: The disk is full; what was written stays, and another object goes on with it.
+            OSError: The disk is full; what was written stays, for another object to go on with.
         """
         begin = self.offset
         for chunk in chunks:
-            self._digester.update(chunk)
+            self._hash.update(chunk)
             missing = memoryview(chunk)
             while missing:
                 written = os.write(self._stream.fileno(), missing)
@@ -308,7 +263,7 @@ class PartialUpload:
 
     def digest(self) -> bytes:
         """Return the digest of what is here."""
-        return self._digester.digest()
+        return self._hash.digest()
 
     def finish(self, path: Path, *, durable: bool) -> None:
         """Give the complete file its final name and let go of it; it is durable before that.
@@ -334,47 +289,36 @@ class PartialUpload:
         self._path.unlink(missing_ok=True)
 
 
-def partial_path(folder: Path, *, client_id: ClientId, digest: bytes) -> Path:
-    """Return where an upload grows; a client has one in an exchange, others of it are removed.
-
-    Raises:
-        OSError: An old one cannot be removed.
-    """
-    path = folder / f"{client_id}-{digest.hex()}.part"
-    for other in folder.glob(f"{client_id}-*.part"):
-        if other != path:
-            other.unlink(missing_ok=True)
-    return path
-
-
 @dataclass(frozen=True)
-class Ended:
-    """An exchange of an earlier process, as its log tells it.
+class RecoveredLog:
+    """What is whole in a log.
 
     Attributes:
-        name: Of its folder.
-        replies: By whom, in order.
-        closed: How it ended; ``None``: in a crash, and it will be opened again.
+        opened: Its first record.
+        replies: In order.
+        closed: Its last record; ``None``: it ended in a crash, and will be opened again.
+        end: Where the next record belongs: there, or over the record that closed it.
+        num_bytes: Of all whole records.
     """
 
-    name: str
-    replies: Sequence[LoggedReply]
-    closed: Closed | None
+    opened: Opened
+    replies: Sequence[LoggedReply] = ()
+    closed: Closed | None = None
+    end: int = 0
+    num_bytes: int = 0
 
 
-def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[Ended]:
-    """Yield what earlier processes of the run have left behind in ``folder``.
+def ended_exchanges(folder: Path, *, run_id: str) -> Iterator[tuple[str, RecoveredLog]]:
+    """Yield the names of folders in ``folder``, and what processes of the run have left in them.
 
     Raises:
         StoreError: It cannot be read.
     """
-    try:
+    with disk_errors(folder, raises=StoreError, doing="read"):
         for each in sorted(folder.iterdir()) if folder.exists() else ():
-            found = _recovered(each) if each.is_dir() else None
-            if found and found.opened and found.opened.run_id == run_id:
-                yield Ended(each.name, found.replies, found.closed)
-    except OSError as error:
-        raise StoreError(f"cannot read {folder}: {error.strerror}; check the disk") from error
+            found = _recovered(each, run_id=run_id) if each.is_dir() else None
+            if found is not None:
+                yield each.name, found
 
 
 def forget_exchanges(folder: Path, *, unneeded: Callable[[str], bool]) -> None:
@@ -385,26 +329,19 @@ def forget_exchanges(folder: Path, *, unneeded: Callable[[str], bool]) -> None:
 
 
 #: What became of something handed to the writer; ``None``: a log that is closed.
-Outcome: TypeAlias = LoggedReply | OSError | None
+WriteResult: TypeAlias = LoggedReply | OSError | None
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     log: ReplyLog
     what: Draft | Closed | None
-    done: Callable[[Outcome], None]
-
-    @property
-    def group(self) -> tuple[int, bool]:
-        """What can be written together."""
-        return id(self.log), isinstance(self.what, Draft)
+    done: Callable[[WriteResult], None]
 
 
 class GroupWriter:
     """A thread that logs with one fsync whatever came while it was busy with the last one.
 
-    Args:
-        deliver: Called in that thread with what is to run elsewhere: telling the outcomes.
+    ``deliver`` is called in it with what is to run elsewhere: telling the outcomes.
     """
 
     def __init__(self, deliver: Callable[[Callable[[], None]], None]) -> None:
@@ -413,13 +350,11 @@ class GroupWriter:
         self._thread = threading.Thread(target=self._run, name="reply-log", daemon=True)
         self._thread.start()
 
-    def append(self, log: ReplyLog, draft: Draft, done: Callable[[Outcome], None]) -> None:
-        """Log a reply; ``done`` is told it as logged, or why it could not be."""
-        self._jobs.put(_Job(log, draft, done))
-
-    def close(self, log: ReplyLog, closed: Closed | None, done: Callable[[Outcome], None]) -> None:
-        """Close a log after all that was handed in before."""
-        self._jobs.put(_Job(log, closed, done))
+    def put(
+        self, log: ReplyLog, what: Draft | Closed | None, done: Callable[[WriteResult], None]
+    ) -> None:
+        """Log a reply, or close a log as it says; ``done`` is told what became of it."""
+        self._jobs.put(_Job(log, what, done))
 
     def stop(self) -> None:
         """Write what was handed in, and end the thread."""
@@ -429,94 +364,52 @@ class GroupWriter:
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            batch = self._batch()
-            is_over = batch[-1] is None
-            jobs = [job for job in batch if job is not None]
-            outcomes: list[tuple[_Job, Outcome]] = []
-            for _, group in groupby(jobs, key=lambda job: job.group):
+            size = max(1, min(self._jobs.qsize(), _GROUP))  # at least one is waited for
+            batch = [self._jobs.get() for _ in range(size)]
+            is_over = None in batch
+            jobs, outcomes = [job for job in batch if job is not None], list[WriteResult]()
+            for _, group in groupby(jobs, key=lambda job: (id(job.log), type(job.what))):
                 outcomes += _written(list(group))
-            if outcomes:
-                self._deliver(partial(_tell, outcomes))
-
-    def _batch(self) -> list[_Job | None]:
-        """Wait for a job, and return it with those behind it; ``None`` is the last of all."""
-        batch = [self._jobs.get()]
-        while batch[-1] is not None and len(batch) < _GROUP:
-            try:
-                batch.append(self._jobs.get_nowait())
-            except Empty:
-                break
-        return batch
+            if jobs:
+                self._deliver(partial(_tell, jobs, outcomes))
 
 
-def _written(group: Sequence[_Job]) -> Sequence[tuple[_Job, Outcome]]:
-    log = group[0].log
-    drafts = [job.what for job in group if isinstance(job.what, Draft)]
-    if drafts:
-        return list(zip(group, log.append(drafts), strict=True))
-    return [(job, _closed(job)) for job in group]
-
-
-def _closed(job: _Job) -> OSError | None:
-    assert not isinstance(job.what, Draft)
+def _written(group: Sequence[_Job]) -> Sequence[WriteResult]:
+    """Return what became of drafts for one log, or of its only end."""
+    log, what, _ = group[0]
+    if isinstance(what, Draft):
+        return log.append([job.what for job in group if isinstance(job.what, Draft)])
     try:
-        job.log.close(job.what)
+        log.close(what)
     except OSError as error:
-        return error
-    return None
+        return [error]
+    return [None]
 
 
-def _tell(outcomes: Sequence[tuple[_Job, Outcome]]) -> None:
-    for job, outcome in outcomes:
+def _tell(jobs: Sequence[_Job], outcomes: Sequence[WriteResult]) -> None:
+    for job, outcome in zip(jobs, outcomes, strict=True):
         job.done(outcome)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What is whole in a log.
-
-    Attributes:
-        opened: Its first record; ``None`` if even that is torn.
-        replies: In order.
-        closed: Its last record.
-        end: Where the next record belongs: there, or over the record that closed it.
-        num_bytes: Of all whole records.
-    """
-
-    opened: Opened | None
-    replies: Sequence[LoggedReply]
-    closed: Closed | None
-    end: int
-    num_bytes: int
-
-
-def _recovered(folder: Path) -> _Found | None:
-    """Return what is whole in the log of ``folder``; ``None`` if there is no log.
-
-    Raises:
-        StoreError: Its records are whole, and not ours.
-    """
+def _recovered(folder: Path, *, run_id: str) -> RecoveredLog | None:
+    """Return what is whole in the log of ``folder``; ``None``: there is no log of this run."""
     try:
         stream = (folder / _LOG_NAME).open("rb")
     except FileNotFoundError:
         return None
     with stream:
         try:
-            found = _parsed(stream)
+            found = _parsed(stream, folder)
         except (ValueError, TypeError, RecursionError, struct.error) as error:
             raise StoreError(
                 f"{folder / _LOG_NAME} holds whole records that mean nothing here "
                 f"({type(error).__name__}: {error}); go on with the version of fedlearn that wrote "
                 "it, or remove the folder and lose the replies in it"
             ) from error
-    return replace(
-        found,
-        replies=[reply for reply in found.replies if reply.offset >= 0 or _is_whole(folder, reply)],
-    )
+    return found if found is not None and found.opened.run_id == run_id else None
 
 
-def _parsed(stream: BinaryIO) -> _Found:
-    """Return what is whole in a log; files of large replies are not looked at."""
+def _parsed(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
     opened, closed, replies, end, num_bytes = None, None, list[LoggedReply](), 0, 0
     for kind, body, begin in _records(stream):
         match kind:
@@ -527,10 +420,16 @@ def _parsed(stream: BinaryIO) -> _Found:
             case _Kind.CLOSED:
                 closed = Closed(**json.loads(body))
             case _:
-                replies.append(_logged(kind, body, begin))
+                offset = begin + _REPLY.size if kind is _Kind.INLINE else -1
+                reply = LoggedReply._make((*_REPLY.unpack_from(body), offset))
+                path = _reply_path(folder, reply)
+                if kind is _Kind.INLINE or (
+                    path.exists() and path.stat().st_size == reply.num_bytes
+                ):
+                    replies.append(reply)
         num_bytes = begin + len(body)
         end = end if closed else num_bytes
-    return _Found(opened, replies, closed, end, num_bytes)
+    return None if opened is None else RecoveredLog(opened, tuple(replies), closed, end, num_bytes)
 
 
 def _make_own(log: Path, *, num_bytes: int) -> None:
@@ -566,28 +465,5 @@ def _record(kind: _Kind, body: bytes) -> bytes:
     return _RECORD.pack(_MAGIC, kind, len(body), zlib.crc32(body)) + body
 
 
-def _body(draft: Draft) -> tuple[_Kind, bytes]:
-    head = _REPLY.pack(draft.client_id, draft.elapsed_s, draft.digest, draft.num_bytes)
-    if isinstance(draft.data, PartialUpload):
-        return _Kind.FILE, head
-    return _Kind.INLINE, head + draft.data
-
-
-def _logged(kind: _Kind, body: bytes, begin: int) -> LoggedReply:
-    client_id, elapsed_s, digest, num_bytes = _REPLY.unpack_from(body)
-    return LoggedReply(
-        client_id=ClientId(client_id),
-        elapsed_s=elapsed_s,
-        digest=digest,
-        num_bytes=num_bytes,
-        offset=begin + _REPLY.size if kind is _Kind.INLINE else -1,
-    )
-
-
-def _is_whole(folder: Path, reply: LoggedReply) -> bool:
-    path = _reply_path(folder, reply)
-    return path.exists() and path.stat().st_size == reply.num_bytes
-
-
-def _reply_path(folder: Path, reply: LoggedReply | Draft) -> Path:
+def _reply_path(folder: Path, reply: LoggedReply) -> Path:
     return folder / f"{reply.client_id}-{reply.digest.hex()}.reply"

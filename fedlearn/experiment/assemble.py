@@ -1,34 +1,40 @@
 """From the pieces of a simulation to a plan that runs: device, workers, executor, evaluators."""
 
+import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from torch import nn
 
-from fedlearn.algorithms.aggregators import Aggregator, WeightedSum
-from fedlearn.build import Simulation, measures_accuracy
+from fedlearn.algorithms.aggregations import FullAggregation
+from fedlearn.algorithms.collecting import Collector, further_bytes
+from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.settings import own_classes
+from fedlearn.build import Pieces, Simulation
 from fedlearn.core.clock import Clock
-from fedlearn.core.collecting import Collector
 from fedlearn.core.cores import num_cores
+from fedlearn.core.features import moved
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import SecretBytes, Seed
-from fedlearn.errors import EngineError
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.errors import ConfigError, EngineError
+from fedlearn.experiment.user_code import UserSampler
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
+from fedlearn.rounds.opening import Opening, SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan
-from fedlearn.rounds.run import EarlyStopping, RunPlan
+from fedlearn.rounds.run import RunPlan
 from fedlearn.rounds.secure import SecureCollector
+from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.choice import (
     Choice,
     ExecutorKind,
     Job,
-    ProbeCache,
     choose,
     make_executor,
     named,
@@ -41,31 +47,22 @@ from fedlearn.simulation.evaluation import (
     evaluated_clients,
 )
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
-from fedlearn.simulation.sessions import session_channel
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.simulation.sources import Examples
 from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.transport.base import Channel
 from fedlearn.transport.memory import MemoryChannel
 
 #: A job of fewer floating-point operations is done before a second worker has started.
 _SMALL_JOB_FLOP = 2e12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """A simulation whose engine settings are all concrete, and what was decided why.
-
-    Attributes:
-        simulation: With the settings in its configuration.
-        notes: For the user to read: device, workers, executor.
-    """
-
-    simulation: Simulation
-    notes: tuple[str, ...]
-
-
 def resolve(
     simulation: Simulation, *, clock: Clock, environ: Mapping[str, str], cache_dir: Path
-) -> Resolved:
-    """Replace every ``auto`` of the engine's settings by a decision.
+) -> Simulation:
+    """Return the simulation with a decision for every ``auto`` of the engine's settings.
+
+    Its notes say what was decided why, and which dtypes are not float32's or float64's alone.
 
     Args:
         simulation: The pieces.
@@ -77,9 +74,10 @@ def resolve(
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
-    device = _device(engine.device, environ)
-    num_workers, why_workers = _num_workers(simulation, device, environ)
-    choice = _executor(simulation, device, num_workers, clock, ProbeCache(cache_dir))
+    device = device_of(engine.device, environ)
+    params = initial_params(simulation, device)
+    num_workers, why_workers = _num_workers(simulation, params, environ)
+    choice = _executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
         update={
             "device": device.type,
@@ -90,14 +88,40 @@ def resolve(
     )
     config = simulation.config.model_copy(update={"engine": settings})
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
-    notes = (
+    notes = [
+        *_asked(simulation),
         f"device {device.type}, {workers}: {why_workers}",
         f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
-    )
-    return Resolved(simulation=replace(simulation, config=config), notes=notes)
+    ]
+    if isinstance(simulation.algorithm.aggregation, FullAggregation):
+        wanted = simulation.policy.num_wanted
+        kept_mib = wanted * params.vector.nbytes / (1 << 20)
+        rule = type(simulation.algorithm.aggregation).__name__
+        notes.append(f"{rule} needs all {wanted} updates of a round at once: {kept_mib:.0f} MiB")
+    if (dtypes := params.layout.dtypes()) is not None:
+        notes.append(f"the model {dtypes}")
+    return replace(simulation, config=config, notes=tuple(notes))
 
 
-def _device(name: str, environ: Mapping[str, str]) -> torch.device:
+def _asked(simulation: Simulation) -> tuple[str, ...]:
+    """Return who is asked and waited for, where that is not the main job's to say."""
+    config, policy = simulation.config, simulation.policy
+    if config.data.source == "digits" or config.centralized:
+        return ()
+    population = simulation.population.num_clients
+    has_deadline = math.isfinite(policy.deadline_s)
+    deadline = f"deadline {policy.deadline_s:g} s" if has_deadline else "no deadline"
+    cohort = f"cohort {policy.num_asked} of {population} clients"
+    why = "stragglers and drop-outs are asked for, not given"
+    return (f"{cohort}, {deadline}, {config.devices.kind} devices: {why}",)
+
+
+def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
+    """Return the device ``name`` for this process: under torchrun each has a GPU of its own.
+
+    Raises:
+        EngineError: There is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'
@@ -108,9 +132,9 @@ def _device(name: str, environ: Mapping[str, str]) -> torch.device:
 
 
 def _num_workers(
-    simulation: Simulation, device: torch.device, environ: Mapping[str, str]
+    simulation: Simulation, params: Params, environ: Mapping[str, str]
 ) -> tuple[int, str]:
-    config = simulation.config
+    config, on_gpu = simulation.config, params.vector.is_cuda
     asked, started = config.engine.num_workers, under_torchrun(environ)
     if started is not None:
         if asked not in ("auto", started):
@@ -119,7 +143,7 @@ def _num_workers(
                 "leave it out"
             )
         return started, "started by torchrun"
-    if asked not in ("auto", 1) and device.type == "cuda":
+    if asked not in ("auto", 1) and on_gpu:
         raise EngineError(
             f"engine.num_workers is {asked}, but forked workers cannot share a GPU; start the run "
             f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
@@ -128,37 +152,32 @@ def _num_workers(
         return asked, "as configured"
     if config.engine.transport == "memory":
         return 1, "sessions in this process"
-    if device.type == "cuda":
+    if on_gpu:
         return 1, "one GPU; torchrun spreads a run over several"
-    num_cores = os.cpu_count() or 1
-    if _job_flop(simulation) < _SMALL_JOB_FLOP:
+    if _job_flop(simulation, params) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
-    return min(num_cores, simulation.policy.num_wanted), "one a core"
+    return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
 
 
-def _job_flop(simulation: Simulation) -> float:
+def _job_flop(simulation: Simulation, params: Params) -> float:
     """Return the floating-point operations of all local training, for dense layers."""
-    config, population = simulation.config, simulation.data.population
+    config, population = simulation.config, simulation.population
     sample = torch.arange(min(64, population.num_clients)).numpy()
-    examples = float(population.num_examples(sample).mean()) * simulation.algorithm.local.epochs
-    size = Params.of(simulation.make_model()).layout.size
-    return 6.0 * size * examples * simulation.policy.num_wanted * config.num_rounds
+    mean_examples = float(population.num_examples(sample).mean())
+    examples = mean_examples * simulation.algorithm.local.work.epochs
+    return 6.0 * params.layout.size * examples * simulation.policy.num_wanted * config.num_rounds
 
 
 def _executor(
-    simulation: Simulation,
-    device: torch.device,
-    num_workers: int,
-    clock: Clock,
-    cache: ProbeCache,
+    simulation: Simulation, params: Params, num_workers: int, clock: Clock, cache_dir: Path
 ) -> Choice:
     engine = simulation.config.engine
     if engine.transport == "memory":
         reason = "real client sessions train one at a time"
         return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
-    job = job_of(simulation, _initial_params(simulation, device), num_workers)
+    job = job_of(simulation, params, num_workers)
     if engine.executor == "auto":
-        choice = choose(job, clock=clock, cache=cache)
+        choice = choose(job, clock=clock, cache_dir=cache_dir)
     else:
         choice = named(job, ExecutorKind(engine.executor))
     if engine.block_size != "auto":
@@ -169,16 +188,12 @@ def _executor(
     return replace(choice, block_size=-(-share // num_blocks))
 
 
-def _initial_params(simulation: Simulation, device: torch.device) -> Params:
-    return initial_params(simulation.make_model, simulation.seed, device)
-
-
-def initial_params(make_model: Callable[[], nn.Module], seed: Seed, device: torch.device) -> Params:
+def initial_params(pieces: Pieces, device: torch.device) -> Params:
     """Return the global model before the first round: a function of the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=generator_devices):
-        torch.manual_seed(seed.derive("model").value)
-        params = Params.of(make_model())
+        torch.manual_seed(pieces.seed.derive("model").value)
+        params = Params.of(pieces.make_model())
     constants = {name: value.to(device) for name, value in params.constants.items()}
     return Params(params.layout, params.vector.to(device), constants)
 
@@ -189,172 +204,227 @@ def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
     return Job(
         make_model=simulation.make_model,
         objective=simulation.objective,
+        metrics=simulation.metrics,
         local=simulation.algorithm.local,
-        population=simulation.data.population,
+        told=simulation.algorithm.tell(simulation.algorithm.init(params)),
+        population=simulation.population,
         params=params,
         precision=Precision(config.engine.precision),
         num_clients=simulation.policy.num_wanted * config.num_rounds // num_workers,
         seed=simulation.seed,
+        make_trainer=simulation.make_trainer,
     )
-
-
-def worker_device(simulation: Simulation, environ: Mapping[str, str]) -> torch.device:
-    """Return the device of this process: under torchrun each has a GPU of its own."""
-    name = simulation.config.engine.device
-    return torch.device(name, local_rank(environ)) if name == "cuda" else torch.device(name)
 
 
 def assemble(
     simulation: Simulation, cluster: Cluster, *, device: torch.device, clock: Clock
-) -> tuple[RunPlan[WeightedSum], Params]:
-    """Return the plan of a run in this process, and the initial model.
-
-    Args:
-        simulation: Resolved: no setting of the engine is ``auto``.
-        cluster: The processes that share the work.
-        device: This process's.
-        clock: Real time.
-    """
-    config, params = simulation.config, _initial_params(simulation, device)
+) -> tuple[RunPlan, Params]:
+    """Return the plan of a resolved run in this process of ``cluster``, and the initial model."""
+    params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
-    identities = _identities(simulation)
-    channel = _channel(simulation, model, identities)
-    aggregator = _aggregator(simulation, params)
-    stopping = config.early_stopping
-    round_plan = RoundPlan(
-        sampler=simulation.sampler,
+    channel: Channel | None = None
+    if simulation.config.engine.transport == "memory":
+        channel, collector = _sessions(simulation, model)
+    else:
+        collector = _engine(simulation, job, cluster)
+    opening = SampledOpening(
+        sampler=_sampler(simulation, cluster),
+        available=collector.available,
         policy=simulation.policy,
-        collector=(
-            _engine(simulation, job, cluster, aggregator)
-            if channel is None
-            else _over_sessions(simulation, channel, identities)
-        ),
-        local=simulation.algorithm.local,
-        aggregator=aggregator,
-        server_optimizer=simulation.algorithm.server_optimizer,
         seed=simulation.seed,
     )
-    plan = RunPlan(
-        round=round_plan,
-        evaluator=_evaluator(simulation, model, cluster, channel),
-        evaluate_every=config.evaluation.every_rounds,
-        early_stopping=EarlyStopping(
-            metric=_watched(simulation),
-            patience_rounds=stopping.patience_rounds,
-            min_improvement=stopping.min_improvement,
-            target=stopping.target,
-        ),
-        num_rounds=config.num_rounds,
-        checkpoint_every_s=config.store.checkpoint_every_s,
+    plan = run_plan(
+        simulation,
+        opening=opening,
+        collector=collector,
+        evaluators=_evaluators(simulation, model, cluster, channel),
+        checkpoint_every_s=simulation.config.store.checkpoint_every_s,
         clock=clock,
     )
     return plan, params
 
 
-def _watched(simulation: Simulation) -> str:
-    """Return the metric that decides which model is the best."""
-    metric = simulation.config.early_stopping.metric
-    if metric != "auto":
-        return metric
-    return "accuracy" if measures_accuracy(simulation.objective) else "loss"
+def run_plan(
+    pieces: Pieces,
+    *,
+    opening: Opening,
+    collector: Collector,
+    evaluators: Sequence[Evaluator],
+    checkpoint_every_s: float,
+    clock: Clock,
+    first_attempts: Mapping[int, int] = MappingProxyType({}),
+) -> RunPlan:
+    """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name."""
+    return RunPlan(
+        round=RoundPlan(
+            opening=opening,
+            policy=pieces.policy,
+            collector=collector,
+            strategy=pieces.algorithm,
+            seed=pieces.seed,
+        ),
+        evaluator=Evaluators(evaluators),
+        evaluate_every=pieces.config.evaluation.every_rounds,
+        early_stopping=pieces.early_stopping(),
+        num_rounds=pieces.config.num_rounds,
+        checkpoint_every_s=checkpoint_every_s,
+        clock=clock,
+        first_attempts=first_attempts,
+    )
 
 
-def _identities(simulation: Simulation) -> SimulatedIdentities | None:
-    """Return who signs what in secure aggregation, where that is on."""
-    plan = simulation.secure
-    if plan is None:
-        return None
-    return SimulatedIdentities(simulation.data.population.num_clients, plan)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Identities:
+    """What a run with secure aggregation signs and verifies with.
+
+    Attributes:
+        run_id: Of the run, 16 bytes.
+        signer: The coordinator's identity.
+        directory: Returns the clients' keys as they are now, each as a lineage in bytes
+            (:mod:`fedlearn.identity.lineage`).
+        sends_directory: Whether clients are sent it, or have it.
+    """
+
+    run_id: bytes
+    signer: Signer
+    directory: Callable[[], Mapping[ClientId, bytes]]
+    sends_directory: bool = True
+
+    @classmethod
+    def of(
+        cls, run_id: str, *, signer: Signer, directory: Callable[[], Mapping[ClientId, bytes]]
+    ) -> "Identities":
+        """Return those of a run that is identified by a text of any length."""
+        digest = hashlib.sha256(run_id.encode()).digest()
+        return cls(run_id=digest[:RUN_BYTES], signer=signer, directory=directory)
 
 
-def _channel(
-    simulation: Simulation, model: ResidentModel, identities: SimulatedIdentities | None
-) -> MemoryChannel | None:
-    """Return the channel to real client sessions, where the configuration asks for them."""
-    if simulation.config.engine.transport != "memory":
-        return None
-    population, behaviour = simulation.data.population, simulation.behaviour
-    return session_channel(population, behaviour, model, identities=identities)
+def over_channel(pieces: Pieces, channel: Channel, identities: Identities | None) -> Collector:
+    """Return what collects the updates of clients that are reached by a channel.
 
-
-def _aggregator(simulation: Simulation, params: Params) -> Aggregator[WeightedSum]:
-    """Return the algorithm's own, or the one that rounds as secure aggregation does."""
-    plan, section = simulation.secure, simulation.config.secure_aggregation
-    if plan is None or section.simulate_as == "protocol":
-        return simulation.algorithm.aggregator
-    seed = simulation.seed.derive("rounding")
-    return ModularSum(plan=plan, layout=params.layout, seed=seed)
-
-
-def _over_sessions(
-    simulation: Simulation, channel: MemoryChannel, identities: SimulatedIdentities | None
-) -> Collector[WeightedSum]:
-    config, aggregator = simulation.config, simulation.algorithm.aggregator
+    Raises:
+        ConfigError: Secure aggregation is on, and there are no identities.
+    """
+    plan, policy = pieces.secure, pieces.policy
     if identities is None:
-        return PlainCollector(
-            channel=channel,
-            aggregator=aggregator,
-            policy=simulation.policy,
-            slab_bytes=config.engine.slab_bytes,
-        )
+        require_plain(pieces)
+    if plan is None or identities is None:
+        slab_bytes = pieces.config.engine.slab_bytes
+        return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
     return SecureCollector(
         channel=channel,
-        aggregator=aggregator,
-        policy=simulation.policy,
-        plan=identities.plan,
-        run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
-        signer=identities.coordinator[0],
-        directory=lambda: identities,
-        sends_directory=False,
-        stage_deadline_s=config.secure_aggregation.stage_deadline_s,
+        policy=policy,
+        plan=plan,
+        run_id=identities.run_id,
+        signer=identities.signer,
+        directory=identities.directory,
+        sends_directory=identities.sends_directory,
+        stage_deadline_s=pieces.config.secure_aggregation.stage_deadline_s,
         num_threads=num_cores(),
     )
 
 
-def _engine(
-    simulation: Simulation, job: Job, cluster: Cluster, aggregator: Aggregator[WeightedSum]
-) -> Collector[WeightedSum]:
-    block_size = simulation.config.engine.block_size
-    assert isinstance(block_size, int)  # resolved
-    return Engine(
-        population=simulation.data.population,
-        behaviour=simulation.behaviour,
-        executor=make_executor(job, ExecutorKind(simulation.config.engine.executor)),
-        aggregator=aggregator,
-        policy=simulation.policy,
+def require_plain(pieces: Pieces) -> None:
+    """Check that a run does without identities.
+
+    Raises:
+        ConfigError: Secure aggregation is on.
+    """
+    section = pieces.config.secure_aggregation
+    if section.is_on:
+        raise ConfigError(
+            f'secure_aggregation.mode is "{section.mode}", which needs clients that enrolled with '
+            'keys of their own: serve with certificates (no --insecure), or set it to "off"'
+        )
+
+
+def central_evaluator(
+    test: Examples, model: ResidentModel, cluster: Cluster, *, batch_size: int
+) -> CentralEvaluator:
+    """Return what measures the model on a test set that no client holds."""
+    device = model.vector_P.device
+    return CentralEvaluator(
+        model=model,
+        features=moved(test.features, device),
+        labels=test.labels.to(device),
+        batch_size=batch_size,
         cluster=cluster,
-        block_size=block_size,
     )
 
 
-def _evaluator(
-    simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: MemoryChannel | None
-) -> Evaluator:
-    config, data, device = simulation.config, simulation.data, model.vector_P.device
-    parts: list[Evaluator] = [
-        CentralEvaluator(
+def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
+    """Return who is asked; our own samplers are the same in every process by the seed alone."""
+    given = simulation.sampler
+    is_ours = isinstance(given, UniformSampler | PoissonSampler)
+    return given if is_ours else UserSampler(given, cluster)
+
+
+def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChannel, Collector]:
+    """Return the channel to real client sessions, and what collects their updates."""
+    population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
+    simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
+    locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
+    channel = SimulatedSessions(
+        population,
+        simulation.behaviour,
+        simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
+        work=strategy.local.work,
+        further_bytes=further_bytes(strategy, model.layout),
+        identities=simulated,
+    ).channel()
+    if simulated is None:
+        return channel, over_channel(simulation, channel, None)
+    identities = Identities(
+        run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
+        signer=simulated.coordinator[0],
+        directory=lambda: simulated,
+        sends_directory=False,
+    )
+    return channel, over_channel(simulation, channel, identities)
+
+
+def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
+    config, plan, summing = simulation.config, simulation.secure, None
+    if plan is not None:  # to be simulated as a sum, or building it would have failed
+        seed = simulation.seed.derive("rounding")
+        summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
+    assert isinstance(config.engine.block_size, int)  # resolved
+    return Engine(
+        population=simulation.population,
+        behaviour=simulation.behaviour,
+        executor=make_executor(job, ExecutorKind(config.engine.executor)),
+        policy=simulation.policy,
+        cluster=cluster,
+        block_size=config.engine.block_size,
+        summing=summing,
+    )
+
+
+def _evaluators(
+    simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: Channel | None
+) -> list[Evaluator]:
+    config, population = simulation.config, simulation.population
+    batch_size = config.evaluation.batch_size
+    central = central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
+    num_clients = min(config.evaluation.clients, population.num_clients)
+    if not num_clients or config.centralized:
+        return [central]
+    sample = evaluated_clients(population.num_clients, num_clients, simulation.seed)
+    if channel is None:
+        of_clients: Evaluator = ClientEvaluator(
             model=model,
-            features=data.test.features.to(device),
-            labels=data.test.labels.to(device),
-            batch_size=config.evaluation.batch_size,
+            population=population,
+            client_ids=sample,
+            batch_size=batch_size,
             cluster=cluster,
         )
-    ]
-    num_clients = min(config.evaluation.clients, data.population.num_clients)
-    if num_clients and not config.centralized:
-        sample = evaluated_clients(data.population.num_clients, num_clients, simulation.seed)
-        if channel is not None:
-            cohort = [ClientId(client_id) for client_id in sample.tolist()]
-            parts.append(ChannelEvaluator(channel=channel, cohort=cohort, deadline_s=math.inf))
-        else:
-            parts.append(
-                ClientEvaluator(
-                    model=model,
-                    population=data.population,
-                    client_ids=sample,
-                    batch_size=config.evaluation.batch_size,
-                    cluster=cluster,
-                )
-            )
-    return Evaluators(parts)
+    else:
+        cohort = [ClientId(client_id) for client_id in sample.tolist()]
+        of_clients = ChannelEvaluator(
+            channel=channel,
+            cohort=lambda _: cohort,
+            directions=simulation.directions,
+            deadline_s=math.inf,
+        )
+    return [central, of_clients]

@@ -3,18 +3,19 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, TypeAlias
 
+from pydantic_core import to_jsonable_python
+
 from fedlearn.core.collecting import Status
+from fedlearn.core.distribution import Direction, sign, split
 from fedlearn.core.words import printable
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
-Kind: TypeAlias = Literal["metric", "count", "duration"]
 
-CLIENT_PARTS = ("mean", "p10", "p50", "p90", "worst_decile")
 _ABSENT = "(absent)"
 _SHOWN_CHARACTERS = 40
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
@@ -56,17 +57,55 @@ def duration_text(seconds: float) -> str:
     return f"{whole // _DAY_S}d {whole % _DAY_S // _HOUR_S:02d}h"
 
 
-class TimeUnit(NamedTuple):
-    """What an axis of time is labelled in."""
+def json_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Return JSON values with ``None`` for the numbers that JSON does not have, at any depth.
 
-    name: str
-    seconds: float
+    Example:
+        >>> json_values({"loss": math.nan, "metrics": {"auc": 0.5}, "bests": (math.inf, 1)})
+        {'loss': None, 'metrics': {'auc': 0.5}, 'bests': [None, 1]}
+    """
+    made: dict[str, object] = to_jsonable_python(values, inf_nan_mode="null", fallback=dict)
+    return made
 
-    @classmethod
-    def of(cls, longest_s: float) -> "TimeUnit":
-        """Return the unit in which ``longest_s`` is a number a person reads."""
-        units = (cls("days", 86400.0), cls("hours", 3600.0), cls("minutes", 60.0))
-        return next((unit for unit in units if longest_s >= 2 * unit.seconds), cls("seconds", 1.0))
+
+def json_text(values: Mapping[str, object]) -> str:
+    """Return :func:`json_values` as an object in one line."""
+    return json.dumps(json_values(values), allow_nan=False)
+
+
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield dotted keys and values of a configuration; an empty table is a value.
+
+    Example:
+        >>> list(leaves({"seed": 1, "client": {"epochs": 2}, "metrics": {}}))
+        [('seed', 1), ('client.epochs', 2), ('metrics', {})]
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def aligned(rows: Sequence[Sequence[str]], *, values_right: bool = False) -> str:
+    """Return aligned columns, a line a row; all but the first to the right if so asked.
+
+    Example:
+        >>> print(aligned([("id", "name"), ("17", "clinic-a")]))
+        id  name
+        17  clinic-a
+    """
+    side = ">" if values_right else "<"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    layout = [f"{side if place else '<'}{width}" for place, width in enumerate(widths)]
+    lines = ("  ".join(map(format, row, layout)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """Return the unit in which ``longest_s`` is a number a person reads, and its seconds."""
+    units = (("days", _DAY_S), ("hours", _HOUR_S), ("minutes", _MINUTE_S))
+    return next((unit for unit in units if longest_s >= 2 * unit[1]), ("seconds", 1))
 
 
 # ---- One run ------------------------------------------------------------------------------
@@ -86,13 +125,7 @@ class Counts(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A metric at one moment of a run.
-
-    Attributes:
-        num_finished: Rounds finished when it was measured.
-        virtual_s: Virtual seconds since the run began.
-        value: Finite.
-    """
+    """A metric after so many rounds and virtual seconds of a run; its value is finite."""
 
     num_finished: int
     virtual_s: float
@@ -105,13 +138,7 @@ def headline(metrics: Mapping[str, float], name: str) -> float | None:
 
 
 def series(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
-    """Return the finite values of a metric over a run.
-
-    Args:
-        rounds: The run.
-        name: A key of ``metrics`` (``accuracy`` and ``loss`` as in :func:`headline`), or
-            ``train_loss``.
-    """
+    """Return the finite values of a metric over a run; ``train_loss`` is one, too."""
     values = (
         (record, record.train_loss if name == "train_loss" else headline(record.metrics, name))
         for record in rounds
@@ -123,37 +150,78 @@ def series(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
     ]
 
 
-def is_loss(name: str) -> bool:
-    """Whether less of this metric is better."""
-    return "loss" in name
+def directions_of(record: RunRecord) -> dict[str, Direction]:
+    """Return by measure which way is better, as the run's objective and metrics declare it."""
+    python, sections = record.config.get("python"), record.config.get("metrics")
+    declared = dict(_mapping(_mapping(python).get("directions")))
+    for name, section in _mapping(sections).items():
+        declared[name] = _mapping(section).get("direction")
+    directions: dict[str, Direction] = {"accuracy": "max", "loss": "min"}
+    for name, direction in declared.items():
+        if direction == "max":
+            directions[name] = "max"
+        elif direction == "min":
+            directions[name] = "min"
+    return directions
 
 
-def best_point(points: Sequence[Point], name: str) -> Point | None:
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def direction_of(record: RunRecord, name: str) -> Direction | None:
+    """Return which way a metric of the record is better; ``None`` if nobody declared it."""
+    return directions_of(record).get(split(name)[0])
+
+
+def best_point(points: Sequence[Point], direction: Direction) -> Point | None:
     """Return the first best value of a metric; ``None`` if it was never measured."""
-    sign = 1.0 if is_loss(name) else -1.0
-    return min(points, key=lambda point: sign * point.value, default=None)
+    return max(points, key=lambda point: sign(direction) * point.value, default=None)
 
 
-def watched_metric(record: RunRecord, rounds: Sequence[RoundRecord]) -> str | None:
-    """Return what the run is judged by: the metric it watches, else what was measured.
+def _configured(record: RunRecord) -> str | None:
+    """Return the metric that the configuration says to watch, if it is one."""
+    metric = _mapping(record.config.get("early_stopping")).get("metric")
+    return metric if isinstance(metric, str) and direction_of(record, metric) else None
 
-    Returns:
-        The configuration's ``early_stopping.metric``, ``accuracy`` or ``loss``, the first
-        that was measured; ``None`` without any evaluation.
+
+def leading_metric(record: RunRecord) -> str:
+    """Return what is told beside the loss: the metric that the run watches, else ``accuracy``."""
+    configured = _configured(record)
+    return "accuracy" if configured in (None, "loss") else configured
+
+
+def drawn_metric(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
+    """Return what is drawn beside the loss: the first measured of what a reader may look for."""
+    names = (leading_metric(record), *directions_of(record))
+    further = (name for name in names if name != "loss" and series(rounds, name))
+    return next(further, "loss" if series(rounds, "loss") else "accuracy")
+
+
+def headed(metric: str) -> str:
+    """Return the name of a metric as a heading begins with it.
+
+    Example:
+        >>> headed("accuracy"), headed("AUC")
+        ('Accuracy', 'AUC')
     """
-    section = record.config.get("early_stopping")
-    configured = section.get("metric") if isinstance(section, Mapping) else None
-    candidates = (configured, "accuracy", "loss")
-    names = (name for name in candidates if isinstance(name, str))
-    return next((name for name in names if series(rounds, name)), None)
+    return metric[:1].upper() + metric[1:]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Best:
+class Best(NamedTuple):
     """The best value of the metric a run is judged by."""
 
     metric: str
     point: Point
+
+    @classmethod
+    def of(cls, record: RunRecord, rounds: Sequence[RoundRecord]) -> "Best | None":
+        """Return that of the first measured of what the run watches, accuracy and loss."""
+        for name in (_configured(record), "accuracy", "loss"):
+            direction = None if name is None else direction_of(record, name)
+            if name and direction and (best := best_point(series(rounds, name), direction)):
+                return cls(name, best)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +229,7 @@ class Summary:
     """What a run came to.
 
     Attributes:
-        name: Of the run.
-        status: Where it stands.
-        error: Why it failed; empty otherwise.
-        num_rounds: Rounds it was to have.
+        record: The run.
         num_finished: Rounds it has.
         best: Its best evaluation; ``None`` without any.
         metrics: Of the last evaluation; empty without any.
@@ -176,13 +241,9 @@ class Summary:
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
         reasons: Failure reasons and how often, the most frequent first.
-        is_deployed: Whether a coordinator runs it with real clients.
     """
 
-    name: str
-    status: RunStatus
-    error: str
-    num_rounds: int
+    record: RunRecord
     num_finished: int
     best: Best | None
     metrics: Mapping[str, float]
@@ -194,17 +255,18 @@ class Summary:
     num_skipped: int
     num_retries: int
     reasons: tuple[tuple[str, int], ...]
-    is_deployed: bool
 
     @property
     def is_resumable(self) -> bool:
         """Whether `fedlearn resume NAME` goes on with it; a coordinator does so by itself."""
-        return self.status is not RunStatus.DONE and not self.is_deployed
+        return self.record.status is not RunStatus.DONE and not self.record.is_deployed
 
     def times(self) -> str:
         """Return what it took, in words; a deployed run has no virtual time."""
         real = duration_text(self.seconds)
-        return real if self.is_deployed else f"{duration_text(self.virtual_s)} virtual, {real} real"
+        if self.record.is_deployed:
+            return real
+        return f"{duration_text(self.virtual_s)} virtual, {real} real"
 
     @property
     def accuracy(self) -> float | None:
@@ -220,10 +282,9 @@ class Summary:
         """Return how each metric spread over clients at the last evaluation: by name, by part."""
         spread: dict[str, dict[str, float]] = {}
         for key, value in self.metrics.items():
-            for part in CLIENT_PARTS:
-                if key.startswith("clients/") and key.endswith(f"_{part}"):
-                    name = key.removeprefix("clients/").removesuffix(f"_{part}")
-                    spread.setdefault(name, {})[part] = value
+            name, part = split(key)
+            if part is not None:
+                spread.setdefault(name, {})[part] = value
         return spread
 
     def central_metrics(self) -> dict[str, float]:
@@ -233,19 +294,14 @@ class Summary:
 
 def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
     """Return what a run came to; ``None`` and zeros where it has no rounds."""
-    metric = watched_metric(record, rounds)
-    point = best_point(series(rounds, metric), metric) if metric else None
     evaluated = next((one for one in reversed(rounds) if one.metrics), None)
     participations = [each for one in rounds for each in one.participations]
     counts = [Counts.of(one) for one in rounds]
     reasons = Counter(each.reason for each in participations if each.status is Status.FAILED)
     return Summary(
-        name=record.name,
-        status=record.status,
-        error=record.error,
-        num_rounds=record.num_rounds,
+        record=record,
         num_finished=len(rounds),
-        best=Best(metric=metric, point=point) if metric and point else None,
+        best=Best.of(record, rounds),
         metrics=evaluated.metrics if evaluated else {},
         measured_after=evaluated.round_num + 1 if evaluated else 0,
         virtual_s=rounds[-1].virtual_s if rounds else 0.0,
@@ -255,7 +311,6 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         reasons=tuple(reasons.most_common()),
-        is_deployed=record.is_deployed,
     )
 
 
@@ -263,50 +318,25 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A key on which two configurations differ.
-
-    Attributes:
-        key: Dotted.
-        a: The first run's value as JSON, ``(absent)`` where it has none.
-        b: The second's.
-    """
-
-    key: str
-    a: str
-    b: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number of both runs.
-
-    Attributes:
-        name: What it is.
-        a: The first run's; NaN where it has none.
-        b: The second's.
-        kind: How to write it.
-        less_is_better: Which is better; ``None`` where neither is.
-    """
+    """One number of both runs, NaN where one has none; ``less_is_better`` may be neither."""
 
     name: str
     a: float
     b: float
-    kind: Kind
+    text: Callable[[float], str]
     less_is_better: bool | None
 
     def better(self) -> Literal["a", "b"] | None:
         """Return whose is better; ``None`` if neither is. Who has no value has the worse."""
-        if self.less_is_better is None:
-            return None
-        sign = 1.0 if self.less_is_better else -1.0
-        a, b = (math.inf if math.isnan(v) else sign * v for v in (self.a, self.b))
-        return None if a == b else "a" if a < b else "b"
+        way = -1.0 if self.less_is_better else 1.0
+        a, b = (-math.inf if math.isnan(value) else way * value for value in (self.a, self.b))
+        return None if self.less_is_better is None or a == b else "a" if a > b else "b"
 
     def texts(self) -> tuple[str, str]:
         """Return both values as text, a star at the better."""
         better = self.better()
-        a, b = (_value_text(value, self.kind) for value in (self.a, self.b))
+        a, b = ("-" if math.isnan(value) else self.text(value) for value in (self.a, self.b))
         return f"{a} {'*' if better == 'a' else ' '}", f"{b} {'*' if better == 'b' else ' '}"
 
 
@@ -315,152 +345,138 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        names: Of the two runs.
         metric: What they are judged by; ``None`` if no metric was measured in both.
         target: Value of ``metric`` that the race is to; NaN without one.
-        measures: The numbers.
-        differences: Where the configurations differ, sorted by key.
+        differences: By dotted key where the configurations differ: JSON, or ``(absent)``.
     """
 
     names: tuple[str, str]
     metric: str | None
     target: float
     measures: tuple[Measure, ...]
-    differences: tuple[Difference, ...]
+    differences: Mapping[str, tuple[str, str]]
 
     def render(self) -> str:
         """Return an aligned plain-text table, the same on a terminal and off."""
         a, b = (printable(name) for name in self.names)
         rows = [("", f"{a}  ", f"{b}  ")]
         rows += [(measure.name, *measure.texts()) for measure in self.measures]
-        lines = [*_aligned(rows), "", "* the better of the two", ""]
+        told = f"{aligned(rows, values_right=True)}\n\n* the better of the two\n\n"
         if not self.differences:
-            return "\n".join([*lines, "the configurations are equal"]) + "\n"
-        lines.append(f"the configurations differ in {_keys(len(self.differences))}")
+            return f"{told}the configurations are equal\n"
         keys = [("", a, b)]
-        keys += [(printable(d.key), _short(d.a), _short(d.b)) for d in self.differences]
-        return "\n".join([*lines, *_aligned(keys)]) + "\n"
+        keys += [(printable(k), _short(a), _short(b)) for k, (a, b) in self.differences.items()]
+        number = len(self.differences)
+        told += f"the configurations differ in {number} key{'' if number == 1 else 's'}\n"
+        return f"{told}{aligned(keys, values_right=True)}\n"
 
 
 def compare(a: History, b: History, *, target: float | None = None) -> Comparison:
     """Return how two runs differ, in what was asked and in what came of it.
 
-    Args:
-        a: The first run.
-        b: The second.
-        target: Value that both race to; ``None`` takes the worse of the two bests, which
-            both reached.
+    Both race to ``target``; ``None`` takes the worse of the two bests, which both reached.
     """
-    metric = next((m for m in ("accuracy", "loss") if series(a[1], m) and series(b[1], m)), None)
+    directions = _common_directions(a[0], b[0])
+    metric = next((m for m in directions if series(a[1], m) and series(b[1], m)), None)
     goal = math.nan
     if metric is not None:
-        goal = _common_best(a, b, metric) if target is None else target
-    measures = (*_race(a, b, metric, goal), *_totals(summarize(*a), summarize(*b)))
+        goal = _common_best(a, b, metric, directions[metric]) if target is None else target
+    of_a, of_b = summarize(*a), summarize(*b)
+    totals = (
+        Measure(name=name, a=total(of_a), b=total(of_b), text=text, less_is_better=None)
+        for name, (total, text) in _TOTALS.items()
+    )
     return Comparison(
         names=(a[0].name, b[0].name),
         metric=metric,
         target=goal,
-        measures=measures,
-        differences=tuple(_differences(a[0].config, b[0].config)),
+        measures=(*_race(a, b, metric, goal, directions), *totals),
+        differences=_differences(a[0].config, b[0].config),
     )
 
 
-def _common_best(a: History, b: History, metric: str) -> float:
-    bests = [best_point(series(rounds, metric), metric) for _, rounds in (a, b)]
-    values = [best.value for best in bests if best is not None]
-    return max(values) if is_loss(metric) else min(values)
+def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
+    """Return what two runs can be compared by: what both watch first, the loss last."""
+    of_a, of_b = directions_of(a), directions_of(b)
+    agreed = {name: way for name, way in (of_b | of_a).items() if of_b.get(name, way) == way}
+    leading, first = leading_metric(a), dict[str, Direction]()
+    if leading == leading_metric(b) and split(leading)[0] in agreed:
+        first[leading] = agreed[split(leading)[0]]
+    loss = agreed.pop("loss")
+    return first | agreed | {"loss": loss}
 
 
-def _race(a: History, b: History, metric: str | None, goal: float) -> Iterator[Measure]:
+def _common_best(a: History, b: History, metric: str, direction: Direction) -> float:
+    bests = (best_point(series(rounds, metric), direction) for _, rounds in (a, b))
+    values = (best.value for best in bests if best is not None)
+    return min(values, key=lambda value: sign(direction) * value)
+
+
+def _race(
+    a: History, b: History, metric: str | None, goal: float, directions: Mapping[str, Direction]
+) -> Iterator[Measure]:
     """Yield what was measured: bests, last values, and who reached the goal first."""
-    for name in ("accuracy", "loss"):
+    for name, direction in directions.items():
         of_a, of_b = series(a[1], name), series(b[1], name)
         if of_a or of_b:
-            bests = [best_point(points, name) for points in (of_a, of_b)]
+            bests = [best_point(points, direction) for points in (of_a, of_b)]
             lasts = [points[-1] if points else None for points in (of_a, of_b)]
-            yield _measure(f"best {name}", bests, "value", "metric", less=is_loss(name))
-            yield _measure("  after round", bests, "num_finished", "count", less=None)
-            yield _measure(f"final {name}", lasts, "value", "metric", less=is_loss(name))
+            less = direction == "min"
+            yield _measure(f"best {name}", bests, "value", number_text, less=less)
+            yield _measure("  after round", bests, "num_finished", _count_text, less=None)
+            yield _measure(f"final {name}", lasts, "value", number_text, less=less)
     if metric is not None:
-        reached = [_first(series(rounds, metric), metric, goal) for _, rounds in (a, b)]
+        way = directions[metric]
+        reached = [_first(series(rounds, metric), way, goal) for _, rounds in (a, b)]
         to = f"to {metric} {number_text(goal)}"
-        yield _measure(f"rounds {to}", reached, "num_finished", "count", less=True)
-        yield _measure(f"virtual time {to}", reached, "virtual_s", "duration", less=True)
+        yield _measure(f"rounds {to}", reached, "num_finished", _count_text, less=True)
+        yield _measure(f"virtual time {to}", reached, "virtual_s", duration_text, less=True)
 
 
-def _first(points: Sequence[Point], metric: str, goal: float) -> Point | None:
-    sign = -1.0 if is_loss(metric) else 1.0
-    return next((point for point in points if sign * (point.value - goal) >= 0.0), None)
+def _count_text(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _first(points: Sequence[Point], direction: Direction, goal: float) -> Point | None:
+    way = sign(direction)
+    return next((point for point in points if way * (point.value - goal) >= 0.0), None)
 
 
 def _measure(
     name: str,
     points: Sequence[Point | None],
     field: Literal["value", "num_finished", "virtual_s"],
-    kind: Kind,
+    text: Callable[[float], str],
     *,
     less: bool | None,
 ) -> Measure:
     a, b = (math.nan if point is None else float(getattr(point, field)) for point in points)
-    return Measure(name=name, a=a, b=b, kind=kind, less_is_better=less)
+    return Measure(name=name, a=a, b=b, text=text, less_is_better=less)
 
 
-def _totals(a: Summary, b: Summary) -> Iterator[Measure]:
-    """Yield what both runs took."""
-    counted = {
-        "rounds": (a.num_finished, b.num_finished),
-        "clients seen": (a.num_clients, b.num_clients),
-        "reported": (a.counts.reported, b.counts.reported),
-        "late": (a.counts.late, b.counts.late),
-        "failed": (a.counts.failed, b.counts.failed),
-        "skipped rounds": (a.num_skipped, b.num_skipped),
-    }
-    for name, (of_a, of_b) in counted.items():
-        yield Measure(name=name, a=of_a, b=of_b, kind="count", less_is_better=None)
-    times = {"virtual time": (a.virtual_s, b.virtual_s), "real time": (a.seconds, b.seconds)}
-    for name, (a_s, b_s) in times.items():
-        yield Measure(name=name, a=a_s, b=b_s, kind="duration", less_is_better=None)
+#: What both runs took: how to find it and how to write it.
+_TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]] = {
+    "rounds": (lambda run: run.num_finished, _count_text),
+    "clients seen": (lambda run: run.num_clients, _count_text),
+    "reported": (lambda run: run.counts.reported, _count_text),
+    "late": (lambda run: run.counts.late, _count_text),
+    "failed": (lambda run: run.counts.failed, _count_text),
+    "skipped rounds": (lambda run: run.num_skipped, _count_text),
+    "virtual time": (lambda run: run.virtual_s, duration_text),
+    "real time": (lambda run: run.seconds, duration_text),
+}
 
 
-def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Difference]:
-    flat_a, flat_b = dict(_flat(a, "")), dict(_flat(b, ""))
-    for key in sorted(flat_a.keys() | flat_b.keys()):
-        of_a, of_b = flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT)
-        if of_a != of_b:
-            yield Difference(key=key, a=of_a, b=of_b)
-
-
-def _flat(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and their values as JSON, which tells 1 from true and "1"."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _value_text(value: float, kind: Kind) -> str:
-    if math.isnan(value):
-        return "-"
-    match kind:
-        case "metric":
-            return number_text(value)
-        case "duration":
-            return duration_text(value)
-        case "count":
-            return f"{value:.0f}"
-
-
-def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return one line a row: names to the left, values to the right."""
-    first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [f"{n:<{first}}  {a:>{second}}  {b:>{third}}".rstrip() for n, a, b in rows]
+def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[str, str]]:
+    """Return where two trees differ; as JSON, which tells 1 from true and "1"."""
+    of_a, of_b = (
+        {k: json.dumps(v, sort_keys=True, ensure_ascii=False) for k, v in leaves(tree)}
+        for tree in (a, b)
+    )
+    pairs = {key: (of_a.get(key, _ABSENT), of_b.get(key, _ABSENT)) for key in sorted(of_a | of_b)}
+    return {key: (in_a, in_b) for key, (in_a, in_b) in pairs.items() if in_a != in_b}
 
 
 def _short(text: str) -> str:
     text = printable(text)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
-
-
-def _keys(number: int) -> str:
-    return "1 key" if number == 1 else f"{number} keys"

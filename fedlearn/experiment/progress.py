@@ -4,40 +4,41 @@ Each call costs a few microseconds, since the engine finishes hundreds of rounds
 lines are written as they come, and their colours are rendered once, at the start.
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple, Protocol, TextIO
+from typing import IO, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
+from fedlearn.core.distribution import sign
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     Counts,
     Summary,
+    direction_of,
     duration_text,
     headline,
+    json_text,
+    leading_metric,
     number_text,
 )
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 _TOP_REASONS = 3
 _REASON_CHARACTERS = 100
+_NAME_CHARACTERS = 20
 
 
 class Progress(Protocol):
     """Who is told of a run: ``start``, then ``round`` for each, then ``end``."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Tell that a run begins or goes on.
+        """Tell that a run begins or goes on, which lies at ``path``.
 
-        Args:
-            record: The run.
-            path: Where it lies.
-            notes: What a reader should know, one line each, such as the executor chosen.
+        A reader should know the ``notes``, one line each, such as the executor chosen.
         """
 
     def round(self, record: RoundRecord) -> None:
@@ -47,7 +48,9 @@ class Progress(Protocol):
         """Tell what the run came to, be it done, failed or interrupted."""
 
 
-def progress_to(stream: TextIO, *, as_json: bool) -> Progress:
+def progress_to(
+    stream: TextIO, *, as_json: bool
+) -> "JsonProgress | PlainProgress | TerminalProgress":
     """Return what suits ``stream``: JSON if asked for, else by whether it is a terminal."""
     if as_json:
         return JsonProgress(stream)
@@ -55,91 +58,80 @@ def progress_to(stream: TextIO, *, as_json: bool) -> Progress:
     return TerminalProgress(console) if console.is_terminal else PlainProgress(stream)
 
 
+class _Lines:
+    """What is known of a run that is told line by line; it has no name before it has begun."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.run: str | None = None
+        self.path = Path()
+        self._num_rounds = 0
+        self._is_deployed = False  # then no time is virtual
+        self._metric = "accuracy"
+
+    def _begin(self, record: RunRecord, path: Path) -> None:
+        self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
+        self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
 # ---- For a program ------------------------------------------------------------------------
 
 
-class JsonProgress:
+class JsonProgress(_Lines):
     """One JSON object a line: ``start``, ``round``s, ``end``; what is not finite is null."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._num_rounds = 0
-        self._path = ""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the ``start`` line: run, rounds, path, notes."""
-        self._num_rounds, self._path = record.num_rounds, str(path)
-        self._write(
-            {
-                "event": "start",
-                "run": record.name,
-                "rounds": record.num_rounds,
-                "path": self._path,
-                "notes": list(notes),
-            }
-        )
+        self._begin(record, path)
+        self._tell("start", run=record.name, rounds=record.num_rounds, path=str(path), notes=notes)
 
     def round(self, record: RoundRecord) -> None:
         """Write a ``round`` line."""
-        counts = Counts.of(record)
-        self._write(
-            {
-                "event": "round",
-                "round": record.round_num + 1,
-                "rounds": self._num_rounds,
-                "accuracy": _finite(headline(record.metrics, "accuracy")),
-                "loss": _finite(headline(record.metrics, "loss")),
-                "train_loss": _finite(record.train_loss),
-                "reported": counts.reported,
-                "late": counts.late,
-                "failed": counts.failed,
-                "retries": record.attempt,
-                "outcome": record.outcome.value,
-                "virtual_s": _finite(record.virtual_s),
-                "seconds": _finite(record.seconds),
-                "metrics": {name: _finite(value) for name, value in record.metrics.items()},
-            }
+        self._tell(
+            "round",
+            round=record.round_num + 1,
+            rounds=self._num_rounds,
+            accuracy=headline(record.metrics, "accuracy"),
+            loss=headline(record.metrics, "loss"),
+            train_loss=record.train_loss,
+            **Counts.of(record)._asdict(),
+            retries=record.attempt,
+            outcome=record.outcome.value,
+            virtual_s=record.virtual_s,
+            seconds=record.seconds,
+            metrics=record.metrics,
+            train_metrics=record.train_metrics,
         )
 
     def end(self, summary: Summary) -> None:
         """Write the ``end`` line: the last accuracy and loss, and rounds finished."""
-        self._write(
-            {
-                "event": "end",
-                "run": summary.name,
-                "accuracy": _finite(summary.accuracy),
-                "loss": _finite(summary.loss),
-                "rounds": summary.num_finished,
-                "seconds": _finite(summary.seconds),
-                "path": self._path,
-            }
+        self._tell(
+            "end",
+            run=summary.record.name,
+            accuracy=summary.accuracy,
+            loss=summary.loss,
+            rounds=summary.num_finished,
+            seconds=summary.seconds,
+            path=str(self.path),
         )
 
-    def _write(self, event: dict[str, object]) -> None:
-        self._stream.write(json.dumps(event, allow_nan=False) + "\n")
-        self._stream.flush()
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    def _tell(self, event: str, **facts: object) -> None:
+        self._write(json_text({"event": event, **facts}))
 
 
 # ---- For a log ----------------------------------------------------------------------------
 
 
-class PlainProgress:
+class PlainProgress(_Lines):
     """Plain lines of ``key=value``, in a fixed order, without colours."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_deployed = False  # then no time is virtual
-        self._num_rounds = 0
-        self._path = Path()
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the run's name, and the notes."""
-        self._num_rounds, self._path = record.num_rounds, path
-        self._is_deployed = record.is_deployed
+        self._begin(record, path)
         self._write(f"run {printable(record.name)}: {record.num_rounds} rounds")
         for note in notes:
             self._write(f"note: {printable(note)}")
@@ -150,7 +142,7 @@ class PlainProgress:
         virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
-            f" accuracy={number_text(headline(record.metrics, 'accuracy'))}"
+            f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
             f" loss={number_text(headline(record.metrics, 'loss'))}"
             f" train_loss={number_text(_train_loss(record))}"
             f" reported={reported} late={late} failed={failed}"
@@ -160,111 +152,89 @@ class PlainProgress:
 
     def end(self, summary: Summary) -> None:
         """Write what the run came to."""
-        for label, text in _facts(summary, self._path):
+        for label, text in _facts(summary, self.path):
             self._write(f"{label}: {text}")
-
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
 
 
 # ---- For a person -------------------------------------------------------------------------
 
 
-class _Paint(NamedTuple):
-    """A style as the two control sequences around a text; both empty without colours."""
-
-    before: str
-    after: str
-
-    @classmethod
-    def of(cls, style: str, console: Console) -> "_Paint":
-        """Render ``style`` once, as ``console`` would."""
-        with console.capture() as captured:
-            console.print(Text("x", style=style), end="")
-        before, _, after = captured.get().partition("x")
-        return cls(before, after)
-
-    def on(self, text: str) -> str:
-        """Return ``text`` in this style."""
-        return f"{self.before}{text}{self.after}"
+def _paint(style: str, console: Console) -> Callable[[str], str]:
+    """Return what puts a text in a style, which is rendered here, once, as ``console`` would."""
+    with console.capture() as captured:
+        console.print(Text("{}", style=style), end="")
+    return captured.get().format
 
 
-class TerminalProgress:
+class TerminalProgress(_Lines):
     """One coloured line a round on a terminal, under a header; a new best stands out."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console.file)
         self._console = console
-        self._best = -math.inf
-        self._is_deployed = False  # then no time is virtual
-        self._num_rounds = 0
-        self._round_width = 0
-        self._path = Path()
-        self._good = _Paint.of("bold green", console)
-        self._plain = _Paint("", "")
-        self._dim = _Paint.of("dim", console)
-        self._late = _Paint.of("yellow", console)
-        self._bad = _Paint.of("bold red", console)
+        self._sign, self._best = 1.0, -math.inf
+        self._round_width, self._metric_width = 0, 0
+        self._good = _paint("bold green", console)
+        self._dim = _paint("dim", console)
+        self._late = _paint("yellow", console)
+        self._bad = _paint("bold red", console)
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Print the run's name, the notes and the header."""
-        self._num_rounds, self._path = record.num_rounds, path
-        self._is_deployed = record.is_deployed
+        self._begin(record, path)
+        self._sign = sign(direction_of(record, self._metric) or "max")
+        shown = printable(self._metric)[:_NAME_CHARACTERS]
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
+        self._metric_width = max(8, len(shown))
         name = (printable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
         for note in notes:
             self._console.print(Text(printable(note), style="dim"))
         header = (
-            f"{'round':>{self._round_width}}  accuracy      loss     train"
+            f"{'round':>{self._round_width}}  {shown:>{self._metric_width}}      loss     train"
             f"  reported  late  failed{'' if self._is_deployed else '   virtual'}      real"
         )
-        self._write(self._dim.on(header))
+        self._write(self._dim(header))
 
     def round(self, record: RoundRecord) -> None:
         """Print the round's line."""
         reported, late, failed = Counts.of(record)
-        accuracy = headline(record.metrics, "accuracy")
-        is_best = self._is_best(accuracy)
+        value = headline(record.metrics, self._metric)
+        measured = f"{number_text(value):>{self._metric_width}}"
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
         virtual = "" if self._is_deployed else f"  {duration_text(record.virtual_s):>8}"
         line = (
             f"{place:>{self._round_width}}"
-            f"  {(self._good if is_best else self._plain).on(f'{number_text(accuracy):>8}')}"
+            f"  {(self._good if self._is_best(value) else str)(measured)}"
             f"  {number_text(headline(record.metrics, 'loss')):>8}"
             f"  {number_text(_train_loss(record)):>8}"
-            f"  {(self._bad if skipped else self._plain).on(f'{reported:>8}')}"
-            f"  {(self._late if late else self._dim).on(f'{late:>4}')}"
-            f"  {(self._bad if failed else self._dim).on(f'{failed:>6}')}"
+            f"  {(self._bad if skipped else str)(f'{reported:>8}')}"
+            f"  {(self._late if late else self._dim)(f'{late:>4}')}"
+            f"  {(self._bad if failed else self._dim)(f'{failed:>6}')}"
             f"{virtual}"
-            f"  {self._dim.on(f'{duration_text(record.seconds):>8}')}"
+            f"  {self._dim(f'{duration_text(record.seconds):>8}')}"
         )
-        if skipped or record.attempt:
-            line += f"  {self._late.on(_remark(record))}"
+        if remark := _remark(record):
+            line += f"  {self._late(remark)}"
         self._write(line)
 
     def end(self, summary: Summary) -> None:
         """Print what the run came to and the commands to type next."""
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
         self._console.print()
-        for label, text in _facts(summary, self._path):
+        for label, text in _facts(summary, self.path):
             style = "bold" if label in ("best", "next") else ""
             if label == "run":
-                style = styles.get(summary.status, "bold yellow")
+                style = styles.get(summary.record.status, "bold yellow")
             line = Text.assemble((f"{label:>8}  ", "dim"), (text, style))
             self._console.print(line, soft_wrap=True)  # a command must survive being copied
 
-    def _is_best(self, accuracy: float | None) -> bool:
-        if accuracy is None or math.isnan(accuracy) or accuracy <= self._best:
+    def _is_best(self, value: float | None) -> bool:
+        if value is None or math.isnan(value) or self._sign * value <= self._best:
             return False
-        self._best = accuracy
+        self._best = self._sign * value
         return True
-
-    def _write(self, line: str) -> None:
-        stream = self._console.file
-        stream.write(line + "\n")
-        stream.flush()
 
 
 def _train_loss(record: RoundRecord) -> float | None:
@@ -273,9 +243,9 @@ def _train_loss(record: RoundRecord) -> float | None:
 
 
 def _remark(record: RoundRecord) -> str:
-    retries = "" if not record.attempt else _counted(record.attempt, "retry", "retries")
-    skipped = "skipped" if record.outcome is Outcome.SKIPPED else ""
-    return ", ".join(filter(None, (skipped, retries)))
+    skipped = ["skipped"] if record.outcome is Outcome.SKIPPED else []
+    retries = [_counted(record.attempt, "retry", "retries")] if record.attempt else []
+    return ", ".join(skipped + retries)
 
 
 # ---- The end ------------------------------------------------------------------------------
@@ -283,24 +253,25 @@ def _remark(record: RoundRecord) -> str:
 
 def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     """Yield what the end of a run is told with: label and text."""
-    is_parked = summary.is_deployed and summary.status is RunStatus.RUNNING
-    yield (
-        "run",
-        (
-            f"{printable(summary.name)} {'parked' if is_parked else summary.status.value} after "
-            f"{summary.num_finished}/{summary.num_rounds} rounds, {summary.times()}"
-        ),
-    )
+    run = summary.record
+    is_parked = run.is_deployed and run.status is RunStatus.RUNNING
+    ended = f"{printable(run.name)} {'parked' if is_parked else run.status.value}"
+    rounds = f"{summary.num_finished}/{run.num_rounds} rounds"
+    yield "run", f"{ended} after {rounds}, {summary.times()}"
     if is_parked:
         yield "parked", "the same command goes on from here"
-    if summary.error:
-        yield "error", printable(summary.error)
-    yield from _measured(summary)
+    if run.error:
+        yield "error", printable(run.error)
+    yield from measured(summary) if summary.best else [("best", "nothing was evaluated")]
     yield from _trouble(summary)
     yield "path", printable(str(path))
-    verbs = ("resume", "show", "plot") if summary.is_resumable else ("show", "plot")
-    for verb in verbs:
-        yield "next", next_command(verb, summary.name, path=path)
+    yield from next_steps(summary, path, "show", "plot")
+
+
+def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str, str]]:
+    """Yield what to type next about the run at ``path``: first what goes on with it, if it can."""
+    for verb in ("resume", *verbs) if summary.is_resumable else verbs:
+        yield "next", next_command(verb, summary.record.name, path=path)
 
 
 def next_command(verb: str, name: str, *, path: Path) -> str:
@@ -317,13 +288,11 @@ def next_command(verb: str, name: str, *, path: Path) -> str:
     return f"fedlearn {verb} {quote(printable(name))}{place}"
 
 
-def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
-    if summary.best is None:
-        yield "best", "nothing was evaluated"
-        return
-    best = summary.best
-    value = number_text(best.point.value)
-    yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
+def measured(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what a run has measured: its best, its last values, and their spread over clients."""
+    if (best := summary.best) is not None:
+        value = number_text(best.point.value)
+        yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
     if central := summary.central_metrics():
         yield "final", _listed(central)
     for name, spread in summary.client_metrics().items():
@@ -331,7 +300,7 @@ def _measured(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what went wrong on the way, if anything did."""
+    """Yield what went wrong on the way."""
     if summary.num_skipped:
         yield "skipped", _counted(summary.num_skipped, "round", "rounds")
     if summary.num_retries:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from fedlearn.config import Addresses
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.report import report
 from fedlearn.rounds.records import RoundRecord, RunRecord
-from fedlearn.store.runs import Database, StoredRun
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Run:
     """
 
     stored: StoredRun
-    make_model: Callable[[], nn.Module] | None
+    make_model: Callable[[], nn.Module] | None = None
 
     @property
     def name(self) -> str:
@@ -54,6 +55,8 @@ class Run:
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write one self-contained HTML file, ``report.html`` in the run's folder."""
+        from fedlearn.experiment.report import report  # noqa: PLC0415 (it draws, too)
+
         target = self.path / "report.html" if path is None else Path(path)
         return report(self.record, self.history, target)
 
@@ -63,15 +66,7 @@ class Run:
         Raises:
             StoreError: There is no checkpoint, or it is damaged.
         """
-        if best:
-            return self.stored.load_best()
-        checkpoint = self.stored.load()
-        tensors = {} if checkpoint is None else checkpoint.tensors
-        return {
-            name.removeprefix("params/"): value
-            for name, value in tensors.items()
-            if name.startswith("params/")
-        }
+        return self.stored.weights(best=best)
 
     def load_model(
         self, make_model: Callable[[], nn.Module] | None = None, *, best: bool = True
@@ -95,10 +90,22 @@ class Run:
         return model.eval()
 
 
-def open_run(name: str, database: Database) -> Run:
-    """Return the run called ``name``.
+def open_database(addresses: Addresses) -> Database:
+    """Open the store of the runs that are kept at ``addresses``.
 
     Raises:
-        StoreError: There is none.
+        StoreError: It cannot be opened.
     """
-    return Run(database.run(name), None)
+    url = addresses.store_url or sqlite_url(addresses.runs_dir / "fedlearn.db")
+    return Database.open(url, runs_dir=addresses.runs_dir)
+
+
+def begin(record: RunRecord, database: Database, *, seed: int) -> StoredRun:
+    """Make the run of ``record``, with a name that is drawn if it has none.
+
+    Raises:
+        StoreError: The name is taken, or the run cannot be written.
+    """
+    if record.name:
+        return database.create(record)
+    return database.create_named(record, seed=Seed(seed).derive(record.created_utc))

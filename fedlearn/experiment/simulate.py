@@ -3,10 +3,12 @@
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,28 +16,36 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
-from fedlearn.algorithms.recipes import Algorithm
-from fedlearn.build import Deployment, Simulation, around, simulation
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.core.clock import Clock, SystemClock, utc_now
-from fedlearn.core.randomness import Seed
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
-from fedlearn.experiment.assemble import Resolved, assemble, resolve, worker_device
-from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.assemble import assemble, device_of, resolve
+from fedlearn.experiment.comparison import leaves, summarize
 from fedlearn.experiment.progress import Progress, progress_to
-from fedlearn.experiment.run import Run
+from fedlearn.experiment.run import Run, begin, open_database
+from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
-from fedlearn.rounds.run import train
+from fedlearn.rounds.run import RoundCallback, train
 from fedlearn.simulation.cluster import Cluster, launch, one_thread
+from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
-from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from fedlearn.store.runs import Database, StoredRun
 
 #: The key under which a run that was started from Python records what it was made of.
 PYTHON_PIECES = "python"
+#: Where an object lies, in a text that describes it.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 #: Tables of the configuration that the arguments of :func:`simulate` take the place of.
-_REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "algorithm", "client"}
+_REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,7 @@ class Site:
 
     def database(self) -> Database:
         """Open the store."""
-        runs_dir = self.addresses.runs_dir
-        url = self.addresses.store_url or sqlite_url(runs_dir / "fedlearn.db")
-        return Database.open(url, runs_dir=runs_dir)
+        return open_database(self.addresses)
 
 
 def run_config(config: Config, site: Site) -> Run:
@@ -80,7 +88,7 @@ def run_config(config: Config, site: Site) -> Run:
     return _run_new(resolve_config(config, site), site, extra={})
 
 
-def resolve_config(config: Config, site: Site) -> Resolved:
+def resolve_config(config: Config, site: Site) -> Simulation:
     """Return the simulation of ``config`` with every automatic choice made."""
     return _resolved(simulation(config, data_dir=site.addresses.data_dir), site)
 
@@ -88,10 +96,7 @@ def resolve_config(config: Config, site: Site) -> Resolved:
 def resume(name: str, site: Site, *, from_previous: bool) -> Run:
     """Go on with a run that was interrupted or failed, from its last commit.
 
-    Args:
-        name: The run.
-        site: What surrounds it.
-        from_previous: Drop the last checkpoint first: it is damaged.
+    With ``from_previous`` the last checkpoint is dropped first: it is damaged.
 
     Raises:
         ConfigError: The run was started from Python, and its pieces are not in its record, or
@@ -113,15 +118,20 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
             )
         config = Config.from_json(json.dumps(record.config))
         pieces = simulation(config, data_dir=site.addresses.data_dir)
-        return _resume(name, Resolved(simulation=pieces, notes=()), site, from_previous)
+        return _resume(name, pieces, site, from_previous=from_previous)
 
 
 def simulate(
     make_model: Callable[[], nn.Module],
     data: FederatedData,
-    algorithm: Algorithm,
+    algorithm: Strategy,
     *,
     objective: Objective | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    trainer: MakeTrainer | None = None,
+    local_of: Callable[[ClientId], LocalUpdate] | None = None,
+    sampler: CohortSampler | None = None,
+    callbacks: Sequence[RoundCallback] = (),
     progress: Progress | None = None,
     resume: str | None = None,
     **settings: object,
@@ -133,6 +143,17 @@ def simulate(
         data: Clients and test set.
         algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``.
         objective: Loss and metrics; ``None`` is softmax cross-entropy.
+        metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
+        trainer: Makes a client's trainer of its features and labels; ``None``: fedlearn's own. With
+            ``FedAvg(OwnTraining())`` it is asked for no optimiser.
+        local_of: From a client's id to what that client does, where clients differ in it: fewer
+            epochs, another learning rate; ``None``: all do as ``algorithm`` says.
+        sampler: Who is asked in a round; ``None``: as ``cohort.sampling`` says. It is told how
+            many the configuration asks, and may return any number of them. The run can be
+            repeated, and resumed to the same bits, if the same arguments give the same cohort.
+        callbacks: Called after each round, in order, with its record and the model, after
+            ``progress``. One that returns ``True`` ends the run there, as done. Rounds after the
+            last commit are told again when a run is resumed.
         progress: Who is told of each round; ``None`` prints lines.
         resume: Name of an earlier run of the same arguments to go on with.
         **settings: Keys and tables of the configuration, as in a TOML file:
@@ -141,39 +162,62 @@ def simulate(
     Returns:
         The finished run: ``.history``, ``.plot()``, ``.report()``, ``.load_model()``.
 
+    Only rank 0 calls the sampler and the callbacks, however many workers there are. What they raise
+    is raised here, as it is; the run stays where it last committed and can be resumed.
+
     Raises:
         FedlearnError: As :func:`run_config`.
     """
     config = config_around(settings, source="simulate()")
+    if sampler is not None:
+        _require_free(config, settings)
     addresses = resolve_addresses(config, environ=os.environ)
-    site = Site(
-        addresses, os.environ, SystemClock(), progress or progress_to(sys.stdout, as_json=False)
-    )
+    told = progress or progress_to(sys.stdout, as_json=False)
+    site = Site(addresses, os.environ, SystemClock(), told)
     pieces = around(
         config,
         make_model=make_model,
         objective=objective or CrossEntropy(),
         data=data,
-        algorithm=algorithm,
+        metrics=metrics,
+        algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
         data_dir=addresses.data_dir,
+        make_trainer=trainer,
     )
+    pieces = replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
     if resume is not None:
-        return _resume(resume, _as_recorded(pieces, resume, site), site, from_previous=False)
+        resolved = _as_recorded(pieces, resume, site, settings)
+        return _resume(resume, resolved, site, from_previous=False)
     return run_pieces(pieces, site)
+
+
+def _require_free(config: Config, settings: Mapping[str, object]) -> None:
+    """Refuse what a sampler of the user's would take the place of, or cannot hold with it."""
+    cohort = settings.get("cohort")
+    if isinstance(cohort, Mapping) and "sampling" in cohort:
+        raise ConfigError(
+            f"simulate(): cohort.sampling is {cohort['sampling']!r}, but sampler= says who is "
+            "asked; remove one of the two"
+        )
+    if config.centralized:
+        raise ConfigError("simulate(): centralized asks nobody, but sampler= is given; remove one")
+    if config.secure_aggregation.is_on:
+        raise ConfigError(
+            f"simulate(): secure_aggregation.mode is {config.secure_aggregation.mode!r}, whose "
+            "threshold is derived from the number of clients asked, but sampler= may ask any "
+            'number; leave sampler= out, or set the mode to "off"'
+        )
 
 
 def config_around(settings: Mapping[str, object], *, source: str) -> Config:
     """Return the configuration of a run whose model, data and algorithm are Python objects.
 
-    Args:
-        settings: Keys and tables of the configuration.
-        source: What errors call the place where they stand.
+    Errors call the place where ``settings``, its keys and tables, stand ``source``.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a table describes what is an object.
     """
-    replaced = settings.keys() & _REPLACED_BY_ARGUMENTS
-    if replaced:
+    if replaced := settings.keys() & _REPLACED_BY_ARGUMENTS:
         raise ConfigError(
             f"{source}: {min(replaced)}: the model, the data and the algorithm are arguments "
             "here, not tables of the configuration"
@@ -188,39 +232,73 @@ def run_pieces(pieces: Simulation, site: Site) -> Run:
     Raises:
         FedlearnError: As :func:`run_config`.
     """
-    described = {
-        "model": repr(pieces.make_model()),
-        "data": f"{pieces.data.population.num_clients} clients, "
-        f"{len(pieces.data.test.labels)} test examples",
-        "algorithm": repr(pieces.algorithm),
-        "objective": repr(pieces.objective),
-    }
+    further = {"callbacks": repr(pieces.callbacks), "directions": pieces.directions}
+    described = _same_on_resume(pieces) | further
     return _run_new(_resolved(pieces, site), site, extra={PYTHON_PIECES: described})
 
 
-def _resolved(pieces: Simulation, site: Site) -> Resolved:
+def _same_on_resume(pieces: Simulation) -> dict[str, object]:
+    """Return, by argument, what a run is of; a resumed one must be of the same."""
+    return {
+        "model": repr(pieces.make_model()),
+        "data": f"{pieces.population.num_clients} clients, {len(pieces.test.labels)} test examples",
+        "algorithm": repr(pieces.algorithm),
+        "objective": repr(pieces.objective),
+        "metrics": ", ".join(sorted(pieces.directions)),
+        "sampler": repr(pieces.sampler),
+    }
+
+
+def _resolved(pieces: Simulation, site: Site) -> Simulation:
     with one_thread():  # as the workers will compute, so that a probe measures that
         return resolve(
             pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
         )
 
 
-def _as_recorded(pieces: Simulation, name: str, site: Site) -> Resolved:
-    """Return the simulation with the engine settings that the run was started with."""
+def _as_recorded(
+    pieces: Simulation, name: str, site: Site, settings: Mapping[str, object]
+) -> Simulation:
+    """Return the simulation with the settings that the run was started with.
+
+    Raises:
+        ConfigError: One that is given differs, or another piece is.
+    """
     with site.database() as database:
-        recorded = dict(database.run(name).record.config)
-    recorded.pop(PYTHON_PIECES, None)
+        recorded = database.run(name).record.config
+    started = recorded.get(PYTHON_PIECES)
+    if not isinstance(started, Mapping):
+        raise ConfigError(
+            f"simulate(): {name} was started from a configuration, which is in its record; go on "
+            f"with it by `fedlearn resume {name}`"
+        )
     skeleton = {key: value for key, value in recorded.items() if key in Config.model_fields}
     config = from_mapping(skeleton, source=f"the record of {name}")
-    return Resolved(simulation=replace(pieces, config=config), notes=())
+    # Of what is automatic, the record has the outcome.
+    given = {key for key, value in leaves(settings) if value != "auto" and key != "name"}
+    before, now = (
+        {key: value for key, value in leaves(json.loads(each.canonical_json())) if key in given}
+        for each in (config, pieces.config)
+    )
+    _require_same(before, now, name)
+    _require_same(started, _same_on_resume(pieces), name)
+    return replace(pieces, config=config)
 
 
-def new_record(pieces: Simulation | Deployment, *, extra: Mapping[str, object]) -> RunRecord:
-    """Return the record of a run that is about to begin, without a name if none is configured.
+def _require_same(before: Mapping[str, object], now: Mapping[str, object], name: str) -> None:
+    for key, value in now.items():
+        if _ADDRESS.sub("", str(before.get(key))) != _ADDRESS.sub("", str(value)):
+            raise ConfigError(
+                f"simulate(): {key} is {value}, but {name} was started with {before.get(key)}; a "
+                "run goes on with the arguments that it was started with: give the same, or leave "
+                "resume= out to start another"
+            )
 
-    Args:
-        pieces: The run; the engine settings of a simulation resolved.
-        extra: What to record in place of the tables that Python's arguments replace.
+
+def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
+    """Return the record of a run that is about to begin: resolved, with a name if it has one.
+
+    What is ``extra`` is recorded in place of the tables that Python's arguments replace.
     """
     config = pieces.config
     tree: dict[str, object] = json.loads(config.canonical_json())
@@ -239,65 +317,45 @@ def new_record(pieces: Simulation | Deployment, *, extra: Mapping[str, object]) 
     )
 
 
-def _run_new(resolved: Resolved, site: Site, *, extra: Mapping[str, object]) -> Run:
-    config, record = resolved.simulation.config, new_record(resolved.simulation, extra=extra)
-
-    def opened(database: Database) -> StoredRun:
-        if config.name is not None:
-            return database.create(record)
-        return database.create_named(record, seed=Seed(config.seed).derive(record.created_utc))
-
-    return _execute(resolved, site, opened, checkpoint_of=lambda _: None)
+def _run_new(pieces: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
+    record = new_record(pieces, extra=extra)
+    return _execute(pieces, site, partial(begin, record, seed=pieces.config.seed))
 
 
-def _resume(name: str, resolved: Resolved, site: Site, from_previous: bool) -> Run:  # noqa: FBT001
+def _resume(name: str, pieces: Simulation, site: Site, *, from_previous: bool) -> Run:
     def opened(database: Database) -> StoredRun:
         stored = database.run(name)
-        stored.set_running()
+        stored.finish(RunStatus.RUNNING, error="")
         return stored
 
-    def checkpoint_of(stored: StoredRun) -> Checkpoint | None:
-        return stored.rewind() if from_previous else stored.load()
-
-    return _execute(resolved, site, opened, checkpoint_of=checkpoint_of)
+    return _execute(pieces, site, opened, from_previous=from_previous)
 
 
 def _execute(
-    resolved: Resolved,
+    pieces: Simulation,
     site: Site,
     opened: Callable[[Database], StoredRun],
     *,
-    checkpoint_of: Callable[[StoredRun], Checkpoint | None],
+    from_previous: bool = False,
 ) -> Run:
     """Run in every worker; rank 0 alone has the store and the terminal."""
-    pieces = resolved.simulation
     num_workers = pieces.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
 
     def body(cluster: Cluster) -> Run | None:
-        if cluster.rank:
-            _train(
-                pieces,
-                site,
-                cluster,
-                store=_Follower(),
-                checkpoint=cluster.broadcast(None),
-                progress=lambda _: None,
-            )
-            return None
-        stored = opened(site.database())
-        with outcome_told(stored, site.progress):
-            site.progress.start(stored.record, stored.path, resolved.notes)
-            checkpoint = cluster.broadcast((checkpoint_of(stored),))
-            _train(
-                pieces,
-                site,
-                cluster,
-                store=stored,
-                checkpoint=checkpoint,
-                progress=site.progress.round,
-            )
-        return Run(stored, pieces.make_model)
+        stored = opened(site.database()) if cluster.rank == 0 else None
+        with nullcontext() if stored is None else outcome_told(stored, site.progress):
+            checkpoint = None
+            if stored is not None:
+                site.progress.start(stored.record, stored.path, pieces.notes)
+                checkpoint = stored.rewind() if from_previous else stored.load()
+            checkpoint = cluster.broadcast((checkpoint,))[0]
+            device = device_of(pieces.config.engine.device, site.environ)
+            plan, params = assemble(pieces, cluster, device=device, clock=site.clock)
+            told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
+            store: RunStore = stored or _Follower()
+            train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
+        return None if stored is None else Run(stored, pieces.make_model)
 
     run = launch(body, num_workers=num_workers, environment=site.environ)
     if run is None:
@@ -305,31 +363,14 @@ def _execute(
     return run
 
 
-def _train(
-    pieces: Simulation,
-    site: Site,
-    cluster: Cluster,
-    *,
-    store: RunStore,
-    checkpoint: tuple[Checkpoint | None],
-    progress: Callable[[RoundRecord], None],
-) -> None:
-    device = worker_device(pieces, site.environ)
-    plan, params = assemble(pieces, cluster, device=device, clock=site.clock)
-    train(plan, params, checkpoint=checkpoint[0], store=store, progress=progress)
-
-
 class _Follower:
     """The store of a worker that is not rank 0: rank 0 keeps the record for all."""
 
-    def append(self, record: RoundRecord) -> None:
-        """Keep nothing."""
+    def append(self, record: RoundRecord) -> None: ...
 
-    def commit(self, checkpoint: Checkpoint) -> None:
-        """Keep nothing."""
+    def commit(self, checkpoint: Checkpoint) -> None: ...
 
-    def finish(self, status: RunStatus, *, error: str) -> None:
-        """Keep nothing."""
+    def finish(self, status: RunStatus, *, error: str) -> None: ...
 
 
 @contextmanager
@@ -338,14 +379,9 @@ def outcome_told(
 ) -> Iterator[None]:
     """Record a failure of the run, and tell how it ended, be it done, failed or interrupted.
 
-    If not even that can be written or read back, the cause is what is raised.
-
-    Args:
-        stored: The run.
-        progress: Told how it ended.
-        resumable: Errors after which the run goes on where it is: no failure is recorded, and
-            nothing told. To read all that a long run has recorded would take longer than whoever
-            stops the process waits.
+    If not even that can be written or read back, the cause is what is raised. After an error that
+    is ``resumable`` the run goes on where it is: no failure is recorded, and nothing told. To read
+    all that a long run has recorded would take longer than whoever stops the process waits.
     """
     has_ended = True
     try:

@@ -29,19 +29,13 @@ from fedlearn.secagg import keys
 #: Most statements in a lineage: a rotation a year for a lifetime.
 MAX_SUCCESSIONS = 64
 
-_STATEMENT_BYTES = 2 * keys.SIGNATURE_BYTES + keys.KEY_BYTES
+_STATEMENT = struct.Struct(f"{keys.SIGNATURE_BYTES}s{keys.SIGNATURE_BYTES}s{keys.KEY_BYTES}s")
 _LABEL = b"succession of identity keys"
 
 
 @dataclass(frozen=True)
 class Succession:
-    """The statement that one identity key follows another.
-
-    Attributes:
-        by_old: The old key's signature, 64 bytes.
-        by_new: The new key's.
-        new_key: Ed25519 public key, 32 bytes.
-    """
+    """The statement that one identity key follows another: both keys' signatures, and the new."""
 
     by_old: bytes
     by_new: bytes
@@ -76,16 +70,11 @@ class Lineage:
         Raises:
             ProtocolError: It is of an impossible length.
         """
-        num, rest = divmod(len(data) - keys.KEY_BYTES, _STATEMENT_BYTES)
+        num, rest = divmod(len(data) - keys.KEY_BYTES, _STATEMENT.size)
         if rest or not 0 <= num <= MAX_SUCCESSIONS:
             raise ProtocolError(f"{len(data)} bytes are no chain of identity keys")
-        return cls(
-            data[: keys.KEY_BYTES],
-            tuple(
-                _statement(data[begin : begin + _STATEMENT_BYTES])
-                for begin in range(keys.KEY_BYTES, len(data), _STATEMENT_BYTES)
-            ),
-        )
+        statements = _STATEMENT.iter_unpack(data[keys.KEY_BYTES :])
+        return cls(data[: keys.KEY_BYTES], tuple(Succession(*each) for each in statements))
 
     def to_bytes(self) -> bytes:
         """Return the lineage as bytes; the last 32 are the newest key."""
@@ -160,11 +149,6 @@ def fingerprint(key: bytes) -> str:
     """
     text = keys.digest(b"fingerprint", key)[:16].hex()
     return "-".join(text[begin : begin + 4] for begin in range(0, len(text), 4))
-
-
-def _statement(data: bytes) -> Succession:
-    by_old, rest = data[: keys.SIGNATURE_BYTES], data[keys.SIGNATURE_BYTES :]
-    return Succession(by_old, rest[: keys.SIGNATURE_BYTES], rest[keys.SIGNATURE_BYTES :])
 
 
 def _text(client_id: ClientId, number: int, *, old: bytes, new: bytes) -> bytes:

@@ -1,24 +1,20 @@
 """Who may talk to the coordinator: invitations, enrolled clients, revocations.
 
-A client is enrolled once, with the token of an invitation; after that its certificate says
-who it is. Its number stays the same for good: a client that enrols again (new keys) does so
-with a new invitation for its name, or, while its certificate is good, with a statement that its
-old identity key signs (:mod:`fedlearn.identity.lineage`).
+A client enrols with the token of an invitation; after that its certificate says who it is. Its
+number stays: new keys come with a new invitation for its name, or, while its certificate is good,
+with a statement that its old identity key signs (:mod:`fedlearn.identity.lineage`).
 """
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
-from threading import Lock
 from typing import Literal, Protocol, TypeAlias
 
-from fedlearn.core.clock import WallClock, utc
+from fedlearn.core.clock import utc
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
-from fedlearn.identity.lineage import Lineage, newest_key
+from fedlearn.identity.lineage import Lineage
 
 ClientStatus: TypeAlias = Literal["active", "revoked"]
 
@@ -26,13 +22,12 @@ ClientStatus: TypeAlias = Literal["active", "revoked"]
 #: it ends (ISO 8601). Called inside the registry's transaction, at most once a redemption.
 Certify: TypeAlias = Callable[[ClientId], tuple[bytes, str, str]]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a certificate's common name
-_TOKEN_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnrolledClient:
-    """A client with a certificate.
+    """A client with a certificate; times are ISO 8601.
 
     Attributes:
         client_id: 0, 1, 2, … in order of enrolment; kept when it enrols again.
@@ -43,8 +38,7 @@ class EnrolledClient:
             if there was none, or if it did not follow from them.
         fingerprint: SHA-256 of its certificate's DER, hexadecimal.
         status: A revoked client is refused, whatever its certificate says.
-        enrolled_utc: ISO 8601; of the last enrolment.
-        certificate_expires_utc: ISO 8601.
+        enrolled_utc: Of the last enrolment.
     """
 
     client_id: ClientId
@@ -87,8 +81,7 @@ class Registry(Protocol):
         Args:
             name: Of the invitation.
             token: Of the invitation.
-            identity_key: Ed25519 public key, 32 bytes; that the client has the private one
-                is for the caller to check.
+            identity_key: That the client has the private one is for the caller to check.
             certify: Makes the certificate, once the client's number is known.
             lineage: How its identity key follows from earlier ones, in bytes; empty: it does not.
 
@@ -100,8 +93,7 @@ class Registry(Protocol):
     def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
         """Replace an active client's identity key by the last of ``lineage``.
 
-        The same lineage may come again, and is certified anew: the answer to the first time may
-        have been lost on the way.
+        The same lineage may come again, and is certified anew, as in :meth:`redeem`.
 
         Args:
             name: The client's.
@@ -116,9 +108,6 @@ class Registry(Protocol):
 
     def clients(self) -> list[EnrolledClient]:
         """Return all clients, the revoked ones too, by number."""
-
-    def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
-        """Return the client whose present certificate has this fingerprint."""
 
     def revoke(self, name: str) -> EnrolledClient | None:
         """Refuse the client called ``name`` from now on, and end its open invitation.
@@ -139,10 +128,7 @@ class InvitationRecord:
     """What is kept of an invitation.
 
     Attributes:
-        name: Who is invited.
-        tags: What the client will be tagged with.
         token_sha256: Of the token, hexadecimal.
-        expires_unix_s: Seconds since 1970.
         redeemed_by: The identity key that has used it; empty while it is open.
     """
 
@@ -153,28 +139,17 @@ class InvitationRecord:
     redeemed_by: bytes
 
 
-def new_invitation(
-    name: str, *, tags: Sequence[str], expires_unix_s: float
-) -> tuple[bytes, InvitationRecord]:
-    """Return a fresh token, and what is kept of it.
+def check_name(name: str) -> None:
+    """Check that a client can be called ``name``, also in a certificate.
 
     Raises:
-        DeploymentError: ``name`` cannot name a client.
+        DeploymentError: It cannot.
     """
     if not _NAME.fullmatch(name):
         raise DeploymentError(
             f"a client cannot be called {name!r}: use up to 64 letters, digits, '-', '_' and "
             "'.', beginning with a letter or a digit"
         )
-    token = SecretBytes.generate(_TOKEN_BYTES).reveal()
-    record = InvitationRecord(
-        name=name,
-        tags=tuple(tags),
-        token_sha256=token_digest(token),
-        expires_unix_s=expires_unix_s,
-        redeemed_by=b"",
-    )
-    return token, record
 
 
 def token_digest(token: bytes) -> str:
@@ -207,8 +182,7 @@ def check_rotatable(
 ) -> EnrolledClient:
     """Return ``known``, the client called ``name``, if it may go on with the keys of a lineage.
 
-    Raises:
-        EnrolmentRefused: It may not. The words tell a stranger nothing about other clients.
+    Raises as :func:`check_redeemable`.
     """
     again = "ask the operator for a new invitation (`fedlearn invite`)"
     goes_on = known is not None and lineage.startswith(known.lineage)
@@ -225,15 +199,6 @@ def check_rotatable(
     return known
 
 
-def kept_lineage(lineage: bytes, *, identity_key: bytes, client_id: ClientId) -> bytes:
-    """Return what is kept of the lineage that came with a token: the key alone if it is false.
-
-    A token is enough to enrol with; whether others believe the key is theirs to judge.
-    """
-    is_its_own = lineage.endswith(identity_key) and is_lineage(lineage, client_id=client_id)
-    return lineage if is_its_own else identity_key
-
-
 def is_lineage(lineage: bytes, *, client_id: ClientId) -> bool:
     """Return whether each key in a lineage was named by the one before as this client's."""
     try:
@@ -241,162 +206,3 @@ def is_lineage(lineage: bytes, *, client_id: ClientId) -> bool:
     except ProtocolError:
         return False
     return True
-
-
-def key_taken(name: str) -> EnrolmentRefused:
-    """Return the error for an identity key that another client has."""
-    return EnrolmentRefused(
-        f"the identity key of {name!r} is another client's; remove the `identity` folder of "
-        "this client, a copy, and enrol again"
-    )
-
-
-def unknown_client(name: str, *, known: Iterable[str]) -> DeploymentError:
-    """Return the error for a name that no client has; suggests the nearest of ``known``."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return DeploymentError(
-        f"there is no client called {name!r}; {hint}`fedlearn clients` lists them all"
-    )
-
-
-class MemoryRegistry:
-    """A :class:`Registry` that ends with its process.
-
-    Example:
-        >>> from fedlearn.core.clock import VirtualClock
-        >>> registry = MemoryRegistry(VirtualClock())
-        >>> token = registry.invite("clinic-a", tags=["country=ch"], valid_s=3600.0)
-        >>> client = registry.redeem(
-        ...     "clinic-a",
-        ...     token,
-        ...     identity_key=bytes(32),
-        ...     certify=lambda client_id: (b"PEM", "ab12", "2030-01-01T00:00:00Z"),
-        ... )
-        >>> client.client_id, client.tags
-        (0, ('country=ch',))
-    """
-
-    def __init__(self, clock: WallClock) -> None:
-        self._clock = clock
-        self._lock = Lock()
-        self._invitations: dict[str, InvitationRecord] = {}  # by the token's digest
-        self._clients: dict[str, EnrolledClient] = {}  # by name, in order of enrolment
-        self._revision = 0
-
-    def invite(self, name: str, *, tags: Sequence[str], valid_s: float) -> bytes:
-        """Return the token with which ``name`` may enrol."""
-        expires = self._clock.unix_s() + valid_s
-        token, record = new_invitation(name, tags=tags, expires_unix_s=expires)
-        with self._lock:
-            self._end_invitation(name)
-            self._invitations[record.token_sha256] = record
-        return token
-
-    def redeem(
-        self,
-        name: str,
-        token: bytes,
-        *,
-        identity_key: bytes,
-        certify: Certify,
-        lineage: bytes = b"",
-    ) -> EnrolledClient:
-        """Enrol ``name`` and use up its token."""
-        now = self._clock.unix_s()
-        with self._lock:
-            invitation = check_redeemable(
-                self._invitations.get(token_digest(token)),
-                name=name,
-                identity_key=identity_key,
-                now_unix_s=now,
-            )
-            self._require_own(identity_key, name)
-            known = self._clients.get(name)
-            client_id = ClientId(len(self._clients)) if known is None else known.client_id
-            _, fingerprint, expires_utc = certify(client_id)
-            client = EnrolledClient(
-                client_id=client_id,
-                name=name,
-                tags=invitation.tags,
-                identity_key=identity_key,
-                lineage=kept_lineage(lineage, identity_key=identity_key, client_id=client_id),
-                fingerprint=fingerprint,
-                status="active",
-                enrolled_utc=utc(now),
-                certificate_expires_utc=expires_utc,
-            )
-            self._invitations[invitation.token_sha256] = replace(
-                invitation, redeemed_by=identity_key
-            )
-            self._put(client)
-        return client
-
-    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
-        """Replace an active client's identity key by the last of ``lineage``."""
-        with self._lock:
-            known = check_rotatable(
-                self._clients.get(name),
-                name=name,
-                lineage=lineage,
-                now_unix_s=self._clock.unix_s(),
-            )
-            identity_key = newest_key(lineage)
-            self._require_own(identity_key, name)
-            _, fingerprint, expires_utc = certify(known.client_id)
-            client = replace(
-                known,
-                identity_key=identity_key,
-                lineage=lineage,
-                fingerprint=fingerprint,
-                certificate_expires_utc=expires_utc,
-            )
-            self._put(client)
-            self._invitations = {
-                digest: each
-                for digest, each in self._invitations.items()
-                if each.name != name or not each.redeemed_by
-            }
-        return client
-
-    def clients(self) -> list[EnrolledClient]:
-        """Return all clients by number."""
-        with self._lock:
-            return list(self._clients.values())
-
-    def by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:
-        """Return the client whose present certificate has this fingerprint."""
-        return next((each for each in self.clients() if each.fingerprint == fingerprint), None)
-
-    def revoke(self, name: str) -> EnrolledClient | None:
-        """Refuse the client called ``name`` from now on."""
-        with self._lock:
-            was_invited = self._end_invitation(name)
-            known = self._clients.get(name)
-            if known is None:
-                if not was_invited:
-                    raise unknown_client(name, known=self._clients)
-                return None
-            client = replace(known, status="revoked")
-            self._put(client)
-        return client
-
-    def revision(self) -> int:
-        """Return how often a client was added or changed."""
-        return self._revision
-
-    def _require_own(self, identity_key: bytes, name: str) -> None:
-        for other in self._clients.values():
-            if other.identity_key == identity_key and other.name != name:
-                raise key_taken(name)
-
-    def _end_invitation(self, name: str) -> bool:
-        """Forget the invitations of ``name``; return whether one was open."""
-        mine = [each for each in self._invitations.values() if each.name == name]
-        for each in mine:
-            del self._invitations[each.token_sha256]
-        return any(not each.redeemed_by for each in mine)
-
-    def _put(self, client: EnrolledClient) -> None:
-        self._clients[client.name] = client
-        self._revision += 1

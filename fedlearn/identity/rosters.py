@@ -1,10 +1,8 @@
 """Whose identity key is whose, as a file that people check: the anchor that no server can move.
 
-The coordinator tells clients each other's identity keys, so a client that believes what it sees
-first believes the coordinator. A roster is the same list, carried by people: an operator exports
-it, users compare fingerprints with their own clients', and a client that is given it knows these
-clients and nobody else. Nothing in it is secret, and nothing is signed: it is worth as much as the
-way it came by.
+The coordinator tells clients each other's identity keys; a roster is the same list, carried by
+people: an operator exports it, users compare fingerprints, and a client that is given it knows
+these clients and nobody else. Nothing in it is secret or signed: it is worth what its way is worth.
 """
 
 import json
@@ -14,9 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fedlearn.core.files import disk_errors, write_durably
+from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.documents import read_document
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, fingerprint
 from fedlearn.secagg.keys import KEY_BYTES
 
@@ -25,18 +24,18 @@ _MAX_ID = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RosterEntry:
-    """One client of a roster.
+class KnownKey:
+    """A client's identity key, as another client knows it.
 
     Attributes:
-        name: As its operator calls it.
-        key: Its newest identity key, Ed25519, 32 bytes.
-        num_rotations: How often that was replaced.
+        key: The newest that is known, Ed25519, 32 bytes.
+        num_rotations: How often it had been replaced; that never goes back.
+        name: As its operator calls it, from a roster; empty: the coordinator alone told of it.
     """
 
-    name: str
     key: bytes
     num_rotations: int
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class IdentityRoster:
     """
 
     coordinator_key: bytes
-    clients: Mapping[ClientId, RosterEntry]
+    clients: Mapping[ClientId, KnownKey]
 
     @classmethod
     def load(cls, path: Path) -> "IdentityRoster":
@@ -58,21 +57,13 @@ class IdentityRoster:
         Raises:
             DeploymentError: The file is missing, unreadable, damaged, or of a later version.
         """
-        with disk_errors(path, raises=DeploymentError, doing="read"):
-            content = path.read_bytes()
-        try:
-            values = json.loads(content)
-            version = values["fedlearn_roster"]
-            if version == _FORMAT:
-                return _roster(values)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DeploymentError(
-                f"{path} is no roster of identity keys ({type(error).__name__}: {error}); ask the "
-                "coordinator's operator for one (`fedlearn roster -o FILE`)"
-            ) from error
-        raise DeploymentError(
-            f"{path} is a roster of format {version!r}, this version of fedlearn reads {_FORMAT}; "
-            "upgrade fedlearn (`pip install --upgrade fedlearn`)"
+        return read_document(
+            path,
+            _roster,
+            key="fedlearn_roster",
+            version=_FORMAT,
+            noun="a roster of identity keys",
+            command="fedlearn roster -o FILE",
         )
 
     def save(self, path: Path) -> None:
@@ -108,11 +99,10 @@ class IdentityRoster:
 
 # Any: what JSON holds is checked here, field by field.
 def _roster(values: Any) -> IdentityRoster:
-    """Return the roster that ``values`` describe; ValueError, KeyError or TypeError if none."""
-    clients: dict[ClientId, RosterEntry] = {}
+    clients: dict[ClientId, KnownKey] = {}
     for row in values["clients"]:
         client_id = ClientId(_number(row["client_id"], at_most=_MAX_ID))
-        entry = RosterEntry(
+        entry = KnownKey(
             name=str(row["name"]),
             key=_key(row["identity_key"]),
             num_rotations=_number(row["num_rotations"], at_most=MAX_SUCCESSIONS),

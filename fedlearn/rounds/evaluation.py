@@ -1,15 +1,16 @@
 """How good the global model is: on held-out examples, and client by client."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from fedlearn.core.distribution import distribution
+from fedlearn.core.distribution import Direction, distribution
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
 from fedlearn.core.params import Params
-from fedlearn.transport.base import Channel
+from fedlearn.core.reported import named, usual
+from fedlearn.transport.base import Channel, ask_once
 
 
 class Evaluator(Protocol):
@@ -43,20 +44,25 @@ class ChannelEvaluator:
 
     Attributes:
         channel: How clients are reached.
-        cohort: Who is asked.
+        cohort: Returns who is asked, after how many finished rounds.
+        directions: Of the metrics that the run knows, which way is better. Clients may measure
+            others: of those the spread is recorded without a worst decile.
         deadline_s: Seconds to wait for them.
     """
 
     channel: Channel
-    cohort: Sequence[ClientId]
+    cohort: Callable[[int], Sequence[ClientId]]
+    directions: Mapping[str, Direction]
     deadline_s: float
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
         """Return the distribution over the clients that answered in time."""
+        cohort = self.cohort(round_num)
+        if not cohort:
+            return {}
         request = EvaluateRequest(round_num=round_num, tensors=params.named())
-        arrivals = self.channel.exchange(
-            dict.fromkeys(self.cohort, request), deadline_s=self.deadline_s
-        )
+        requests = dict.fromkeys(cohort, request)
+        arrivals = ask_once(self.channel, requests, deadline_s=self.deadline_s)
         replies = [
             arrival.reply
             for arrival in arrivals
@@ -64,8 +70,10 @@ class ChannelEvaluator:
         ]
         by_name: dict[str, list[float]] = {}
         for reply in replies:
-            for name, value in reply.metrics.items():
+            for name, value in named(reply.metrics).items():
                 by_name.setdefault(name, []).append(value)
-        # A metric that few clients name is a mistake or a nuisance, not a measurement.
-        usual = {name: values for name, values in by_name.items() if 2 * len(values) > len(replies)}
-        return distribution({name: np.asarray(values) for name, values in usual.items()})
+        counts = {name: len(values) for name, values in by_name.items()}
+        known = usual(counts, num_replies=len(replies))
+        return distribution(
+            {name: np.asarray(by_name[name]) for name in known}, directions=self.directions
+        )

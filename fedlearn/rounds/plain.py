@@ -1,31 +1,28 @@
 """Ask a cohort over a channel and fold the replies in until the round closes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedlearn.algorithms.aggregators import Aggregator
+from fedlearn.algorithms.aggregations import FullAggregation, weights
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import (
-    UNSOUND_DELTA,
-    Block,
-    Collected,
     Participation,
     Participations,
-    RoundRequest,
     Status,
     is_sound,
+    unsound,
 )
 from fedlearn.core.cores import on_all_cores
-from fedlearn.core.messages import ClientId, Failure, Reply, TrainReply, TrainRequest
-from fedlearn.core.params import Layout, Params
-from fedlearn.transport.base import Arrival, Channel
-
-StateT = TypeVar("StateT")
+from fedlearn.core.messages import ClientId, Failure, TrainReply
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.transport.base import Arrival, Channel, ask_once
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
@@ -34,66 +31,75 @@ MAX_EXAMPLES = 10**9
 MAX_REASON = 300
 
 
-@dataclass(kw_only=True)
-class _Fold(Generic[StateT]):
-    """Updates on their way into the aggregate.
+class _Fold:
+    """Updates on their way into the aggregate; each waits where it lies.
 
-    Attributes:
-        aggregator: How they are combined.
-        num_together: So many wait, each where it lies, and are combined in one pass.
-        device: Where that happens.
-        state: Those that are combined already.
-        num_added: How many there were, waiting ones included.
+    A sum takes ``num_together`` in one pass; a rule that needs all of them gets them at the close.
     """
 
-    aggregator: Aggregator[StateT]
-    num_together: int
-    device: torch.device
-    state: StateT
-    num_added: int = 0
-    _waiting: list["Update"] = field(default_factory=list)
+    def __init__(self, request: RoundRequest, *, num_together: int) -> None:
+        aggregation, params = request.strategy.aggregation, request.params
+        self.num_added = 0
+        self._aggregation, self._device = aggregation, params.vector.device
+        self._num_together, self._waiting = num_together, list[tuple[ClientId, TrainReply]]()
+        self._state: Any = None  # a sum's own business
+        if not isinstance(aggregation, FullAggregation):
+            lanes, layout = request.strategy.lanes, params.layout
+            self._state = aggregation.init(lanes, layout, device=self._device)
 
-    def add(self, update: "Update") -> None:
+    def add(self, client_id: ClientId, update: TrainReply) -> None:
         """Take an update that passed every check."""
-        self._waiting.append(update)
+        self._waiting.append((client_id, update))
         self.num_added += 1
-        if len(self._waiting) == self.num_together:
+        if len(self._waiting) == self._num_together:
             self._accumulate()
 
-    def close(self) -> StateT:
-        """Return the aggregate of all."""
+    def close(self) -> Aggregate:
+        """Return the aggregate of all, of at least one."""
+        if isinstance(self._aggregation, FullAggregation):
+            return Aggregate(self._aggregation.combine(self._block()), self.num_added)
         if self._waiting:
             self._accumulate()
-        return self.state
+        aggregate: Aggregate = self._aggregation.finalize(self._state)
+        return aggregate
 
     def _accumulate(self) -> None:
-        deltas_BP = [update.delta_P.to(self.device) for update in self._waiting]
-        num_examples_B = deltas_BP[0].new_tensor([each.num_examples for each in self._waiting])
-        block = Block(deltas_BP, self.aggregator.weigh(num_examples_B))
-        self.state = self.aggregator.accumulate(self.state, block)
-        self._waiting.clear()
+        if not isinstance(self._aggregation, FullAggregation):
+            self._state = self._aggregation.accumulate(self._state, self._block())
+            self._waiting.clear()
+
+    def _block(self) -> Updates:
+        """Return what waits as a block with its weights; each row stays where it lies."""
+        updates = [update for _, update in self._waiting]
+        lanes = {
+            name: [update.lanes[name].to(self._device) for update in updates]
+            for name in updates[0].lanes
+        }
+        like = next(iter(lanes.values()))[0]
+        num_examples_B = like.new_tensor([update.num_examples for update in updates])
+        client_ids = [client_id for client_id, _ in self._waiting]
+        return Updates(client_ids, weights(self._aggregation, num_examples_B), lanes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainCollector(Generic[StateT]):
-    """Collects deltas in the clear, some of them at a time.
+class PlainCollector:
+    """Collects updates in the clear, some of them at a time.
 
     Each reply is checked as it arrives and waits where it lies; as many as fit the bound, and
-    what waits at the close of the round, are one block for the aggregator: it passes over the
+    what waits at the close of the round, are one block for the aggregation: it passes over the
     sum once for all of them. Without room for two the replies are folded in one by one, to the
-    last bit as by an engine at block size 1.
+    last bit as by an engine at block size 1. An aggregation that needs all of them gets them at
+    the close; those that came over the network lie on the disk until then.
 
     Memory: the aggregate, one reply, and those that wait.
 
     Attributes:
         channel: How clients are reached.
-        aggregator: How deltas are combined.
         policy: When the round closes.
         slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
     """
 
     channel: Channel
-    aggregator: Aggregator[StateT]
     policy: StragglerPolicy
     slab_bytes: int
 
@@ -101,133 +107,67 @@ class PlainCollector(Generic[StateT]):
         """Return the clients that can be asked now."""
         return self.channel.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT]:
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Run one exchange and aggregate it; a client's failure is data, never raised."""
-        message = TrainRequest(
-            round_num=request.round_num,
-            attempt=request.attempt,
-            tensors=request.params.named(),
-            settings=request.settings,
-            seed=request.seed,
-        )
-        arrivals = self.channel.exchange(
-            dict.fromkeys(cohort, message), deadline_s=self.policy.deadline_s
-        )
-        fold = self._fold(request.params)
+        requests = request.messages(cohort)
+        arrivals = ask_once(self.channel, requests, deadline_s=self.policy.deadline_s)
+        num_together = max(1, self.slab_bytes // request.params.vector.nbytes)
+        fold, metrics = _Fold(request, num_together=num_together), WeightedMeans()
         settled: dict[ClientId, Participation] = {}
         for arrival in arrivals:
-            update = validated(
-                arrival.reply, round_num=request.round_num, layout=request.params.layout
-            )
-            if isinstance(update, Update):
-                fold.add(update)
+            update = validated(arrival, request)
+            if isinstance(update, TrainReply):
+                fold.add(arrival.client_id, update)
+                metrics.add(update.metrics, num_examples=update.num_examples)
             settled[arrival.client_id] = _participation(arrival, update)
             del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:
                 break
-        is_closed = fold.num_added == self.policy.num_wanted or len(settled) == len(cohort)
+        late = [
+            Participation(each, Status.LATE, math.nan) for each in cohort if each not in settled
+        ]
+        is_closed = fold.num_added == self.policy.num_wanted or not late
+        last_s = max((each.duration_s for each in settled.values()), default=0.0)
+        deadline_s = self.policy.deadline_s
         return Collected(
-            aggregate=fold.close(),
-            participations=Participations.of([*settled.values(), *_late(cohort, settled)]),
-            duration_s=_last_s(settled) if is_closed else self._cut_off_s(settled),
+            aggregate=fold.close() if fold.num_added >= self.policy.min_reports else None,
+            participations=Participations.of([*settled.values(), *late]),
+            duration_s=last_s if is_closed or math.isinf(deadline_s) else deadline_s,
+            train_metrics=metrics.close(),
         )
 
-    def state_tensors(self) -> Mapping[str, Tensor]:
-        """Return nothing: over a channel the clients keep their own state."""
-        return {}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take nothing back."""
+def validated(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:
+    """Return the update that arrived, or why it must not be aggregated.
 
-    def _fold(self, params: Params) -> _Fold[StateT]:
-        num_together = max(1, self.slab_bytes // params.vector.nbytes)
-        device = params.vector.device
-        return _Fold(
-            aggregator=self.aggregator,
-            num_together=num_together,
-            device=device,
-            state=self.aggregator.init(params.layout, device=device),
-        )
-
-    def _cut_off_s(self, settled: Mapping[ClientId, Participation]) -> float:
-        has_deadline = math.isfinite(self.policy.deadline_s)
-        return self.policy.deadline_s if has_deadline else _last_s(settled)
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """A reply that passed every check and may reach arithmetic.
-
-    Attributes:
-        delta_P: Finite, shape [P].
-        num_examples: In 1..MAX_EXAMPLES.
-        loss: Mean training loss as the client says; NaN if it does not.
-    """
-
-    delta_P: Tensor
-    num_examples: int
-    loss: float
-
-
-def validated(reply: Reply, *, round_num: int, layout: Layout) -> Update | Failure:
-    """Return the update in ``reply``, or why it must not be aggregated.
-
-    Clients are not trusted: round, names, shapes, dtype, finiteness and weight are checked
+    Clients are not trusted: round, lanes, sizes, dtype, finiteness and weight are checked
     before any arithmetic.
-
-    Args:
-        reply: What the client answered.
-        round_num: The round that it must be of.
-        layout: The model that it must fit. A delta stays where it lies if it is one vector there.
     """
+    reply, specs = arrival.reply, request.strategy.lanes
     if isinstance(reply, Failure):
         return reply
     if not isinstance(reply, TrainReply):
         return Failure(f"{type(reply).__name__} is no answer to a training request")
-    if reply.round_num != round_num:
-        return Failure(f"reply to round {reply.round_num} in round {round_num}")
-    if (problem := _misfit(reply.delta, layout)) is not None:
+    if reply.round_num != request.round_num:
+        return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
+    if (problem := misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
-    joined_P = layout.joined(reply.delta)
-    delta_P = layout.pack(reply.delta) if joined_P is None else joined_P
-    if not all(on_all_cores(layout.size, lambda part: is_sound(delta_P[part]))):
-        return Failure(UNSOUND_DELTA)
-    return Update(delta_P, reply.num_examples, float(reply.metrics.get("loss", math.nan)))
+    for name, vector in reply.lanes.items():
+        if not all(on_all_cores(len(vector), partial(_is_sound, vector))):
+            return Failure(unsound(name))
+    return reply
 
 
-def _misfit(delta: Mapping[str, Tensor], layout: Layout) -> str | None:
-    if delta.keys() != layout.by_name.keys():
-        wrong = sorted(delta.keys() ^ layout.by_name.keys())[:3]
-        return f"the delta lacks or adds tensors: {wrong}"
-    for name, spec in layout.by_name.items():
-        if tuple(delta[name].shape) != spec.shape:
-            return f"{name!r} has shape {tuple(delta[name].shape)}, the model {spec.shape}"
-        if delta[name].dtype not in (layout.dtype, spec.dtype):
-            return f"{name!r} is {delta[name].dtype}, the model {spec.dtype}"
-    return None
+def _is_sound(vector: Tensor, part: slice) -> bool:
+    return is_sound(vector[part])
 
 
-def _participation(arrival: Arrival, update: Update | Failure) -> Participation:
-    match update:
-        case Update():
-            fields = (Status.REPORTED, arrival.elapsed_s, update.num_examples, update.loss, "")
-        case Failure():
-            reason = update.reason[:MAX_REASON]
-            fields = (Status.FAILED, arrival.elapsed_s, 0, math.nan, reason)
-    return Participation(arrival.client_id, *fields)
-
-
-def _late(
-    cohort: Sequence[ClientId], settled: Mapping[ClientId, Participation]
-) -> list[Participation]:
-    return [
-        Participation(client_id, Status.LATE, math.nan, 0, math.nan, "")
-        for client_id in cohort
-        if client_id not in settled
-    ]
-
-
-def _last_s(settled: Mapping[ClientId, Participation]) -> float:
-    return max((p.duration_s for p in settled.values()), default=0.0)
+def _participation(arrival: Arrival, update: TrainReply | Failure) -> Participation:
+    client_id, elapsed_s = arrival.client_id, arrival.elapsed_s
+    if isinstance(update, Failure):
+        reason = update.reason[:MAX_REASON]
+        return Participation(client_id, Status.FAILED, elapsed_s, reason=reason)
+    loss = float(update.metrics.get("loss", math.nan))  # as the client says
+    return Participation(client_id, Status.REPORTED, elapsed_s, update.num_examples, loss)

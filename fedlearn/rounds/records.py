@@ -1,7 +1,7 @@
 """What a run leaves behind, as values: the language of the store, reports and progress."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -68,7 +68,10 @@ class RoundRecord:
         seconds: Real seconds the round took, evaluation included.
         metrics: Evaluation after the round by name; empty where none was due. Central:
             ``accuracy``, ``loss``; per client: ``clients/accuracy_mean``, ``_p10``, ``_p50``,
-            ``_p90``, ``_worst_decile`` and the same of ``clients/loss``.
+            ``_p90``, ``_worst_decile`` and the same of ``clients/loss``; and metrics of the run's
+            own alike.
+        train_metrics: What the clients measured in training beyond the loss, by names of their
+            own: means over the reports, weighted by examples.
     """
 
     round_num: int
@@ -80,6 +83,7 @@ class RoundRecord:
     virtual_s: float
     seconds: float
     metrics: Mapping[str, float]
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
@@ -99,6 +103,14 @@ class Checkpoint:
     round_num: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Scalar]
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin so, by the rest of the names."""
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
 
 
 class RunStore(Protocol):

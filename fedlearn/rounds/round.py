@@ -2,117 +2,122 @@
 
 ::
 
-    sample -> broadcast ... collect -> aggregate -> server step
-                  |            ^
-                  v            |
-              client: train locally
+    open -> broadcast ... collect -> aggregate -> server step
+                |            ^
+                v            |
+            client: train locally
 
 :mod:`fedlearn.rounds.run` evaluates and persists after a round. Everything below is a
 function of the state, the plan and what the collector returns, so a simulation and a
-deployment differ in the collector alone.
+deployment differ in the opening and the collector alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from torch import Tensor
-
-from fedlearn.algorithms.aggregators import Aggregator
-from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.sampling import CohortSampler
-from fedlearn.algorithms.server_optimizers import ServerOptimizer
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Collected, Collector, RoundRequest, Status
+from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-
-StateT = TypeVar("StateT")
+from fedlearn.rounds.opening import Opening
+from fedlearn.rounds.pieces import begun_by, stepped_by, told_by
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """All of the model that passes from one round to the next.
+    """All that passes from one round to the next.
 
     Attributes:
         round_num: Index of the next round, from 0.
         params: Global model.
-        optimizer_state: State of the server optimiser.
+        strategy_state: What the strategy keeps from round to round.
+        kept: What the clients keep, where this process plays them.
     """
 
     round_num: int
     params: Params
-    optimizer_state: Mapping[str, Tensor]
+    strategy_state: State
+    kept: Kept = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundPlan(Generic[StateT]):
+class RoundPlan:
     """The pieces of a round; built once by :mod:`fedlearn.build`.
 
     Attributes:
-        sampler: Who is asked.
+        opening: Who is asked, and what comes before that.
         policy: When the round closes.
         collector: How they are asked.
-        local: What they do.
-        aggregator: How their deltas are combined; the collector's own.
-        server_optimizer: What the aggregate does to the model.
+        strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
     """
 
-    sampler: CohortSampler
+    opening: Opening
     policy: StragglerPolicy
-    collector: Collector[StateT]
-    local: LocalSgd
-    aggregator: Aggregator[StateT]
-    server_optimizer: ServerOptimizer
+    collector: Collector
+    strategy: Strategy
     seed: Seed
 
     def init(self, params: Params) -> ServerState:
-        """Return the state before the first round."""
+        """Return the state before the first round.
+
+        Raises:
+            RoundError: The strategy's is no tensors.
+        """
         return ServerState(
-            round_num=0, params=params, optimizer_state=self.server_optimizer.init(params)
+            round_num=0, params=params, strategy_state=begun_by(self.strategy, params)
         )
 
 
-def run_round(
-    state: ServerState, plan: RoundPlan[StateT], *, attempt: int
-) -> tuple[ServerState, Collected[StateT]]:
-    """Run one round and return the next state and what was collected.
+class Ran(NamedTuple):
+    """A round that was run.
+
+    Attributes:
+        state: After the round. Below the minimum of reports nothing is released, so it is the one
+            that came in, its ``round_num`` included; only clients that trained keep what they do.
+        collected: Who took part, and what was aggregated.
+        metrics: What the strategy says of its step.
+    """
+
+    state: ServerState
+    collected: Collected
+    metrics: Mapping[str, float]
+
+
+def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
+    """Run one round.
 
     Args:
         state: Before the round.
         plan: The pieces.
         attempt: 0, or how often this round was tried before; another attempt asks others.
 
-    Returns:
-        The state after the round, and what was collected. Below the minimum of reports the
-        state is the one that came in, its ``round_num`` included: nothing is released.
-
     Raises:
         CohortTooSmall: Fewer clients are available than are asked.
+        RoundError: The strategy told, aggregated or returned what cannot be used.
     """
-    cohort = plan.sampler.sample(
-        plan.collector.available(),
-        num_asked=plan.policy.num_asked,
-        round_num=state.round_num,
-        attempt=attempt,
-        seed=plan.seed,
-    )
+    cohort = plan.opening.open(state.round_num, attempt=attempt)
     request = RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
-        settings=plan.local.settings(),
+        strategy=plan.strategy,
+        told=told_by(plan.strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
+        kept=state.kept,
     )
     collected = plan.collector.collect(cohort, request)
-    if collected.count(Status.REPORTED) < plan.policy.min_reports:
-        return state, collected
-    delta_P = plan.aggregator.finalize(collected.aggregate)
-    params, optimizer_state = plan.server_optimizer.step(
-        state.params, delta_P, state.optimizer_state
-    )
+    state = replace(state, kept=collected.kept)
+    if collected.aggregate is None:
+        return Ran(state, collected, {})
+    stepped = stepped_by(plan.strategy, state.params, collected.aggregate, state.strategy_state)
     next_state = replace(
-        state, round_num=state.round_num + 1, params=params, optimizer_state=optimizer_state
+        state,
+        round_num=state.round_num + 1,
+        params=stepped.params,
+        strategy_state=stepped.state,
     )
-    return next_state, collected
+    return Ran(next_state, collected, stepped.metrics)

@@ -9,32 +9,43 @@ the seed, ends in the same model.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.core.clock import Clock
-from fedlearn.core.collecting import Collected, Status
+from fedlearn.core.collecting import Status
+from fedlearn.core.distribution import Direction, sign
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
-from fedlearn.errors import ConfigError, TooFewReports
+from fedlearn.errors import ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
-from fedlearn.rounds.records import (
-    Checkpoint,
-    Outcome,
-    RoundRecord,
-    RunStatus,
-    RunStore,
-)
-from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
+from fedlearn.rounds.round import Ran, RoundPlan, ServerState, run_round
 
-StateT = TypeVar("StateT")
-Progress = Callable[[RoundRecord], None]
+#: Told of each finished round and of the model after it; returns whether the run ends there.
+AfterRound = Callable[[RoundRecord, Params], bool]
 
 #: How many reasons, and clients of each, the error of a round names.
 _TOLD_REASONS, _TOLD_CLIENTS = 3, 5
+
+
+class RoundCallback(Protocol):
+    """Code of the user's that is called after every round of a simulation, in order."""
+
+    def after_round(self, record: RoundRecord, model: nn.Module) -> bool | None:
+        """Look at a finished round and the global model after it.
+
+        The model is in evaluation mode, on the CPU, and yours: another one is made for the next
+        round. What is done to it changes nothing in the run.
+
+        Returns:
+            Whether the run ends here, as done; ``None`` is no.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +53,31 @@ class EarlyStopping:
     """When a run stops before its last round.
 
     Attributes:
-        metric: Name of the evaluation metric that is watched.
+        metric: Name of the evaluation metric that is watched, as it is recorded.
+        direction: Which way it is better.
         patience_rounds: Stop when the metric has not improved for so many rounds.
         min_improvement: What counts as an improvement, >= 0.
         target: Stop as soon as the metric reaches this.
     """
 
     metric: str
+    direction: Direction
     patience_rounds: int | None
     min_improvement: float
     target: float | None
-
-    @property
-    def sign(self) -> float:
-        """1 where more is better, -1 for a loss."""
-        return -1.0 if "loss" in self.metric else 1.0
 
     def improves(self, value: float, best: float) -> bool:
         """Whether ``value`` beats ``best``; anything finite beats NaN."""
         if math.isnan(value):
             return False
-        return math.isnan(best) or self.sign * (value - best) > self.min_improvement
+        return math.isnan(best) or sign(self.direction) * (value - best) > self.min_improvement
 
     def is_over(self, state: "RunState") -> bool:
         """Whether the run has reached its target or lost its patience."""
-        if self.target is not None and self.sign * (state.best_value - self.target) >= 0.0:
+        target, patience = self.target, self.patience_rounds
+        if target is not None and sign(self.direction) * (state.best_value - target) >= 0.0:
             return True
-        waited = state.server.round_num - state.best_round
-        return self.patience_rounds is not None and waited >= self.patience_rounds
+        return patience is not None and state.server.round_num - state.best_round >= patience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ class RunState:
     """Everything that passes from one round of a run to the next.
 
     Attributes:
-        server: The model and its optimiser.
+        server: The model, its optimiser, and what simulated clients keep.
         virtual_s: Virtual seconds since the run began.
         best_params: The model with the best watched metric; ``None`` before the first
             evaluation.
@@ -86,14 +94,14 @@ class RunState:
     """
 
     server: ServerState
-    virtual_s: float
-    best_params: Params | None
-    best_value: float
-    best_round: int
+    virtual_s: float = 0.0
+    best_params: Params | None = None
+    best_value: float = math.nan
+    best_round: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan(Generic[StateT]):
+class RunPlan:
     """The pieces of a run.
 
     Attributes:
@@ -108,7 +116,7 @@ class RunPlan(Generic[StateT]):
             tried and failed; all others begin with 0.
     """
 
-    round: RoundPlan[StateT]
+    round: RoundPlan
     evaluator: Evaluator
     evaluate_every: int
     early_stopping: EarlyStopping
@@ -130,12 +138,12 @@ class RunPlan(Generic[StateT]):
 
 
 def train(
-    plan: RunPlan[StateT],
+    plan: RunPlan,
     params: Params,
     *,
     checkpoint: Checkpoint | None,
     store: RunStore,
-    progress: Progress,
+    after_round: AfterRound,
 ) -> RunState:
     """Run rounds until none is due and return the final state.
 
@@ -144,41 +152,51 @@ def train(
         params: The initial model; only its shape matters when there is a checkpoint.
         checkpoint: Where the run goes on; ``None`` begins it.
         store: Where the run lives.
-        progress: Told of each finished round.
+        after_round: Told of each finished round, and may end the run there. What it raises ends
+            the run where it last committed.
 
     Raises:
         ConfigError: The checkpoint is of another model than ``params``.
         TooFewReports: A round stayed below its minimum and the policy says to fail.
+        RoundError: The strategy told, aggregated or returned what cannot be used.
         CohortTooSmall: Fewer clients are available than a round asks.
         StoreError: The run could not be made durable; its last commit still stands.
     """
     if checkpoint is None:
-        state = _initial(plan, params)
-        store.commit(_checkpoint(state, plan))
+        state = RunState(server=plan.round.init(params))
+        store.commit(_checkpoint(state))
     else:
-        state = _restored(checkpoint, plan, params)
+        state = _restored(checkpoint, params)
     committed_s = plan.clock.now_s()
-    while not plan.is_over(state):
+    is_over = plan.is_over(state)
+    while not is_over:
         started_s = plan.clock.now_s()
         state, record = _next(state, plan, started_s)
         store.append(record)
-        progress(record)
-        if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or plan.is_over(state):
-            store.commit(_checkpoint(state, plan))
+        is_over = after_round(record, state.server.params) or plan.is_over(state)
+        if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
+            store.commit(_checkpoint(state))
             committed_s = plan.clock.now_s()
     store.finish(RunStatus.DONE, error="")
     return state
 
 
-def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[RunState, RoundRecord]:
+def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, RoundRecord]:
     first = plan.first_attempts.get(state.server.round_num, 0)
-    server, collected, attempt, duration_s = _attempts(state.server, plan.round, first=first)
+    ran, attempt, duration_s = _attempts(state.server, plan.round, first=first)
+    server, collected = ran.state, ran.collected
     moved = server.round_num > state.server.round_num
     server = replace(server, round_num=state.server.round_num + 1)
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
-    metrics: Mapping[str, float] = {}
+    metrics = ran.metrics
     if plan.is_evaluated(server.round_num):
-        metrics = plan.evaluator.evaluate(server.params, round_num=server.round_num)
+        evaluated = plan.evaluator.evaluate(server.params, round_num=server.round_num)
+        if both := sorted(metrics.keys() & evaluated.keys()):
+            raise RoundError(
+                f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "
+                "the strategy's another name"
+            )
+        metrics = {**metrics, **evaluated}
         state = _with_best(state, metrics, plan.early_stopping)
     record = RoundRecord(
         round_num=server.round_num - 1,
@@ -190,22 +208,20 @@ def _next(state: RunState, plan: RunPlan[StateT], started_s: float) -> tuple[Run
         virtual_s=state.virtual_s,
         seconds=plan.clock.now_s() - started_s,
         metrics=metrics,
+        train_metrics=collected.train_metrics,
     )
     return state, record
 
 
-def _attempts(
-    server: ServerState, plan: RoundPlan[StateT], *, first: int
-) -> tuple[ServerState, Collected[StateT], int, float]:
+def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
     """Try a round until it succeeds or the policy gives up; add up its virtual time."""
     duration_s = 0.0
     for attempt in range(first, first + plan.policy.max_retries + 1):
-        after, collected = run_round(server, plan, attempt=attempt)
+        ran = run_round(server, plan, attempt=attempt)
+        server, collected = ran.state, ran.collected
         duration_s += collected.duration_s
-        if after is not server:
-            return after, collected, attempt, duration_s
-        if plan.policy.below_minimum is BelowMinimum.SKIP:
-            return server, collected, attempt, duration_s
+        if collected.aggregate is not None or plan.policy.below_minimum is BelowMinimum.SKIP:
+            return ran, attempt, duration_s
         if plan.policy.below_minimum is BelowMinimum.FAIL:
             break
     raise TooFewReports(
@@ -216,7 +232,7 @@ def _attempts(
     )
 
 
-def _told(collected: Collected[StateT]) -> str:
+def _told(collected: Collected) -> str:
     """Return how many were late, and who else failed and why: some of them, and how many more."""
     failed: dict[str, list[ClientId]] = {}
     for each in collected.participations:
@@ -250,21 +266,11 @@ def _with_best(
     return replace(state, best_params=server.params, best_value=value, best_round=server.round_num)
 
 
-def _initial(plan: RunPlan[StateT], params: Params) -> RunState:
-    return RunState(
-        server=plan.round.init(params),
-        virtual_s=0.0,
-        best_params=None,
-        best_value=math.nan,
-        best_round=0,
-    )
-
-
-def _checkpoint(state: RunState, plan: RunPlan[StateT]) -> Checkpoint:
+def _checkpoint(state: RunState) -> Checkpoint:
     server = state.server
     tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
-    tensors |= {f"server/{name}": value for name, value in server.optimizer_state.items()}
-    tensors |= {f"clients/{n}": t for n, t in plan.round.collector.state_tensors().items()}
+    tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
+    tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
     if state.best_params is not None:
         tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
     values: dict[str, Scalar] = {
@@ -280,7 +286,7 @@ def _exact(params: Params) -> dict[str, Tensor]:
     return {**params.layout.views(params.vector), **params.constants}
 
 
-def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> RunState:
+def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
     """Return the state in ``checkpoint``, for a model shaped and placed like ``like``.
 
     Raises:
@@ -288,11 +294,11 @@ def _restored(checkpoint: Checkpoint, plan: RunPlan[StateT], like: Params) -> Ru
     """
     device = like.vector.device
     _require_same_model(_part(checkpoint, "params/", device), like)
-    plan.round.collector.restore(_part(checkpoint, "clients/", device))
     server = ServerState(
         round_num=checkpoint.round_num,
         params=_params(_part(checkpoint, "params/", device), like),
-        optimizer_state=_part(checkpoint, "server/", device),
+        strategy_state=_part(checkpoint, "server/", device),
+        kept=from_tensors(_part(checkpoint, "clients/", device)),
     )
     best = _part(checkpoint, "best/", device)
     values = checkpoint.values
@@ -325,11 +331,7 @@ def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
 
 
 def _part(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): value.to(device)
-        for name, value in checkpoint.tensors.items()
-        if name.startswith(prefix)
-    }
+    return {name: value.to(device) for name, value in checkpoint.under(prefix).items()}
 
 
 def _params(tensors: Mapping[str, Tensor], like: Params) -> Params:

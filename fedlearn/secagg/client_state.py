@@ -5,44 +5,34 @@ form. The bytes hold secret keys: whoever stores them does so for their owner al
 0600), before the reply is sent, and replaces them once the session is over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from types import NoneType
+from typing import Annotated, TypeAlias
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
-from fedlearn.secagg.messages import (
-    ADVERT_BYTES,
-    PAIR_BYTES,
-    Advert,
-)
-from fedlearn.secagg.parameters import MAX_CLIENTS
-from fedlearn.secagg.session import Session
-from fedlearn.secagg.terms import Terms
+from fedlearn.secagg.messages import PAIR_BYTES, Advert, ClientIds
+from fedlearn.secagg.session import OwnTerms, Session
+from fedlearn.secagg.terms import RUN_BYTES, Terms
 
-_MAGIC = b"FLSS"
-_VERSION = 1
-_RUN_BYTES = 16
-_SECRET_BYTES = keys.KEY_BYTES
+#: Magic and version.
+_HEADER = b"FLSS\x01"
+
+_Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
+_Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(PAIR_BYTES)]
 
 
 @dataclass(frozen=True, eq=False)
 class Advertised:
-    """R0 is answered.
+    """R0 is answered: terms are agreed to, and the private halves of both keys kept."""
 
-    Attributes:
-        terms: That the client agreed to.
-        advert: That it sent.
-        packet_secret: Private half of its packet key.
-        mask_secret: Private half of its mask key.
-    """
-
-    terms: Terms
+    terms: OwnTerms
     advert: Advert
-    packet_secret: SecretBytes
-    mask_secret: SecretBytes
+    packet_secret: _Secret
+    mask_secret: _Secret
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +40,6 @@ class Shared:
     """R1 is answered.
 
     Attributes:
-        session: Terms and roster.
         opening: Keys of the packets to this client, by their sender.
         mask_secret: Agrees on masks.
         seed: Of the client's own mask.
@@ -58,41 +47,48 @@ class Shared:
     """
 
     session: Session
-    opening: Mapping[ClientId, SecretBytes]
-    mask_secret: SecretBytes
-    seed: SecretBytes
-    own: SecretBytes | None
+    opening: Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(keys.KEY_BYTES)]
+    mask_secret: _Secret
+    seed: _Secret
+    own: Annotated[
+        SecretBytes | None,
+        octets.sized(4, most=PAIR_BYTES).mapped(
+            lambda own: own.reveal() if own else b"",
+            lambda data: SecretBytes(data) if data else None,
+        ),
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """R2 is answered; the client's own secrets are forgotten.
-
-    Attributes:
-        session: Terms and roster.
-        held: By owner, its two shares.
-    """
+    """R2 is answered; of its own secrets the client has only its shares, by owner, in ``held``."""
 
     session: Session
-    held: Mapping[ClientId, SecretBytes]
+    held: _Held
 
 
 @dataclass(frozen=True, eq=False)
 class Confirmed:
-    """R3 is answered: this set of survivors is signed, and no other will be.
-
-    Attributes:
-        session: Terms and roster.
-        held: By owner, its two shares.
-        survivors: Ascending.
-    """
+    """R3 is answered: this set of survivors is signed, and no other will be."""
 
     session: Session
-    held: Mapping[ClientId, SecretBytes]
-    survivors: tuple[ClientId, ...]
+    held: _Held
+    survivors: ClientIds
 
 
 Step: TypeAlias = Advertised | Shared | Masked | Confirmed
+
+
+def _release_parts(release: tuple[int, int] | None) -> Iterable[octets.Buffer]:
+    round_num, attempt = release or (0, 0)
+    yield bytes([release is not None])
+    yield round_num.to_bytes(8, "little")
+    yield attempt.to_bytes(4, "little")
+
+
+def _read_release(reader: octets.Reader) -> tuple[int, int] | None:
+    is_any, release = octets.FLAG.read(reader), (reader.integer(8), reader.integer(4))
+    return release if is_any else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,10 +107,12 @@ class ClientState:
         True
     """
 
-    run_id: bytes
-    last_release: tuple[int, int] | None
+    run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
+    last_release: Annotated[tuple[int, int] | None, octets.Form(_release_parts, _read_release)]
     num_releases: int
-    step: Step | None = field(repr=False)
+    step: Annotated[Step | None, octets.one_of(NoneType, Advertised, Shared, Masked, Confirmed)] = (
+        field(repr=False)
+    )
 
     @classmethod
     def fresh(cls, run_id: bytes) -> "ClientState":
@@ -138,109 +136,14 @@ class ClientState:
 
     def to_bytes(self) -> bytes:
         """Return the state with its secrets, for a store that its owner alone reads."""
-        release = self.last_release
-        head = _MAGIC + octets.integer(_VERSION, 1) + self.run_id
-        head += octets.integer(release is not None, 1)
-        for value, width in zip((*(release or (0, 0)), self.num_releases), (8, 4, 4), strict=True):
-            head += octets.integer(value, width)
-        return head + _step_bytes(self.step)
+        return _HEADER + _STATE.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "ClientState":
-        """Return the state that :meth:`to_bytes` returned.
-
-        Raises:
-            ProtocolError: ``data`` is no state, or one of another version.
-        """
-        reader = octets.Reader(data, what="the state of a client")
-        if reader.take(4) != _MAGIC or reader.integer(1) != _VERSION:
+        """Return what :meth:`to_bytes` wrote; ProtocolError if ``data`` is of another version."""
+        if data[: len(_HEADER)] != _HEADER:
             raise ProtocolError("this is no state of secure aggregation of this version")
-        run_id, any_release = reader.take(_RUN_BYTES), reader.integer(1, largest=1)
-        release = (reader.integer(8), reader.integer(4))
-        num_releases = reader.integer(4)
-        step = _read_step(reader)
-        reader.finish()
-        return cls(
-            run_id=run_id,
-            last_release=release if any_release else None,
-            num_releases=num_releases,
-            step=step,
-        )
+        return _STATE.from_bytes(data[len(_HEADER) :], what="the state of a client")
 
 
-def _step_bytes(step: Step | None) -> bytes:
-    match step:
-        case None:
-            return b"\x00"
-        case Advertised():
-            secrets = step.packet_secret.reveal() + step.mask_secret.reveal()
-            return b"\x01" + _blob(step.terms.to_bytes()) + step.advert.body() + secrets
-        case Shared():
-            secrets = step.mask_secret.reveal() + step.seed.reveal()
-            own = step.own.reveal() if step.own else b""
-            head = _session_bytes(step.session) + _table_bytes(step.opening)
-            return b"\x02" + head + secrets + _blob(own)
-        case Masked():
-            return b"\x03" + _session_bytes(step.session) + _table_bytes(step.held)
-        case Confirmed():
-            ids = b"".join(octets.integer(i, 8) for i in step.survivors)
-            head = _session_bytes(step.session) + _table_bytes(step.held)
-            return b"\x04" + head + _blob(ids)
-
-
-def _read_step(reader: octets.Reader) -> Step | None:
-    kind = reader.integer(1, largest=4)
-    if kind == 0:
-        return None
-    if kind == 1:
-        terms = Terms.from_bytes(_read_blob(reader))
-        advert = Advert.read(reader)
-        return Advertised(terms, advert, _read_secret(reader), _read_secret(reader))
-    session = _read_session(reader)
-    if kind == 2:  # noqa: PLR2004 - the tags of _step_bytes
-        opening = _read_table(reader, _SECRET_BYTES)
-        mask_secret, seed, own = _read_secret(reader), _read_secret(reader), _read_blob(reader)
-        return Shared(session, opening, mask_secret, seed, SecretBytes(own) if own else None)
-    held = _read_table(reader, PAIR_BYTES)
-    if kind == 3:  # noqa: PLR2004 - as above
-        return Masked(session, held)
-    ids = octets.Reader(_read_blob(reader), what="the survivors of a client's state")
-    survivors = tuple(ClientId(ids.integer(8)) for _ in range(ids.left // 8))
-    ids.finish()
-    return Confirmed(session, held, survivors)
-
-
-def _blob(data: bytes) -> bytes:
-    return octets.integer(len(data), 4) + data
-
-
-def _read_blob(reader: octets.Reader) -> bytes:
-    return reader.take(reader.integer(4))
-
-
-def _read_secret(reader: octets.Reader) -> SecretBytes:
-    return SecretBytes(reader.take(_SECRET_BYTES))
-
-
-def _session_bytes(session: Session) -> bytes:
-    adverts = b"".join(advert.body() for advert in session.adverts)
-    return _blob(session.terms.to_bytes()) + _blob(adverts)
-
-
-def _read_session(reader: octets.Reader) -> Session:
-    terms = Terms.from_bytes(_read_blob(reader))
-    adverts = octets.Reader(_read_blob(reader), what="the roster of a client's state")
-    found = tuple(Advert.read(adverts) for _ in range(adverts.left // ADVERT_BYTES))
-    adverts.finish()
-    return Session(terms, found)
-
-
-def _table_bytes(table: Mapping[ClientId, SecretBytes]) -> bytes:
-    rows = b"".join(octets.integer(each, 8) + secret.reveal() for each, secret in table.items())
-    return octets.integer(len(table), 4) + rows
-
-
-def _read_table(reader: octets.Reader, secret_bytes: int) -> dict[ClientId, SecretBytes]:
-    size = reader.integer(4, largest=MAX_CLIENTS)
-    rows = ((ClientId(reader.integer(8)), reader.take(secret_bytes)) for _ in range(size))
-    return {each: SecretBytes(secret) for each, secret in rows}
+_STATE = octets.record(ClientState)

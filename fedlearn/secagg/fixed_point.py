@@ -19,12 +19,13 @@ References:
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.errors import ConfigError
+from fedlearn.secagg import octets
 
 #: A lane's levels modulo 2**b, in the smallest numpy word that holds b bits.
 Words: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
@@ -68,19 +69,18 @@ class Lane:
 
     Example:
         >>> lane = vector_lane(
-        ...     "delta", size=3, bound=0.5, quantisation_bits=16, weight_bits=0,
-        ...     num_clients=100, weighted=False,
+        ...     "delta", size=3, bound=0.5, modulus_bits=24, num_clients=100, weighted=False
         ... )
-        >>> lane.modulus_bits, lane.max_level
-        (24, 32767)
+        >>> lane.max_level, lane.largest_error(100) == 100 * lane.step
+        (65535, True)
     """
 
-    name: str
+    name: Annotated[str, octets.text(1, most=MAX_NAME_BYTES)]
     role: LaneRole
-    size: int
+    size: Annotated[int, octets.integer(8, largest=MAX_LANE_SIZE)]
     step: float
-    max_level: int
-    modulus_bits: int
+    max_level: Annotated[int, octets.integer(8, largest=MAX_LEVEL)]
+    modulus_bits: Annotated[int, octets.integer(1)]
     weighted: bool
 
     def __post_init__(self) -> None:
@@ -96,8 +96,7 @@ class Lane:
             raise ConfigError(f"lane {self.name!r} has a step of {self.step}, not above 0")
         if not 1 <= self.max_level <= MAX_LEVEL:
             raise ConfigError(
-                f"lane {self.name!r} has levels up to {self.max_level}; use fewer quantisation "
-                "bits (levels lie in [1, 2**51))"
+                f"lane {self.name!r} has levels up to {self.max_level}; they lie in [1, 2**51)"
             )
         if self.modulus_bits not in MODULUS_BITS:
             raise ConfigError(
@@ -122,34 +121,21 @@ class Lane:
             return np.dtype("<u2")
         return np.dtype("<u4") if self.modulus_bits <= 32 else np.dtype("<u8")  # noqa: PLR2004
 
-    def require_room(self, num_clients: int) -> None:
-        """Check that the sum over ``num_clients`` cannot wrap.
+    def largest_error(self, num_clients: int) -> float:
+        """Return the bound of the rounding error of one element of a sum; its rms is lower.
 
-        Raises:
-            ConfigError: n M >= 2**(b - 1).
+        Each value is rounded by less than one step, without bias and with a variance of at most
+        step**2 / 4: an rms of at most sqrt(n) step / 2.
         """
+        return num_clients * self.step
+
+    def require_room(self, num_clients: int) -> None:
+        """Raise ConfigError if the sum over ``num_clients`` could wrap: n M >= 2**(b - 1)."""
         if num_clients * self.max_level >= 1 << (self.modulus_bits - 1):
             raise ConfigError(
                 f"lane {self.name!r}: {num_clients} clients with levels up to {self.max_level} "
-                f"overflow {self.modulus_bits} bits; use fewer quantisation bits or a wider modulus"
+                f"overflow {self.modulus_bits} bits; use fewer levels or a wider modulus"
             )
-
-
-def modulus_bits_for(level_bits: int, *, num_clients: int) -> int:
-    """Return the narrowest b that holds the sum: b >= level bits + ceil(log2 n).
-
-    Raises:
-        ConfigError: None on offer does.
-
-    Example:
-        >>> modulus_bits_for(20, num_clients=1000)
-        32
-    """
-    needed = level_bits + math.ceil(math.log2(max(num_clients, 1)))
-    for modulus_bits in MODULUS_BITS:
-        if needed <= modulus_bits:
-            return modulus_bits
-    raise ConfigError(f"a sum needs {needed} bits, at most {MODULUS_BITS[-1]} are on offer")
 
 
 def vector_lane(
@@ -157,33 +143,25 @@ def vector_lane(
     *,
     size: int,
     bound: float,
-    quantisation_bits: int,
-    weight_bits: int,
+    modulus_bits: int,
     num_clients: int,
     weighted: bool,
     role: LaneRole = LaneRole.VECTOR,
 ) -> Lane:
-    """Return a lane for values in [-bound, bound].
+    """Return a lane for values in [-bound, bound], with all bits that the sum of n leaves.
 
-    A clip of the L2 norm to C bounds every element by C. The modulus follows:
-    b >= quantisation bits + weight bits + ceil(log2 n).
-
-    Args:
-        name: Of the lane.
-        size: How many values.
-        bound: Their largest absolute value, before weighting.
-        quantisation_bits: Bits of one value, its sign included.
-        weight_bits: Added precision for values scaled down by w / W; 0 if nothing is.
-        num_clients: n, whose sum must fit.
-        weighted: Whether values are scaled by w / W.
-        role: Vector or metric.
+    A clip of the L2 norm to C bounds every element by C. A level and its sign have
+    b - ceil(log2 n) bits.
 
     Raises:
-        ConfigError: The bound or the bits are out of range.
+        ConfigError: The bound is out of range, or the modulus too narrow for ``num_clients``.
     """
-    level_bits = quantisation_bits + weight_bits
+    level_bits = modulus_bits - (num_clients - 1).bit_length()
     if level_bits < 2:  # noqa: PLR2004 - a sign and one level
-        raise ConfigError(f"{level_bits} quantisation bits hold no level; use 2 or more")
+        raise ConfigError(
+            f"lane {name!r}: the sum of {num_clients} clients leaves no level in {modulus_bits} "
+            "bits; use a wider modulus"
+        )
     max_level = (1 << (level_bits - 1)) - 1
     lane = Lane(
         name=name,
@@ -191,7 +169,7 @@ def vector_lane(
         size=size,
         step=bound / max_level,
         max_level=max_level,
-        modulus_bits=modulus_bits_for(level_bits, num_clients=num_clients),
+        modulus_bits=modulus_bits,
         weighted=weighted,
     )
     lane.require_room(num_clients)
@@ -199,11 +177,7 @@ def vector_lane(
 
 
 def weight_lane(*, max_weight: int, num_clients: int) -> Lane:
-    """Return the lane of the weights: whole numbers in [0, W], 8 bytes.
-
-    Raises:
-        ConfigError: The sum of weights would not fit.
-    """
+    """Return the lane of the weights: whole numbers in [0, W], 8 bytes; their sum must fit."""
     lane = Lane(
         name="weight",
         role=LaneRole.WEIGHT,
@@ -237,7 +211,7 @@ def encode(
         lane: What they are.
         values: Shape [lane.size].
         factor: In [0, 1]: w / W, or 1.
-        noise: Uniform 32-bit numbers, one a value; independent of everything else.
+        noise: Uniform and independent 32-bit numbers, one a value.
 
     Raises:
         ValueError: A value is not finite or above the bound, or shapes differ.
@@ -279,11 +253,7 @@ def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
 
 
 def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]:
-    """Return the sum of ``num_clients`` clients' values: shape [size].
-
-    Raises:
-        ValueError: No ``num_clients`` clients can reach this sum: a mask is left in it.
-    """
+    """Return the sum of clients' values, shape [size]; ValueError if they cannot reach it."""
     reach = num_clients * lane.max_level
     values = np.empty(lane.size)
     for begin in range(0, lane.size, _CHUNK):
@@ -295,31 +265,3 @@ def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]
             )
         np.multiply(levels, lane.step, out=values[begin : begin + _CHUNK])
     return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantisationError:
-    """What fixed point costs: the error of one element of the decoded sum.
-
-    Attributes:
-        largest: Never exceeded.
-        rms: Root of the mean square, at most.
-    """
-
-    largest: float
-    rms: float
-
-    @classmethod
-    def of_sum(cls, lane: Lane, *, num_clients: int) -> "QuantisationError":
-        """Return the error of the sum of ``num_clients`` values.
-
-        Each is rounded by less than one step, without bias and with a variance of at most
-        step**2 / 4: n step, and sqrt(n) step / 2.
-
-        Example:
-            >>> QuantisationError.of_sum(
-            ...     weight_lane(max_weight=10, num_clients=4), num_clients=4
-            ... )
-            QuantisationError(largest=4.0, rms=1.0)
-        """
-        return cls(largest=num_clients * lane.step, rms=math.sqrt(num_clients) * lane.step / 2.0)

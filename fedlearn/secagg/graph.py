@@ -10,7 +10,6 @@ References:
 """
 
 import hashlib
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -24,58 +23,27 @@ class Topology(IntEnum):
     SPARSE = 1
 
 
-@dataclass(frozen=True, eq=False)
-class MaskGraph:
-    """The neighbours of each of n clients, by position in the roster.
+def ring(num_clients: int, *, num_neighbours: int, seed: bytes) -> NDArray[np.int64]:
+    """Return the k nearest of each client on a ring in the order of ``seed``: shape [n, k].
 
-    Attributes:
-        order: The client at each place of the ring: shape [n].
-        places: The place of each client: shape [n].
-        num_neighbours: k, even unless the graph is complete.
+    They are positions in the roster, ascending.
+
+    Raises:
+        ValueError: k is odd, or not from 2 to n - 1.
 
     Example:
-        >>> MaskGraph.complete(3).neighbours(1)
-        [0, 2]
+        >>> ring(3, num_neighbours=2, seed=b"").tolist()
+        [[1, 2], [0, 2], [0, 1]]
     """
-
-    order: NDArray[np.int64]
-    places: NDArray[np.int64]
-    num_neighbours: int
-
-    @classmethod
-    def complete(cls, num_clients: int) -> "MaskGraph":
-        """Return the graph in which all are neighbours."""
-        every = np.arange(num_clients)
-        return cls(every, every, num_clients - 1)
-
-    @classmethod
-    def sparse(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "MaskGraph":
-        """Return the ring in the order of ``seed``, each joined to the k nearest.
-
-        Complete if k >= n - 1.
-
-        Raises:
-            ValueError: k is odd or below 2.
-        """
-        if num_neighbours >= num_clients - 1:
-            return cls.complete(num_clients)
-        if num_neighbours < 2 or num_neighbours % 2:  # noqa: PLR2004 - one on either side
-            raise ValueError(f"a ring has an even number of neighbours, not {num_neighbours}")
-        drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * num_clients), "<u8")
-        order = np.argsort(drawn, kind="stable")
-        return cls(order, np.argsort(order), num_neighbours)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all are neighbours, and holders of their own shares."""
-        return self.num_neighbours == len(self.order) - 1
-
-    def neighbours(self, position: int) -> list[int]:
-        """Return the positions of a client's neighbours, ascending."""
-        size = len(self.order)
-        if self.is_complete:
-            return [other for other in range(size) if other != position]
-        half = self.num_neighbours // 2
-        steps = np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
-        found = self.order[(self.places[position] + steps) % size]
-        return [int(other) for other in np.sort(found)]
+    if num_neighbours % 2 or not 2 <= num_neighbours < num_clients:  # noqa: PLR2004 - either side
+        raise ValueError(
+            f"a ring of {num_clients} has an even number of neighbours below that, not "
+            f"{num_neighbours}"
+        )
+    drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * num_clients), "<u8")
+    order = np.argsort(drawn, kind="stable")
+    half = num_neighbours // 2
+    steps = [*range(-half, 0), *range(1, half + 1)]
+    found = np.empty((num_clients, num_neighbours), np.int64)
+    found[order] = np.stack([np.roll(order, step) for step in steps], axis=1)
+    return np.sort(found, axis=1)

@@ -42,15 +42,11 @@ class Signer(Protocol):
 
 def fresh_signer() -> tuple[Signer, bytes]:
     """Return a new Ed25519 identity and its public key."""
-    key = Ed25519PrivateKey.from_private_bytes(SecretBytes.generate(KEY_BYTES).reveal())
-    return key, key.public_key().public_bytes_raw()
+    return identity_of(SecretBytes.generate(KEY_BYTES), label=b"fresh identity", ids=())
 
 
 def identity_of(secret: SecretBytes, *, label: bytes, ids: tuple[int, ...]) -> tuple[Signer, bytes]:
-    """Return the Ed25519 identity that a run's secret gives, and its public key.
-
-    For clients that live in one process; deployed ones have identities of their own.
-    """
+    """Return the Ed25519 identity that a secret gives, for parties of one process, and its key."""
     seed = derive(secret, session=b"", label=label, ids=ids)
     key = Ed25519PrivateKey.from_private_bytes(seed.reveal())
     return key, key.public_key().public_bytes_raw()
@@ -62,7 +58,8 @@ class KeyAgreement:
     Example:
         >>> ours, theirs = KeyAgreement(SecretBytes.generate(32)), KeyAgreement(
         ...     SecretBytes.generate(32))
-        >>> ours.agree(theirs.public_key) == theirs.agree(ours.public_key)
+        >>> agreed = ours.agree(theirs.public_key, owner=ClientId(2))
+        >>> agreed == theirs.agree(ours.public_key, owner=ClientId(1))
         True
     """
 
@@ -74,17 +71,17 @@ class KeyAgreement:
         """The public half, 32 bytes."""
         return self._key.public_key().public_bytes_raw()
 
-    def agree(self, public_key: bytes) -> SecretBytes:
-        """Return the secret shared with the owner of ``public_key``.
+    def agree(self, public_key: bytes, *, owner: ClientId) -> SecretBytes:
+        """Return the secret shared with the owner of ``public_key``; ProtocolError if that is weak.
 
-        Raises:
-            ProtocolError: The key is of low order: the secret would be known to all.
+        With a key of low order the secret would be known to all.
         """
         try:
             return SecretBytes(self._key.exchange(X25519PublicKey.from_public_bytes(public_key)))
         except ValueError as error:
             raise ProtocolError(
-                "a peer's X25519 key is of low order: nothing agreed with it is secret"
+                f"the X25519 key of client {owner} is of low order: nothing agreed with it is "
+                "secret"
             ) from error
 
 
@@ -123,9 +120,12 @@ def derive(
 def pair_mask_key(
     agreement: KeyAgreement, public_key: bytes, *, session: bytes, pair: tuple[ClientId, ClientId]
 ) -> SecretBytes:
-    """Return the key of the mask that two clients share, the same on both sides."""
-    ids = (min(pair), max(pair))
-    return derive(agreement.agree(public_key), session=session, label=b"pair mask", ids=ids)
+    """Return the key of the mask that two clients share, the same on both sides.
+
+    ``public_key`` is that of ``pair[1]``.
+    """
+    agreed, ids = agreement.agree(public_key, owner=pair[1]), (min(pair), max(pair))
+    return derive(agreed, session=session, label=b"pair mask", ids=ids)
 
 
 def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> SecretBytes:
@@ -136,31 +136,21 @@ def self_mask_key(seed: SecretBytes, *, session: bytes, client_id: ClientId) -> 
 def packet_key(
     agreed: SecretBytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> SecretBytes:
-    """Return the key of the one packet from ``way[0]`` to ``way[1]``.
-
-    ``agreed`` is what the packet keys of the two agree on.
-    """
+    """Return the key of the one packet from ``way[0]`` to ``way[1]``, whose packet keys agreed."""
     return derive(agreed, session=session, label=b"packet", ids=way)
 
 
 def seal(
     key: SecretBytes, plain: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> bytes:
-    """Return ``plain`` encrypted and bound to its session, sender and recipient.
-
-    ``key`` must never seal a second packet.
-    """
+    """Return ``plain`` encrypted and bound to its session and way; ``key`` must seal no other."""
     return AESGCM(key.reveal()).encrypt(_NONCE, plain, struct.pack("<QQ", *way) + session)
 
 
 def unseal(
     key: SecretBytes, packet: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> bytes:
-    """Return what was sealed.
-
-    Raises:
-        ProtocolError: The packet was altered, or is of another session, sender or recipient.
-    """
+    """Return what was sealed; ProtocolError if it was altered or is of another session or way."""
     try:
         return AESGCM(key.reveal()).decrypt(_NONCE, packet, struct.pack("<QQ", *way) + session)
     except InvalidTag as error:

@@ -68,14 +68,9 @@ def keystream(key: SecretBytes, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
-    """Add and subtract masks, in place.
+    """Add masks to contiguous lanes and subtract others, in place, on so many threads.
 
-    No part of a mask serves two lanes.
-
-    Args:
-        lanes: Contiguous and little-endian; changed in place.
-        keys: Each of 32 bytes.
-        num_threads: Threads to expand on; ciphers and additions release the interpreter lock.
+    No part of a mask serves two lanes. Ciphers and additions release the interpreter lock.
     """
     spans = list(_spans(lanes))
     if num_threads == 1:
@@ -165,11 +160,7 @@ def pack(lanes: Sequence[Lane], words: Sequence[Words]) -> bytes:
 
 
 def add_packed(sums: Sequence[Words], data: bytes | memoryview, *, lanes: Sequence[Lane]) -> None:
-    """Add what :func:`pack` returned, in place.
-
-    Raises:
-        ProtocolError: ``data`` is not as long as the lanes.
-    """
+    """Add what :func:`pack` returned, in place; ProtocolError if its length is another."""
     expected = sum(lane.num_bytes for lane in lanes)
     if len(data) != expected:
         raise ProtocolError(f"a masked vector of {len(data)} bytes, {expected} were asked for")

@@ -15,11 +15,9 @@ begins with ``FLSA``, a version byte and a byte that tells its kind; lists have 
 strictly ascending ids. Nothing else is accepted: any message has one encoding.
 """
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
@@ -33,35 +31,27 @@ _MAGIC = b"FLSA"
 VERSION = 1
 HEADER_BYTES = 6
 
-_ID_BYTES = 8
-_MAX_ID = (1 << 63) - 1
 NONCE_BYTES = 16
 SESSION_BYTES = 32
-#: Before its signature.
-_ADVERT_BODY_BYTES = _ID_BYTES + 2 * keys.KEY_BYTES + NONCE_BYTES
-ADVERT_BYTES = _ADVERT_BODY_BYTES + keys.SIGNATURE_BYTES
 #: A share of the self-seed and one of the mask key.
 PAIR_BYTES = 2 * SHARE_BYTES
 _POINT_BYTES = 4
 PACKET_BYTES = _POINT_BYTES + PAIR_BYTES + keys.TAG_BYTES
+
+_Session: TypeAlias = Annotated[bytes, octets.fixed(SESSION_BYTES)]
+_Key: TypeAlias = Annotated[bytes, octets.fixed(keys.KEY_BYTES)]
+_Signature: TypeAlias = Annotated[bytes, octets.fixed(keys.SIGNATURE_BYTES)]
+ClientIds: TypeAlias = Annotated[
+    tuple[ClientId, ...], octets.listed(octets.CLIENT_ID, most=MAX_CLIENTS, by=int)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignedTerms:
     """R0 down: the terms and the coordinator's signature."""
 
-    terms: Terms
-    signature: bytes
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return self.signature + self.terms.to_bytes()
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "SignedTerms":
-        """Return the message that begins there."""
-        signature = reader.take(keys.SIGNATURE_BYTES)
-        return cls(signature=signature, terms=Terms.from_bytes(reader.take(reader.left)))
+    signature: _Signature
+    terms: Annotated[Terms, octets.REST.mapped(Terms.to_bytes, Terms.from_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,49 +67,28 @@ class Advert:
     """
 
     client_id: ClientId
-    packet_key: bytes
-    mask_key: bytes
-    nonce: bytes
-    signature: bytes
+    packet_key: _Key
+    mask_key: _Key
+    nonce: Annotated[bytes, octets.fixed(NONCE_BYTES)]
+    signature: _Signature
 
     def unsigned(self) -> bytes:
         """Return what is signed, 88 bytes."""
-        ident = octets.integer(self.client_id, _ID_BYTES)
-        return ident + self.packet_key + self.mask_key + self.nonce
+        return ADVERT.to_bytes(self)[: ADVERT.num_bytes - keys.SIGNATURE_BYTES]
 
-    def body(self) -> bytes:
-        """Return the fields as bytes, 152."""
-        return self.unsigned() + self.signature
 
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Advert":
-        """Return the message that begins there."""
-        return cls(
-            client_id=_read_id(reader),
-            packet_key=reader.take(keys.KEY_BYTES),
-            mask_key=reader.take(keys.KEY_BYTES),
-            nonce=reader.take(NONCE_BYTES),
-            signature=reader.take(keys.SIGNATURE_BYTES),
-        )
+ADVERT = octets.record(Advert)
+Adverts: TypeAlias = Annotated[
+    tuple[Advert, ...],
+    octets.listed(ADVERT, most=MAX_CLIENTS, by=lambda advert: advert.client_id),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
     """R1 down: the adverts of all that take part, by ascending id."""
 
-    adverts: tuple[Advert, ...]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return _count(self.adverts) + b"".join(advert.body() for advert in self.adverts)
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Roster":
-        """Return the message that begins there."""
-        size = _read_count(reader, ADVERT_BYTES)
-        adverts = tuple(Advert.read(reader) for _ in range(size))
-        _require_ascending([advert.client_id for advert in adverts])
-        return cls(adverts=adverts)
+    adverts: Adverts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,108 +101,47 @@ class Shares:
         packets: One a neighbour, by ascending id; 92 bytes each.
     """
 
-    session: bytes
-    commitment: bytes
-    packets: tuple[bytes, ...]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        head = self.session + self.commitment
-        return head + _count(self.packets) + b"".join(self.packets)
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Shares":
-        """Return the message that begins there."""
-        session, commitment = reader.take(SESSION_BYTES), reader.take(keys.KEY_BYTES)
-        size = _read_count(reader, PACKET_BYTES)
-        joined = reader.take(size * PACKET_BYTES)
-        begins = range(0, len(joined), PACKET_BYTES)
-        packets = tuple(joined[begin : begin + PACKET_BYTES] for begin in begins)
-        return cls(session=session, commitment=commitment, packets=packets)
+    session: _Session
+    commitment: _Key
+    packets: Annotated[
+        tuple[bytes, ...], octets.listed(octets.fixed(PACKET_BYTES), most=MAX_CLIENTS)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packets:
     """R2 down: the packets addressed to a client, by sender."""
 
-    packets: Mapping[ClientId, bytes]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return _table(self.packets)
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Packets":
-        """Return the message that begins there."""
-        return cls(packets=_read_table(reader, PACKET_BYTES))
+    packets: Annotated[Mapping[ClientId, bytes], octets.table(PACKET_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedVector:
     """R2 up: a client's levels, masked and packed."""
 
-    session: bytes
-    packed: bytes | memoryview
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return self.session + self.packed
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "MaskedVector":
-        """Return the message that begins there."""
-        return cls(session=reader.take(SESSION_BYTES), packed=reader.rest())
+    session: _Session
+    packed: Annotated[bytes | memoryview, octets.REST]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survivors:
     """R3 down: whose vectors are in the sum. Everyone else dropped: there is no second list."""
 
-    client_ids: tuple[ClientId, ...]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        ids = b"".join(octets.integer(client_id, _ID_BYTES) for client_id in self.client_ids)
-        return _count(self.client_ids) + ids
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Survivors":
-        """Return the message that begins there."""
-        ids = tuple(_read_id(reader) for _ in range(_read_count(reader, _ID_BYTES)))
-        _require_ascending(ids)
-        return cls(client_ids=ids)
+    client_ids: ClientIds
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivorSignature:
     """R3 up: a client's signature of the survivors it was told."""
 
-    signature: bytes
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return self.signature
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "SurvivorSignature":
-        """Return the message that begins there."""
-        return cls(signature=reader.take(keys.SIGNATURE_BYTES))
+    signature: _Signature
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signatures:
     """R4 down: survivors' signatures of the survivors."""
 
-    signatures: Mapping[ClientId, bytes]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return _table(self.signatures)
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Signatures":
-        """Return the message that begins there."""
-        return cls(signatures=_read_table(reader, keys.SIGNATURE_BYTES))
+    signatures: Annotated[Mapping[ClientId, bytes], octets.table(keys.SIGNATURE_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,26 +151,15 @@ class Release:
     Which of the two it is follows from the survivors; there is no field that could ask for both.
     """
 
-    session: bytes
-    shares: Mapping[ClientId, SecretBytes]
-
-    def body(self) -> bytes:
-        """Return the fields as bytes."""
-        return self.session + _table({i: share.reveal() for i, share in self.shares.items()})
-
-    @classmethod
-    def read(cls, reader: octets.Reader) -> "Release":
-        """Return the message that begins there."""
-        session, rows = reader.take(SESSION_BYTES), _read_table(reader, SHARE_BYTES)
-        return cls(session=session, shares={i: SecretBytes(share) for i, share in rows.items()})
+    session: _Session
+    shares: Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(SHARE_BYTES)]
 
 
 Down: TypeAlias = SignedTerms | Roster | Packets | Survivors | Signatures
 Up: TypeAlias = Advert | Shares | MaskedVector | SurvivorSignature | Release
 Message: TypeAlias = Down | Up
 
-#: A message's kind on the wire is its index here. May only be appended to.
-_KINDS: Sequence[type[Message]] = (
+_MESSAGE: octets.Form[Message] = octets.one_of(
     SignedTerms,
     Advert,
     Roster,
@@ -283,10 +180,7 @@ def encode(message: Message) -> bytes:
         >>> decode(encode(Survivors(client_ids=(ClientId(1), ClientId(4)))))
         Survivors(client_ids=(1, 4))
     """
-    header = _MAGIC + bytes((VERSION, _KINDS.index(type(message))))
-    if isinstance(message, MaskedVector):  # it is large: one copy is enough
-        return b"".join((header, message.session, message.packed))
-    return header + message.body()
+    return b"".join((_MAGIC, bytes([VERSION]), *_MESSAGE.parts(message)))
 
 
 def decode(data: bytes) -> Message:
@@ -307,60 +201,21 @@ def decode(data: bytes) -> Message:
             f"secure aggregation version {version}, this side speaks {VERSION}; upgrade the "
             "older side"
         )
-    message = _KINDS[reader.integer(1, largest=len(_KINDS) - 1)].read(reader)
+    message = _MESSAGE.read(reader)
     reader.finish()
     return message
 
 
 def packet_of(point: int, pair: SecretBytes) -> bytes:
     """Return the plain text of a packet: where the shares were evaluated, and the shares."""
-    return octets.integer(point, _POINT_BYTES) + pair.reveal()
+    return point.to_bytes(_POINT_BYTES, "little") + pair.reveal()
 
 
 def open_packet(plain: bytes, *, point: int, sender: ClientId) -> SecretBytes:
-    """Return the shares in a packet.
-
-    Raises:
-        ProtocolError: They were evaluated elsewhere than at ``point``.
-    """
+    """Return the shares in a packet; ProtocolError if they were not evaluated at ``point``."""
     reader = octets.Reader(plain, what=f"the packet of client {sender}")
     if reader.integer(_POINT_BYTES) != point:
         raise ProtocolError(f"the packet of client {sender} holds another holder's shares")
     pair = SecretBytes(reader.take(PAIR_BYTES))
     reader.finish()
     return pair
-
-
-def _count(items: Sequence[object] | Mapping[ClientId, bytes]) -> bytes:
-    return octets.integer(len(items), 4)
-
-
-def _read_count(reader: octets.Reader, item_bytes: int) -> int:
-    """Return how many items follow, no more than there are bytes for."""
-    return reader.integer(4, largest=min(MAX_CLIENTS, reader.left // item_bytes))
-
-
-def _table(rows: Mapping[ClientId, bytes]) -> bytes:
-    return _count(rows) + b"".join(octets.integer(i, _ID_BYTES) + rows[i] for i in sorted(rows))
-
-
-def _read_table(reader: octets.Reader, row_bytes: int) -> dict[ClientId, bytes]:
-    row = struct.Struct(f"<Q{row_bytes}s")
-    size = _read_count(reader, row.size)
-    ids, rows = [], []
-    for number, data in row.iter_unpack(reader.take(size * row.size)):
-        ids.append(ClientId(number))
-        rows.append(data)
-    _require_ascending(ids)
-    if ids and ids[-1] > _MAX_ID:
-        raise ProtocolError(f"client {ids[-1]} in a list of secure aggregation is above 2**63 - 1")
-    return dict(zip(ids, rows, strict=True))
-
-
-def _read_id(reader: octets.Reader) -> ClientId:
-    return ClientId(reader.integer(_ID_BYTES, largest=_MAX_ID))
-
-
-def _require_ascending(ids: Sequence[ClientId]) -> None:
-    if any(after <= before for before, after in pairwise(ids)):
-        raise ProtocolError("ids in a list of secure aggregation are not strictly ascending")

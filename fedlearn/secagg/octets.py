@@ -1,14 +1,31 @@
-"""Fields as bytes and back: little-endian, of fixed width, and never more than is there."""
+"""Values as bytes and back: little-endian, and never more is read than is there.
+
+A :class:`Form` writes and reads the values of one type. A dataclass has that of each field in its
+annotation, so each layout of secure aggregation stands once: :func:`record` reads it off the class.
+"""
 
 import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import chain, pairwise
+from typing import Any, Generic, TypeAlias, TypeVar, get_type_hints
 
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ProtocolError
+from fedlearn.secagg.parameters import MAX_CLIENTS
+
+T = TypeVar("T")
+U = TypeVar("U")
+Buffer: TypeAlias = bytes | memoryview
 
 _FLOAT = struct.Struct("<d")
+_MAX_ID = (1 << 63) - 1
 
 
 class Reader:
-    r"""Takes fields off the front of bytes from a peer.
+    r"""Takes fields off the front of bytes from a peer; too few are a :class:`ProtocolError`.
 
     Example:
         >>> reader = Reader(b"\x07\x00ab", what="a note")
@@ -16,62 +33,217 @@ class Reader:
         (7, b'ab', None)
     """
 
-    def __init__(self, data: bytes, *, what: str) -> None:
-        self._data = data
-        self._at = 0
-        self._what = what
+    def __init__(self, data: Buffer, *, what: str) -> None:
+        self._data = memoryview(data)
+        self.what = what
 
     @property
     def left(self) -> int:
         """Bytes not taken yet."""
-        return len(self._data) - self._at
-
-    def take(self, num_bytes: int) -> bytes:
-        """Return the next ``num_bytes``.
-
-        Raises:
-            ProtocolError: Fewer are left.
-        """
-        if num_bytes > self.left:
-            raise ProtocolError(f"{self._what} ends {num_bytes - self.left} bytes early")
-        self._at += num_bytes
-        return self._data[self._at - num_bytes : self._at]
+        return len(self._data)
 
     def rest(self) -> memoryview:
         """Return all that is left, without a copy."""
-        begin, self._at = self._at, len(self._data)
-        return memoryview(self._data)[begin:]
+        taken, self._data = self._data, self._data[:0]
+        return taken
+
+    def take(self, num_bytes: int) -> bytes:
+        """Return the next ``num_bytes``."""
+        if num_bytes > self.left:
+            raise ProtocolError(f"{self.what} ends {num_bytes - self.left} bytes early")
+        taken, self._data = self._data[:num_bytes], self._data[num_bytes:]
+        return bytes(taken)
 
     def integer(self, num_bytes: int, *, largest: int | None = None) -> int:
-        """Return the next unsigned integer.
-
-        Raises:
-            ProtocolError: It is above ``largest``, or bytes are missing.
-        """
+        """Return the next unsigned integer; one above ``largest`` is a ProtocolError."""
         value = int.from_bytes(self.take(num_bytes), "little")
         if largest is not None and value > largest:
-            raise ProtocolError(f"{self._what} says {value} where at most {largest} is allowed")
+            raise ProtocolError(f"{self.what} says {value} where at most {largest} is allowed")
         return value
 
-    def number(self) -> float:
-        """Return the next float64."""
-        return float(_FLOAT.unpack(self.take(_FLOAT.size))[0])
-
     def finish(self) -> None:
-        """Check that nothing is left.
-
-        Raises:
-            ProtocolError: Something is.
-        """
+        """Raise ProtocolError if something is left."""
         if self.left:
-            raise ProtocolError(f"{self._what} has {self.left} bytes too many")
+            raise ProtocolError(f"{self.what} has {self.left} bytes too many")
 
 
-def integer(value: int, num_bytes: int) -> bytes:
-    """Return an unsigned integer, little-endian."""
-    return value.to_bytes(num_bytes, "little")
+@dataclass(frozen=True)
+class Form(Generic[T]):
+    """How values of one type become bytes, and back: a ProtocolError where they are none.
+
+    Attributes:
+        parts: Returns a value's bytes in pieces, so that large ones are copied once.
+        read: Takes a value off a reader.
+        num_bytes: Of every value; 0: they differ.
+    """
+
+    parts: Callable[[T], Iterable[Buffer]]
+    read: Callable[[Reader], T]
+    num_bytes: int = 0
+
+    def to_bytes(self, value: T) -> bytes:
+        """Return the one encoding of ``value``."""
+        return b"".join(self.parts(value))
+
+    def from_bytes(self, data: Buffer, *, what: str) -> T:
+        """Return the value whose encoding ``data`` is; ``what`` it is called in errors."""
+        reader = Reader(data, what=what)
+        value = self.read(reader)
+        reader.finish()
+        return value
+
+    def mapped(self, to: Callable[[U], T], back: Callable[[T], U]) -> "Form[U]":
+        """Return the form of values that are written as these."""
+        return Form(
+            lambda value: self.parts(to(value)),
+            lambda reader: back(self.read(reader)),
+            self.num_bytes,
+        )
 
 
-def number(value: float) -> bytes:
-    """Return a float64."""
-    return _FLOAT.pack(value)
+def integer(num_bytes: int, *, largest: int | None = None) -> Form[int]:
+    """Return the form of unsigned integers up to ``largest``."""
+    return Form(
+        lambda value: (value.to_bytes(num_bytes, "little"),),
+        lambda reader: reader.integer(num_bytes, largest=largest),
+        num_bytes,
+    )
+
+
+def fixed(num_bytes: int) -> Form[bytes]:
+    """Return the form of so many bytes as they are."""
+    return Form(lambda value: (value,), lambda reader: reader.take(num_bytes), num_bytes)
+
+
+def secret(num_bytes: int) -> Form[SecretBytes]:
+    """Return the form of so many bytes that are never shown."""
+    return fixed(num_bytes).mapped(SecretBytes.reveal, SecretBytes)
+
+
+def sized(length_bytes: int, *, most: int | None = None) -> Form[bytes]:
+    """Return the form of at most so many bytes, their number before them."""
+    return Form(
+        lambda value: (len(value).to_bytes(length_bytes, "little"), value),
+        lambda reader: reader.take(reader.integer(length_bytes, largest=most)),
+    )
+
+
+def text(length_bytes: int, *, most: int) -> Form[str]:
+    """Return the form of text of at most so many bytes in UTF-8, their number before them."""
+
+    def decoded(data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError("a text is no UTF-8") from error
+
+    return sized(length_bytes, most=most).mapped(str.encode, decoded)
+
+
+def listed(
+    item: Form[T], *, most: int, count_bytes: int = 4, by: Callable[[T], int] | None = None
+) -> Form[tuple[T, ...]]:
+    """Return the form of a list, its length before it, of items that strictly ascend ``by``.
+
+    Of a fixed size there are never more than there are bytes for.
+    """
+
+    def read(reader: Reader) -> tuple[T, ...]:
+        size = _read_count(reader, count_bytes, most=most, item_bytes=item.num_bytes)
+        items = tuple(item.read(reader) for _ in range(size))
+        if by is not None:
+            _require_ascending(map(by, items), what=reader.what)
+        return items
+
+    count = integer(count_bytes)
+    return Form(lambda items: chain(count.parts(len(items)), *map(item.parts, items)), read)
+
+
+def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
+    """Return the form of so many bytes for each of some clients, by ascending id."""
+    row = struct.Struct(f"<Q{num_bytes}s")
+
+    def parts(rows: Mapping[ClientId, bytes]) -> Iterable[Buffer]:
+        count = len(rows).to_bytes(4, "little")
+        return count, *(row.pack(each, rows[each]) for each in sorted(rows))
+
+    def read(reader: Reader) -> Mapping[ClientId, bytes]:
+        size = _read_count(reader, 4, most=MAX_CLIENTS, item_bytes=row.size)
+        # At once: a coordinator reads a row for each client and each of its neighbours.
+        found = list(row.iter_unpack(reader.take(size * row.size)))
+        _require_ascending((each for each, _ in found), what=reader.what)
+        if found and found[-1][0] > _MAX_ID:
+            raise ProtocolError(f"{reader.what} has a client {found[-1][0]}, above 2**63 - 1")
+        return dict(found)
+
+    return Form(parts, read)
+
+
+def secret_table(num_bytes: int) -> Form[Mapping[ClientId, SecretBytes]]:
+    """Return the form of such a table whose values are never shown."""
+    return table(num_bytes).mapped(
+        lambda rows: {each: value.reveal() for each, value in rows.items()},
+        lambda rows: {each: SecretBytes(data) for each, data in rows.items()},
+    )
+
+
+def record(kind: type[T]) -> Form[T]:
+    """Return the form of a dataclass: its fields end to end, each in the form in its annotation.
+
+    Without one an int has four bytes, and a dataclass or an enumeration the form of its type.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {name: _form_in(hint) for name, hint in hints.items()}
+    sizes = [form.num_bytes for form in fields.values()]
+    return Form(
+        lambda value: chain(*(form.parts(getattr(value, name)) for name, form in fields.items())),
+        lambda reader: kind(**{name: form.read(reader) for name, form in fields.items()}),
+        sum(sizes) if all(sizes) else 0,
+    )
+
+
+def _form_in(hint: Any) -> Form[Any]:  # Any, here and below: each field and kind has its own
+    for form in getattr(hint, "__metadata__", ()):
+        if isinstance(form, Form):
+            return form
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return integer(1, largest=max(hint)).mapped(int, hint)
+    return _OF_TYPES.get(hint) or record(hint)
+
+
+def one_of(*kinds: type) -> Form[Any]:
+    """Return the form of values of several dataclasses: one byte, its place here, and the value.
+
+    Kinds may only be appended.
+    """
+    forms: list[Form[Any]] = [record(kind) for kind in kinds]
+    place = integer(1, largest=len(kinds) - 1)
+
+    def parts(value: object) -> Iterable[Buffer]:
+        at = kinds.index(type(value))
+        return chain(place.parts(at), forms[at].parts(value))
+
+    return Form(parts, lambda reader: forms[place.read(reader)].read(reader))
+
+
+CLIENT_ID = integer(8, largest=_MAX_ID).mapped(int, ClientId)
+#: All that is left, without a copy.
+REST: Form[Buffer] = Form(lambda value: (value,), Reader.rest)
+FLAG = integer(1, largest=1).mapped(int, bool)
+_OF_TYPES: Mapping[object, Form[Any]] = {
+    int: integer(4),
+    float: fixed(_FLOAT.size).mapped(_FLOAT.pack, lambda data: float(_FLOAT.unpack(data)[0])),
+    bool: FLAG,
+    ClientId: CLIENT_ID,
+}
+
+
+def _read_count(reader: Reader, count_bytes: int, *, most: int, item_bytes: int) -> int:
+    """Return how many items follow, no more than there are bytes for."""
+    fitting = min(most, reader.left // item_bytes) if item_bytes else most
+    return reader.integer(count_bytes, largest=fitting)
+
+
+def _require_ascending(ids: Iterable[int], *, what: str) -> None:
+    if any(after <= before for before, after in pairwise(ids)):
+        raise ProtocolError(f"ids in {what} are not strictly ascending")

@@ -47,6 +47,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlearn.core.ranges import BelowOne, Count, out_of_range
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.shamir import MAX_THRESHOLD
@@ -75,25 +76,24 @@ class Assumptions:
     Attributes:
         adversary: Whom it must hold against.
         topology: Complete, or sparse.
-        corruption: gamma, in [0, 1).
-        dropout: delta, in [0, 1).
-        sigma_bits: sigma; only a sparse graph has such a risk.
-        eta_bits: eta; likewise.
+        corruption: Largest fraction of the clients asked that the adversary controls, gamma in
+            [0, 1).
+        dropout: Largest fraction of the clients asked that drop out, those that over-selection
+            asks too many included, delta in [0, 1).
+        sigma_bits: In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1.
+        eta_bits: In a sparse graph a round fails with at most 2^-eta, eta >= 1.
     """
 
     adversary: Adversary
     topology: Topology
-    corruption: float
-    dropout: float
-    sigma_bits: int
-    eta_bits: int
+    corruption: BelowOne
+    dropout: BelowOne
+    sigma_bits: Count
+    eta_bits: Count
 
     def __post_init__(self) -> None:
-        for name, value in (("corruption", self.corruption), ("dropout", self.dropout)):
-            if not 0.0 <= value < 1.0:
-                raise ConfigError(f"secure aggregation: {name} lies in [0, 1), not {value}")
-        if self.sigma_bits < 1 or self.eta_bits < 1:
-            raise ConfigError("secure aggregation: sigma_bits and eta_bits are at least 1")
+        if wrong := out_of_range(self):
+            raise ConfigError(f"secure aggregation: {wrong}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,6 @@ class Parameters:
         threshold: t.
         quorum: q.
         min_survivors: Fewest clients in a released sum: n - D.
-        corrupted_neighbours: a.
     """
 
     assumptions: Assumptions
@@ -116,7 +115,6 @@ class Parameters:
     threshold: int
     quorum: int
     min_survivors: int
-    corrupted_neighbours: int
 
     def explain(self) -> str:
         """Return the choice with its formulas, one a line.
@@ -136,12 +134,11 @@ class Parameters:
         active = given.adversary is Adversary.ACTIVE_SERVER
         complete = given.topology is Topology.COMPLETE
         corrupted, dropped = _part(given.corruption, n), _part(given.dropout, n)
-        a, server = self.corrupted_neighbours, "an active" if active else "an honest-but-curious"
+        a = corrupted_neighbours(n, k, assumptions=given)
+        server = "an active" if active else "an honest-but-curious"
         if complete:
-            neighbours, shares = (
-                f"n - 1 = {k}, of them corrupted a = A = {a}",
-                f"t <= {n - dropped}",
-            )
+            neighbours = f"n - 1 = {k}, of them corrupted a = A = {a}"
+            shares = f"t <= {n - dropped}"
         else:
             risk = f"more with P <= 2^-{given.sigma_bits + 1}"
             neighbours = f"{k}, of them corrupted a = {a}, {risk}"
@@ -191,7 +188,6 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
         threshold=threshold,
         quorum=quorum,
         min_survivors=min_survivors,
-        corrupted_neighbours=corrupted_neighbours(num_clients, k, assumptions=assumptions),
     )
 
 

@@ -14,9 +14,11 @@ from fedlearn.secagg.parameters import (
 )
 from fedlearn.secagg.terms import Terms
 
+_COMPLETE = "a complete one, as a sparse one does not hold against a coordinator that lies"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class TermsPolicy:
     """The least that a client accepts.
 
     Attributes:
@@ -44,17 +46,15 @@ class Policy:
     max_releases_per_round: int
 
     def judge(self, terms: Terms) -> None:
-        """Check terms before anything is answered.
+        """Raise PolicyViolation if terms ask for less safety, or more effort, than this allows.
 
-        Raises:
-            PolicyViolation: They ask for less safety, or more effort, than this allows; it
-                names the rule, what was asked and the limit.
+        It names the rule, what was asked and the limit.
         """
         if terms.adversary < self.adversary:
             asked, limit = _words(terms.adversary), _words(self.adversary)
             raise PolicyViolation(rule="adversary", asked=asked, limit=limit)
         if terms.topology is Topology.SPARSE and not self.allow_sparse:
-            raise PolicyViolation(rule="allow_sparse", asked="a sparse graph", limit="complete")
+            raise PolicyViolation(rule="allow_sparse", asked="a sparse graph", limit=_COMPLETE)
         _at_most("max_cohort", terms.num_clients, self.max_cohort)
         _at_least("min_cohort", terms.min_survivors, self.min_cohort)
         self._judge_shares(terms)

@@ -6,13 +6,16 @@ its owner finds that it is time to ``close`` it; closing returns what to send to
 next stage. What comes after that has no stage left that would take it: a late vector stays
 masked for ever.
 
-A message that cannot be used raises :class:`fedlearn.errors.ProtocolError`, which is that
-client's failure and changes nothing; a stage with too little left raises
-:class:`fedlearn.errors.AggregationAborted`, and nothing has been released.
+Every ``receive`` raises :class:`fedlearn.errors.ProtocolError` for a message that is of another
+session or of no member of the stage, comes twice, or is false: it is that client's failure and
+changes nothing. Every ``close`` raises :class:`fedlearn.errors.AggregationAborted` where too
+little is left, and nothing has been released.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
@@ -37,21 +40,21 @@ from fedlearn.secagg.session import Session, Stage, terms_text
 from fedlearn.secagg.terms import Terms, Total, from_words
 from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Outcome:
+
+@dataclass(frozen=True, eq=False)
+class SessionOutcome:
     """What a session released.
 
     Attributes:
         total: The sum.
         survivors: Whose values are in it, ascending.
-        dropped: The stage at which each of the others was lost; of the roster.
-        suspects: Holders with a false share: they lied, or its owner dealt it.
+        suspects: Those of :class:`~fedlearn.secagg.unmasking.Recovered`.
     """
 
     total: Total
     survivors: tuple[ClientId, ...]
-    dropped: Mapping[ClientId, Stage]
     suspects: frozenset[ClientId]
 
 
@@ -60,55 +63,55 @@ def open_session(
 ) -> tuple[SignedTerms, "Advertising"]:
     """Begin a session: what to send to the cohort, and the first stage.
 
-    Args:
-        terms: Of the session; a retry has its own attempt, hence its own keys.
-        signer: The coordinator's identity.
-        directory: The identity keys of all clients.
+    A retry has its own attempt in its terms, hence its own keys. ``directory`` has the identity
+    keys of all clients.
     """
     signed = SignedTerms(terms=terms, signature=signer.sign(terms_text(terms)))
     return signed, Advertising(terms, directory)
 
 
 @dataclass(eq=False)
-class Advertising:
-    """R0: collects adverts."""
+class _Stage(Generic[T]):
+    """What a stage has received, by client."""
 
-    terms: Terms
-    directory: Mapping[ClientId, bytes]
-    _adverts: dict[ClientId, Advert] = field(default_factory=dict, init=False)
+    _received: dict[ClientId, T] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_received(self) -> int:
         """Usable messages so far."""
-        return len(self._adverts)
+        return len(self._received)
+
+    def _require_awaited(self, client_id: ClientId, members: Collection[ClientId]) -> None:
+        """Refuse a message of who takes no part in this stage, or has had its say."""
+        if client_id not in members:
+            raise ProtocolError(f"client {client_id} does not take part in this stage")
+        if client_id in self._received:
+            raise ProtocolError(f"client {client_id} has answered this stage already")
+
+
+@dataclass(eq=False)
+class Advertising(_Stage[Advert]):
+    """R0: collects adverts."""
+
+    terms: Terms
+    directory: Mapping[ClientId, bytes]
 
     def receive(self, client_id: ClientId, advert: Advert) -> None:
-        """Take the advert of the client that the channel authenticated as ``client_id``.
-
-        Raises:
-            ProtocolError: It is a second one, another client's, forged, or its key is weak.
-        """
-        _require_new(client_id, self._adverts)
-        if len(self._adverts) == self.terms.num_clients:
+        """Take the advert of the client that the channel authenticated as ``client_id``."""
+        self._require_awaited(client_id, {client_id})
+        if self.num_received == self.terms.num_clients:
             raise ProtocolError(f"client {client_id} is one more than were invited")
         if advert.client_id != client_id:
             raise ProtocolError(f"client {client_id} sent the advert of {advert.client_id}")
-        try:
-            check_advert(advert, self.terms, directory=self.directory)
-        except AggregationAborted as error:
-            raise ProtocolError(error.reason) from error
+        check_advert(advert, self.terms, directory=self.directory)
         probe = keys.KeyAgreement(SecretBytes.generate(keys.KEY_BYTES))
         for public_key in (advert.packet_key, advert.mask_key):
-            probe.agree(public_key)
-        self._adverts[client_id] = advert
+            probe.agree(public_key, owner=client_id)
+        self._received[client_id] = advert
 
     def close(self) -> tuple[Roster, "Sharing"]:
-        """Return the roster, for all in it, and the next stage.
-
-        Raises:
-            AggregationAborted: Too few clients.
-        """
-        adverts = tuple(self._adverts[client_id] for client_id in sorted(self._adverts))
+        """Return the roster, for all in it, and the next stage."""
+        adverts = tuple(self._received[client_id] for client_id in sorted(self._received))
         session = Session(self.terms, adverts)
         if session.shortage:
             raise AggregationAborted(stage=Stage.ADVERTISE, reason=session.shortage)
@@ -116,100 +119,72 @@ class Advertising:
 
 
 @dataclass(eq=False)
-class Sharing:
+class Sharing(_Stage[Shares]):
     """R1: collects packets of shares."""
 
     session: Session
     directory: Mapping[ClientId, bytes]
-    _shares: dict[ClientId, Shares] = field(default_factory=dict, init=False)
-
-    @property
-    def num_received(self) -> int:
-        """Usable messages so far."""
-        return len(self._shares)
 
     def receive(self, client_id: ClientId, shares: Shares) -> None:
-        """Take a client's packets.
-
-        Raises:
-            ProtocolError: It is not in the roster, has sent some, or not one a neighbour; or
-                they are of another session.
-        """
-        _require_member(client_id, self.session.points)
-        _require_new(client_id, self._shares)
+        """Take a client's packets, one a neighbour."""
+        self._require_awaited(client_id, self.session.points)
         _require_session(shares.session, self.session)
         expected = len(self.session.neighbours(client_id))
         if len(shares.packets) != expected:
             raise ProtocolError(
                 f"client {client_id} sent {len(shares.packets)} packets to {expected} neighbours"
             )
-        self._shares[client_id] = shares
+        self._received[client_id] = shares
 
     def close(self) -> tuple[dict[ClientId, Packets], "Masking"]:
-        """Return each client's packets and the next stage.
-
-        Raises:
-            AggregationAborted: Too few clients shared.
-        """
-        _require_enough(Stage.SHARE, len(self._shares), self.session.terms)
-        inbox: dict[ClientId, dict[ClientId, bytes]] = {client: {} for client in self._shares}
-        for sender in sorted(self._shares):
+        """Return each client's packets and the next stage."""
+        _require_enough(Stage.SHARE, len(self._received), self.session.terms)
+        inbox: dict[ClientId, dict[ClientId, bytes]] = {client: {} for client in self._received}
+        for sender in sorted(self._received):
             recipients = self.session.neighbours(sender)
-            for recipient, packet in zip(recipients, self._shares[sender].packets, strict=True):
+            for recipient, packet in zip(recipients, self._received[sender].packets, strict=True):
                 if recipient in inbox:
                     inbox[recipient][sender] = packet
         packets = {client_id: Packets(packets=rows) for client_id, rows in inbox.items()}
-        commitments = {client_id: s.commitment for client_id, s in self._shares.items()}
+        commitments = {client_id: s.commitment for client_id, s in self._received.items()}
         return packets, Masking(self.session, self.directory, commitments)
 
 
 @dataclass(eq=False)
-class Masking:
+class Masking(_Stage[None]):
     """R2: adds up masked vectors as they come; none is kept."""
 
     session: Session
     directory: Mapping[ClientId, bytes]
     commitments: Mapping[ClientId, bytes]
     _sums: tuple[Words, ...] = field(init=False)
-    _survivors: set[ClientId] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._sums = masking.zeros(self.session.terms.lanes)
 
-    @property
-    def num_received(self) -> int:
-        """Usable messages so far."""
-        return len(self._survivors)
-
     def receive(self, client_id: ClientId, vector: MaskedVector) -> None:
-        """Add a client's masked vector to the sum.
-
-        Raises:
-            ProtocolError: It did not share, has sent one, or it is of another session or size.
-        """
-        _require_member(client_id, self.commitments)
-        _require_new(client_id, self._survivors)
+        """Add a client's masked vector to the sum."""
+        self._require_awaited(client_id, self.commitments)
         _require_session(vector.session, self.session)
         masking.add_packed(self._sums, vector.packed, lanes=self.session.terms.lanes)
-        self._survivors.add(client_id)
+        self._received[client_id] = None
 
     def close(self) -> tuple[Survivors, "Confirming | Unmasking"]:
         """Return the survivors, for each of them, and the next stage.
 
-        Raises:
-            AggregationAborted: Too few survive, or too few holders of one client's shares.
+        It aborts also where too few holders of one client's shares survive.
         """
         terms = self.session.terms
-        _require_enough(Stage.MASK, len(self._survivors), terms)
+        _require_enough(Stage.MASK, len(self._received), terms)
         for owner in self.commitments:
-            left = sum(holder in self._survivors for holder in self.session.holders(owner))
+            left = sum(holder in self._received for holder in self.session.holders(owner))
             if left < terms.threshold:
                 raise AggregationAborted(
                     stage=Stage.MASK,
                     reason=f"{left} holders of the shares of client {owner} survive, the "
                     f"threshold is {terms.threshold}",
                 )
-        survivors = tuple(sorted(self._survivors))
+        survivors = tuple(sorted(self._received))
         unmasking = Unmasking(self.session, self.commitments, survivors, self._sums)
         message = Survivors(client_ids=survivors)
         if terms.adversary is Adversary.ACTIVE_SERVER:
@@ -218,58 +193,42 @@ class Masking:
 
 
 @dataclass(eq=False)
-class Confirming:
+class Confirming(_Stage[bytes]):
     """R3: collects signatures over the survivors; only against an active server."""
 
     unmasking: "Unmasking"
     directory: Mapping[ClientId, bytes]
-    _signatures: dict[ClientId, bytes] = field(default_factory=dict, init=False)
     _text: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._text = self.unmasking.session.survivors_text(self.unmasking.survivors)
 
-    @property
-    def num_received(self) -> int:
-        """Usable messages so far."""
-        return len(self._signatures)
-
     def receive(self, client_id: ClientId, message: SurvivorSignature) -> None:
-        """Take a survivor's signature.
-
-        Raises:
-            ProtocolError: It is no survivor's, a second one, or false.
-        """
-        unmasking = self.unmasking
-        _require_member(client_id, set(unmasking.survivors))
-        _require_new(client_id, self._signatures)
+        """Take a survivor's signature."""
+        self._require_awaited(client_id, self.unmasking.survivors)
         if not keys.verify(self.directory[client_id], message.signature, self._text):
             raise ProtocolError(f"client {client_id} did not sign these survivors")
-        self._signatures[client_id] = message.signature
+        self._received[client_id] = message.signature
 
     @property
     def confirmed(self) -> tuple[ClientId, ...]:
         """Who signed, ascending: whom to ask for shares."""
-        return tuple(sorted(self._signatures))
+        return tuple(sorted(self._received))
 
     def close(self) -> tuple[Signatures, "Unmasking"]:
-        """Return a quorum of signatures, for all that confirmed, and the next stage.
-
-        Raises:
-            AggregationAborted: Fewer than a quorum signed.
-        """
+        """Return a quorum of signatures, for all that confirmed, and the next stage."""
         quorum = self.unmasking.session.terms.quorum
-        if len(self._signatures) < quorum:
+        if len(self._received) < quorum:
             raise AggregationAborted(
                 stage=Stage.CONFIRM,
-                reason=f"{len(self._signatures)} survivors confirmed, the quorum is {quorum}",
+                reason=f"{len(self._received)} survivors confirmed, the quorum is {quorum}",
             )
-        signatures = {signer: self._signatures[signer] for signer in self.confirmed[:quorum]}
+        signatures = {signer: self._received[signer] for signer in self.confirmed[:quorum]}
         return Signatures(signatures=signatures), self.unmasking
 
 
 @dataclass(eq=False)
-class Unmasking:
+class Unmasking(_Stage[None]):
     """R4: collects shares, until every client that shared has t of them."""
 
     session: Session
@@ -277,16 +236,10 @@ class Unmasking:
     survivors: tuple[ClientId, ...]
     sums: tuple[Words, ...] = field(repr=False)
     _box: ShareBox = field(init=False, repr=False)
-    _released: set[ClientId] = field(default_factory=set, init=False)
     _recovered: Recovered | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._box = ShareBox(self.session, sorted(self.commitments))
-
-    @property
-    def num_received(self) -> int:
-        """Usable messages so far."""
-        return len(self._released)
+        self._box = ShareBox(self.session, self.commitments, set(self.survivors))
 
     @property
     def is_enough(self) -> bool:
@@ -296,21 +249,13 @@ class Unmasking:
         tells which it is.
         """
         if self._recovered is None and self._box.shortest >= self.session.terms.threshold:
-            try:
-                self._recovered = self._recover()
-            except AggregationAborted:
-                return False
+            with suppress(AggregationAborted):
+                self._recovered = self._box.recover()
         return self._recovered is not None
 
     def receive(self, client_id: ClientId, release: Release) -> None:
-        """Take the shares that a survivor releases.
-
-        Raises:
-            ProtocolError: It is no survivor's, a second one, of another session, or not
-                one share of each client that it holds shares of.
-        """
-        _require_member(client_id, set(self.survivors))
-        _require_new(client_id, self._released)
+        """Take the shares that a survivor releases: one of each client that it holds any of."""
+        self._require_awaited(client_id, self.survivors)
         _require_session(release.session, self.session)
         # Neighbours hold each other's shares, so who holds ours is whose we hold.
         expected = {o for o in self.session.holders(client_id) if o in self.commitments}
@@ -320,48 +265,18 @@ class Unmasking:
                 f"{len(expected)} that it holds shares of"
             )
         self._box.put(client_id, release.shares)
-        self._released.add(client_id)
+        self._received[client_id] = None
 
-    def close(self, *, num_threads: int) -> Outcome:
-        """Take the masks out of the sum; the stage is used up.
-
-        Args:
-            num_threads: Threads to expand masks on.
-
-        Raises:
-            AggregationAborted: Too few shares, or false ones; nothing is released.
-        """
-        alive = set(self.survivors)
-        recovered = self._recovered or self._recover()
+    def close(self, *, num_threads: int) -> SessionOutcome:
+        """Take the masks out of the sum, on so many threads; the stage is used up."""
+        recovered = self._recovered or self._box.recover()
         leftover = leftover_masks(recovered, session=self.session)
         masking.fold(self.sums, leftover, num_threads=num_threads)
         try:
-            total = from_words(self.session.terms, self.sums, num_clients=len(alive))
+            total = from_words(self.session.terms, self.sums, num_clients=len(self.survivors))
         except ValueError as error:
             raise AggregationAborted(stage=Stage.UNMASK, reason=str(error)) from error
-        dropped = {
-            client_id: Stage.MASK if client_id in self.commitments else Stage.SHARE
-            for client_id in self.session.points
-            if client_id not in alive
-        }
-        return Outcome(
-            total=total, survivors=self.survivors, dropped=dropped, suspects=recovered.suspects
-        )
-
-    def _recover(self) -> Recovered:
-        return self._box.recover(set(self.survivors), self.commitments)
-
-
-def _require_new(client_id: ClientId, seen: set[ClientId] | Mapping[ClientId, object]) -> None:
-    if client_id in seen:
-        raise ProtocolError(f"client {client_id} has answered this stage already")
-
-
-def _require_member(
-    client_id: ClientId, members: set[ClientId] | Mapping[ClientId, object]
-) -> None:
-    if client_id not in members:
-        raise ProtocolError(f"client {client_id} does not take part in this stage")
+        return SessionOutcome(total, self.survivors, recovered.suspects)
 
 
 def _require_session(session: bytes, expected: Session) -> None:

@@ -4,13 +4,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Annotated, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
-from fedlearn.secagg import keys
-from fedlearn.secagg.graph import MaskGraph, Topology
-from fedlearn.secagg.messages import Advert
+from fedlearn.secagg import keys, octets
+from fedlearn.secagg.graph import Topology, ring
+from fedlearn.secagg.messages import ADVERT, Advert, Adverts
 from fedlearn.secagg.parameters import num_holders
 from fedlearn.secagg.terms import Terms
+
+#: Terms among what a client keeps, where more follows.
+OwnTerms: TypeAlias = Annotated[Terms, octets.sized(4).mapped(Terms.to_bytes, Terms.from_bytes)]
 
 
 class Stage(StrEnum):
@@ -25,20 +32,15 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A roster under terms.
+    """A roster under terms: the adverts of all that take part, by ascending id."""
 
-    Attributes:
-        terms: Of the session.
-        adverts: Of all that take part, by ascending id.
-    """
-
-    terms: Terms
-    adverts: tuple[Advert, ...]
+    terms: OwnTerms
+    adverts: Adverts
 
     @cached_property
     def id(self) -> bytes:
         """The hash of terms and roster: salt of every key, part of every signature."""
-        adverts = b"".join(advert.body() for advert in self.adverts)
+        adverts = b"".join(map(ADVERT.to_bytes, self.adverts))
         return keys.digest(b"session", self.terms.session, adverts)
 
     @cached_property
@@ -52,23 +54,22 @@ class Session:
         return {advert.client_id: at for at, advert in enumerate(self.adverts, start=1)}
 
     @cached_property
-    def graph(self) -> MaskGraph:
-        """Who masks with whom; its seed is the hash that nobody chose."""
-        if self.terms.topology is Topology.COMPLETE:
-            return MaskGraph.complete(len(self.adverts))
-        seed = keys.digest(b"graph", self.id)
-        k = self.terms.num_neighbours
-        return MaskGraph.sparse(len(self.adverts), num_neighbours=k, seed=seed)
+    def _ring(self) -> NDArray[np.int64]:
+        """The neighbours in a sparse graph; its seed is the hash that nobody chose."""
+        seed, k = keys.digest(b"graph", self.id), self.terms.num_neighbours
+        return ring(len(self.adverts), num_neighbours=k, seed=seed)
 
     def neighbours(self, client_id: ClientId) -> list[ClientId]:
         """Return who masks with a client, by ascending id."""
-        places = self.graph.neighbours(self.points[client_id] - 1)
+        if self.terms.topology is Topology.COMPLETE:
+            return [each for each in self.points if each != client_id]
+        places = self._ring[self.points[client_id] - 1]
         return [self.adverts[place].client_id for place in places]
 
     def holders(self, client_id: ClientId) -> list[ClientId]:
         """Return who keeps shares of a client's secrets, by ascending id."""
-        found = self.neighbours(client_id)
-        return sorted([*found, client_id]) if self.graph.is_complete else found
+        complete = self.terms.topology is Topology.COMPLETE
+        return list(self.points) if complete else self.neighbours(client_id)
 
     @property
     def shortage(self) -> str | None:

@@ -35,18 +35,11 @@ Field = NDArray[np.uint64]
 def share(
     secrets: Sequence[SecretBytes], *, threshold: int, points: Sequence[int]
 ) -> NDArray[np.uint32]:
-    """Return every holder's shares of every secret.
-
-    Args:
-        secrets: Each of 32 bytes.
-        threshold: t: how many shares give a secret back.
-        points: The holders' distinct evaluation points, in [1, p).
-
-    Returns:
-        Shape [holders, secrets, limbs].
+    """Return every holder's shares of every secret of 32 bytes: shape [holders, secrets, limbs].
 
     Raises:
-        ValueError: The threshold or the points are out of range.
+        ValueError: The threshold is not 1 to the number of holders, or their points are not
+            distinct and in [1, p).
 
     Guarantees:
         Any t shares of a secret determine it; any t - 1 are uniform, whatever it is.
@@ -59,12 +52,9 @@ def share(
 
 
 def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDArray[np.uint32]:
-    """Return the polynomials with constants ``limbs`` at ``points``.
+    """Return the polynomials with constants ``limbs``, shape [secrets, limbs], at ``points``.
 
-    Args:
-        limbs: Shape [secrets, limbs].
-        coefficients: Of x, x**2, …: shape [t - 1, secrets * limbs], below p.
-        points: Distinct, in [1, p).
+    ``coefficients`` are those of x, x**2, …: shape [t - 1, secrets * limbs], below p.
     """
     x = _points(points)
     rows = np.concatenate([limbs.reshape(1, -1), coefficients])
@@ -77,14 +67,9 @@ def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDA
 def combine(
     points_MT: NDArray[np.int64], shares_MTL: NDArray[np.uint32]
 ) -> list[SecretBytes | None]:
-    """Return the secrets that shares give.
+    """Return the secret that the shares of t holders give at their points, for each of M rows.
 
-    Args:
-        points_MT: The evaluation points of t holders for each of M secrets, distinct in a row.
-        shares_MTL: Their shares, each below p.
-
-    Returns:
-        One secret a row; None where the shares are of no 32 bytes, so that one of them is false.
+    None where they are of no 32 bytes, so that one of them is false.
     """
     rows, which = np.unique(points_MT, axis=0, return_inverse=True)
     weights = _lagrange_at_zero(rows)[which.reshape(-1)]

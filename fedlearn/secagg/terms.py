@@ -5,9 +5,10 @@ signature that follows: two clients that were told different terms do not unders
 other, and their session ends before anything is sent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,7 @@ from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.fixed_point import (
-    MAX_LANE_SIZE,
     MAX_LEVEL,
-    MAX_NAME_BYTES,
     Lane,
     LaneRole,
     Words,
@@ -26,7 +25,7 @@ from fedlearn.secagg.fixed_point import (
     encode,
 )
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.masking import keystream, zeros
+from fedlearn.secagg.masking import keystream
 from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Parameters
 
 MAX_LANES = 256
@@ -40,9 +39,9 @@ class Terms:
 
     Attributes:
         run_id: Of the run, 16 bytes.
+        request_hash: SHA-256 of the training request that this session aggregates.
         round_num: Round index, from 0.
         attempt: How often this round was tried before.
-        request_hash: SHA-256 of the training request that this session aggregates.
         adversary: Whom it holds against.
         topology: The mask graph.
         num_clients: n, how many were invited.
@@ -54,19 +53,21 @@ class Terms:
         lanes: What is summed, in this order.
     """
 
-    run_id: bytes
-    round_num: int
+    run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
+    request_hash: Annotated[bytes, octets.fixed(_HASH_BYTES)]
+    round_num: Annotated[int, octets.integer(8, largest=(1 << 63) - 1)]
     attempt: int
-    request_hash: bytes
     adversary: Adversary
     topology: Topology
-    num_clients: int
+    num_clients: Annotated[int, octets.integer(4, largest=MAX_CLIENTS)]
     num_neighbours: int
     threshold: int
     quorum: int
     min_survivors: int
-    max_weight: int
-    lanes: tuple[Lane, ...]
+    max_weight: Annotated[int, octets.integer(8, largest=MAX_LEVEL)]
+    lanes: Annotated[
+        tuple[Lane, ...], octets.listed(octets.record(Lane), most=MAX_LANES, count_bytes=2)
+    ]
 
     def __post_init__(self) -> None:
         if len(self.run_id) != RUN_BYTES or len(self.request_hash) != _HASH_BYTES:
@@ -112,53 +113,15 @@ class Terms:
 
     def to_bytes(self) -> bytes:
         """Return the one encoding of these terms."""
-        whole = (
-            (self.round_num, 8),
-            (self.attempt, 4),
-            (self.adversary, 1),
-            (self.topology, 1),
-            (self.num_clients, 4),
-            (self.num_neighbours, 4),
-            (self.threshold, 4),
-            (self.quorum, 4),
-            (self.min_survivors, 4),
-            (self.max_weight, 8),
-            (len(self.lanes), 2),
-        )
-        head = b"".join(octets.integer(int(value), width) for value, width in whole)
-        lanes = b"".join(_lane_bytes(lane) for lane in self.lanes)
-        return self.run_id + self.request_hash + head + lanes
+        return _TERMS.to_bytes(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Terms":
-        """Return the terms in ``data``.
-
-        Raises:
-            ProtocolError: They are truncated, out of range or inconsistent.
-        """
-        reader = octets.Reader(data, what="the terms")
+    def from_bytes(cls, data: octets.Buffer) -> "Terms":
+        """Return the terms in ``data``; ProtocolError if truncated, out of range, inconsistent."""
         try:
-            terms = cls(
-                run_id=reader.take(RUN_BYTES),
-                request_hash=reader.take(_HASH_BYTES),
-                round_num=reader.integer(8, largest=(1 << 63) - 1),
-                attempt=reader.integer(4),
-                adversary=Adversary(reader.integer(1, largest=max(Adversary))),
-                topology=Topology(reader.integer(1, largest=max(Topology))),
-                num_clients=reader.integer(4, largest=MAX_CLIENTS),
-                num_neighbours=reader.integer(4),
-                threshold=reader.integer(4),
-                quorum=reader.integer(4),
-                min_survivors=reader.integer(4),
-                max_weight=reader.integer(8, largest=MAX_LEVEL),
-                lanes=tuple(
-                    _read_lane(reader) for _ in range(reader.integer(2, largest=MAX_LANES))
-                ),
-            )
+            return _TERMS.from_bytes(data, what="the terms")
         except ConfigError as error:
             raise ProtocolError(f"impossible terms: {error}") from error
-        reader.finish()
-        return terms
 
 
 def propose(
@@ -171,11 +134,7 @@ def propose(
     max_weight: int,
     lanes: tuple[Lane, ...],
 ) -> Terms:
-    """Return terms with the k, t and q that were derived.
-
-    Raises:
-        ConfigError: Something does not fit, such as a lane that could overflow.
-    """
+    """Return terms with the k, t and q that were derived; ConfigError if something does not fit."""
     return Terms(
         run_id=run_id,
         round_num=round_num,
@@ -193,37 +152,7 @@ def propose(
     )
 
 
-def _lane_bytes(lane: Lane) -> bytes:
-    name = lane.name.encode()
-    return b"".join(
-        (
-            octets.integer(len(name), 1),
-            name,
-            octets.integer(lane.role, 1),
-            octets.integer(lane.size, 8),
-            octets.number(lane.step),
-            octets.integer(lane.max_level, 8),
-            octets.integer(lane.modulus_bits, 1),
-            octets.integer(lane.weighted, 1),
-        )
-    )
-
-
-def _read_lane(reader: octets.Reader) -> Lane:
-    name = reader.take(reader.integer(1, largest=MAX_NAME_BYTES))
-    try:
-        text = name.decode()
-    except UnicodeDecodeError as error:
-        raise ProtocolError("a lane's name is no UTF-8") from error
-    return Lane(
-        name=text,
-        role=LaneRole(reader.integer(1, largest=max(LaneRole))),
-        size=reader.integer(8, largest=MAX_LANE_SIZE),
-        step=reader.number(),
-        max_level=reader.integer(8, largest=MAX_LEVEL),
-        modulus_bits=reader.integer(1),
-        weighted=bool(reader.integer(1, largest=1)),
-    )
+_TERMS = octets.record(Terms)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -273,27 +202,6 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
     return tuple(words)
 
 
-def modular_sum(terms: Terms, given: Iterable[tuple[Contribution, bytes]]) -> "Total":
-    """Return the sum of contributions without masks: the same numbers, and no protection.
-
-    For simulated cohorts too large for the protocol itself.
-
-    Args:
-        terms: Whose lanes are summed.
-        given: Each client's contribution and rounding key.
-
-    Raises:
-        ValueError: As :func:`to_words`.
-    """
-    sums, num_clients = zeros(terms.lanes), 0
-    for contribution, rounding_key in given:
-        words = to_words(terms, contribution, rounding_key=rounding_key)
-        for total, added in zip(sums, words, strict=True):
-            np.add(total, added, out=total)
-        num_clients += 1
-    return from_words(terms, sums, num_clients=num_clients)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Total:
     """The released sum.
@@ -308,24 +216,13 @@ class Total:
     weight: int
     max_weight: int
 
-    def mean(self, lane: Lane) -> NDArray[np.float64]:
-        """Return the mean of a lane: Σ (x w/W) W / Σ w, or Σ x / n.
-
-        Raises:
-            ValueError: Every client had weight 0.
-        """
-        if self.weight <= 0:
-            raise ValueError("the weights add up to 0, so there is no mean")
-        scale = self.max_weight if lane.weighted else 1
-        return self.sums[lane.name] * (scale / self.weight)
+    def weighted_sum(self, lane: Lane) -> NDArray[np.float64]:
+        """Return Σ x w of a lane where it is weighted, Σ x where not."""
+        return self.sums[lane.name] * (self.max_weight if lane.weighted else 1)
 
 
 def from_words(terms: Terms, words: tuple[Words, ...], *, num_clients: int) -> Total:
-    """Return the sum of ``num_clients`` contributions.
-
-    Raises:
-        ValueError: They cannot reach it: a mask is left in it.
-    """
+    """Return the sum of ``num_clients`` contributions; ValueError if a mask is left in it."""
     sums, weight = {}, num_clients
     for lane, values in zip(terms.lanes, words, strict=True):
         decoded = decode(lane, values, num_clients=num_clients)

@@ -4,7 +4,7 @@ Masking gives no integrity, so nothing is believed: a self-seed must open its co
 mask key must have the advertised public half. One false share is found by leaving it out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -40,15 +40,17 @@ class ShareBox:
 
     Attributes:
         session: Terms and roster.
-        owners: All that shared.
+        commitments: To their self-seeds, of all that shared: the owners.
+        survivors: Those of them whose self-seed is to be recovered; of the others the mask key.
     """
 
     session: Session
-    owners: Sequence[ClientId]
+    commitments: Mapping[ClientId, bytes]
+    survivors: AbstractSet[ClientId]
     _shares: dict[ClientId, dict[ClientId, SecretBytes]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._shares = {owner: {} for owner in self.owners}
+        self._shares = {owner: {} for owner in sorted(self.commitments)}
 
     def put(self, holder: ClientId, shares: Mapping[ClientId, SecretBytes]) -> None:
         """Keep what a holder released; it is expected to hold shares of each of these owners."""
@@ -60,72 +62,58 @@ class ShareBox:
         """The number of shares of the owner that has the fewest."""
         return min(len(of_owner) for of_owner in self._shares.values())
 
-    def recover(
-        self, survivors: AbstractSet[ClientId], commitments: Mapping[ClientId, bytes]
-    ) -> Recovered:
-        """Return the secrets.
+    def recover(self) -> Recovered:
+        """Return the secrets; abort if they are not what their owners published.
 
-        Raises:
-            AggregationAborted: An owner has fewer than t shares, or what they give is not what
-                it published, whichever single holder is left out.
+        That is so where an owner has fewer than t shares, or false ones of more than one holder.
         """
-
-        def is_genuine(owner: ClientId, secret: SecretBytes) -> bool:
-            if owner in survivors:
-                opened = keys.commitment(secret, session=self.session.id, client_id=owner)
-                return opened == commitments[owner]
-            return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
-
-        found, suspects = self._recover(is_genuine)
-        return Recovered(
-            seeds={owner: found[owner] for owner in self.owners if owner in survivors},
-            mask_keys={owner: found[owner] for owner in self.owners if owner not in survivors},
-            suspects=frozenset(suspects),
-        )
-
-    def _recover(
-        self, is_genuine: Callable[[ClientId, SecretBytes], bool]
-    ) -> tuple[dict[ClientId, SecretBytes], set[ClientId]]:
         found: dict[ClientId, SecretBytes] = {}
         suspects: set[ClientId] = set()
-        left = list(self.owners)
+        left = list(self._shares)
         while left:
             secrets = self._combine(left, [self._holders(owner, suspects) for owner in left])
             found |= {
                 owner: secret
                 for owner, secret in zip(left, secrets, strict=True)
-                if secret is not None and is_genuine(owner, secret)
+                if secret is not None and self._is_genuine(owner, secret)
             }
             left = [owner for owner in left if owner not in found]
             if left:
-                suspects.add(self._suspect(left[0], suspects, is_genuine))
-        return found, suspects
+                suspects.add(self._suspect(left[0], suspects))
+        return Recovered(
+            seeds={owner: found[owner] for owner in self._shares if owner in self.survivors},
+            mask_keys={
+                owner: found[owner] for owner in self._shares if owner not in self.survivors
+            },
+            suspects=frozenset(suspects),
+        )
 
-    def _holders(self, owner: ClientId, without: Iterable[ClientId]) -> list[ClientId]:
+    def _is_genuine(self, owner: ClientId, secret: SecretBytes) -> bool:
+        if owner in self.survivors:
+            opened = keys.commitment(secret, session=self.session.id, client_id=owner)
+            return opened == self.commitments[owner]
+        return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
+
+    def _holders(self, owner: ClientId, without: AbstractSet[ClientId]) -> list[ClientId]:
         """Return t holders of an owner's shares."""
-        threshold, excluded = self.session.terms.threshold, set(without)
-        held = [holder for holder in sorted(self._shares[owner]) if holder not in excluded]
+        threshold = self.session.terms.threshold
+        held = sorted(self._shares[owner].keys() - without)
         if len(held) < threshold:
             raise AggregationAborted(
                 stage=Stage.UNMASK,
                 reason=f"{len(held)} shares of client {owner}, the threshold is {threshold}"
-                + (f" (false ones of {sorted(excluded)} left out)" if excluded else ""),
+                + (f" (false ones of {sorted(without)} left out)" if without else ""),
             )
         return held[:threshold]
 
-    def _suspect(
-        self,
-        owner: ClientId,
-        suspects: AbstractSet[ClientId],
-        is_genuine: Callable[[ClientId, SecretBytes], bool],
-    ) -> ClientId:
+    def _suspect(self, owner: ClientId, suspects: AbstractSet[ClientId]) -> ClientId:
         """Return the holder without whose share an owner's secret is genuine."""
         used = self._holders(owner, suspects)
         if len(self._shares[owner].keys() - suspects) > len(used):
             trials = [self._holders(owner, {*suspects, holder}) for holder in used]
             secrets = self._combine([owner] * len(trials), trials)
             for holder, secret in zip(used, secrets, strict=True):
-                if secret is not None and is_genuine(owner, secret):
+                if secret is not None and self._is_genuine(owner, secret):
                     return holder
         raise AggregationAborted(
             stage=Stage.UNMASK,
@@ -154,9 +142,10 @@ def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKey
     added that it would have added itself: they cancel those of its surviving neighbours.
     """
     plus: list[SecretBytes] = []
-    minus: list[SecretBytes] = []
-    for client_id, seed in recovered.seeds.items():
-        minus.append(keys.self_mask_key(seed, session=session.id, client_id=client_id))
+    minus = [
+        keys.self_mask_key(seed, session=session.id, client_id=client_id)
+        for client_id, seed in recovered.seeds.items()
+    ]
     for client_id, secret in recovered.mask_keys.items():
         partners = [v for v in session.neighbours(client_id) if v in recovered.seeds]
         pairs = pair_keys(keys.KeyAgreement(secret), client_id, partners, session=session)

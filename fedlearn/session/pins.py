@@ -15,33 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from fedlearn.core.files import disk_errors, write_private
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
 from fedlearn.identity.lineage import Lineage, fingerprint, newest_key
-from fedlearn.identity.rosters import IdentityRoster
-from fedlearn.secagg.keys import KEY_BYTES
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
 
 RULE = "pinned identity keys"
 
 _FORMAT = 1
-_ID_BYTES, _COUNT_BYTES = 8, 4
-_ROW_BYTES = _ID_BYTES + _COUNT_BYTES + KEY_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pin:
-    """What this client holds of another.
-
-    Attributes:
-        key: Its identity key, Ed25519, 32 bytes.
-        num_rotations: How often that had been replaced; it never goes back.
-        name: From a roster; empty: the coordinator alone told of it.
-    """
-
-    key: bytes
-    num_rotations: int
-    name: str = ""
+#: What reading raises where JSON holds something else.
+_NO_PINS = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +40,13 @@ class Pins:
             and a client that is new is pinned.
     """
 
-    clients: Mapping[ClientId, Pin] = field(default_factory=dict)
+    clients: Mapping[ClientId, KnownKey] = field(default_factory=dict)
     roster: str = ""
 
     @classmethod
     def of(cls, roster: IdentityRoster) -> "Pins":
         """Return the pins of exactly the clients of a roster."""
-        clients = {
-            client_id: Pin(key=entry.key, num_rotations=entry.num_rotations, name=entry.name)
-            for client_id, entry in roster.clients.items()
-        }
-        return cls(clients=clients, roster=roster.digest)
+        return cls(clients=roster.clients, roster=roster.digest)
 
     @property
     def keys(self) -> dict[ClientId, bytes]:
@@ -72,10 +54,7 @@ class Pins:
         return {client_id: pin.key for client_id, pin in self.clients.items()}
 
     def following(self, told: Mapping[ClientId, bytes]) -> "Pins":
-        """Return the pins after a coordinator has told of clients.
-
-        Args:
-            told: By client its lineage in bytes: a key, or one with its successions.
+        """Return the pins after a coordinator has told of clients, of each its lineage in bytes.
 
         Raises:
             PolicyViolation: It names a client: a chain is false or leads from no pinned key, the
@@ -98,33 +77,40 @@ class Pins:
         kept = {each: pin for each, pin in self.clients.items() if each != client_id}
         return replace(self, clients=kept)
 
+    def values(self) -> dict[str, object]:
+        """Return the pins as JSON holds them."""
+        clients = {str(client_id): pin for client_id, pin in sorted(self.clients.items())}
+        return {
+            "roster": self.roster,
+            "clients": {each: {**vars(pin), "key": pin.key.hex()} for each, pin in clients.items()},
+        }
+
+    @classmethod
+    def from_values(cls, values: Any) -> "Pins":  # Any: what JSON holds
+        """Return what :meth:`values` returned; what is missing or of another type raises."""
+        clients = {
+            ClientId(int(client_id)): KnownKey(
+                key=bytes.fromhex(row["key"]),
+                num_rotations=int(row["num_rotations"]),
+                name=str(row["name"]),
+            )
+            for client_id, row in values["clients"].items()
+        }
+        return cls(clients=clients, roster=str(values["roster"]))
+
     def to_bytes(self) -> bytes:
-        """Return the pins as bytes, for a client's state; names and roster stay behind."""
-        return b"".join(
-            client_id.to_bytes(_ID_BYTES, "little")
-            + pin.num_rotations.to_bytes(_COUNT_BYTES, "little")
-            + pin.key
-            for client_id, pin in self.clients.items()
-        )
+        """Return the pins as bytes, for a client's state."""
+        return json.dumps(self.values()).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Pins":
-        """Return what :meth:`to_bytes` wrote.
+        """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
+        try:
+            return cls.from_values(json.loads(data)) if data else cls()
+        except _NO_PINS as error:
+            raise ProtocolError(f"{len(data)} bytes of pins are of another version") from error
 
-        Raises:
-            ProtocolError: It is of an impossible length.
-        """
-        if len(data) % _ROW_BYTES:
-            raise ProtocolError(f"{len(data)} bytes of pinned keys are of another version")
-        clients = {}
-        for begin in range(0, len(data), _ROW_BYTES):
-            row = data[begin : begin + _ROW_BYTES]
-            count, key = row[_ID_BYTES:-KEY_BYTES], row[-KEY_BYTES:]
-            client_id = ClientId(int.from_bytes(row[:_ID_BYTES], "little"))
-            clients[client_id] = Pin(key=key, num_rotations=int.from_bytes(count, "little"))
-        return cls(clients=clients)
-
-    def _followed(self, client_id: ClientId, data: bytes) -> Pin:
+    def _followed(self, client_id: ClientId, data: bytes) -> KnownKey:
         pin = self.clients.get(client_id)
         if pin is None and self.roster:
             raise PolicyViolation(
@@ -191,8 +177,8 @@ class PinFile:
                 raise ValueError(f"format {values['format']!r}")
             if bytes.fromhex(values["coordinator_key"]) != self.coordinator_key:
                 return Pins()
-            return _pins(values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return Pins.from_values(values)
+        except _NO_PINS as error:
             raise DeploymentError(
                 f"{self.path} holds no pinned keys ({type(error).__name__}: {error}): put a copy "
                 "back, or remove it to pin what is seen next, or what a roster says "
@@ -205,34 +191,40 @@ class PinFile:
         Raises:
             DeploymentError: They cannot be written.
         """
-        values = {
-            "format": _FORMAT,
-            "coordinator_key": self.coordinator_key.hex(),
-            "roster": pins.roster,
-            "clients": {
-                str(client_id): {
-                    "key": pin.key.hex(),
-                    "num_rotations": pin.num_rotations,
-                    "name": pin.name,
-                }
-                for client_id, pin in sorted(pins.clients.items())
-            },
-        }
+        head = {"format": _FORMAT, "coordinator_key": self.coordinator_key.hex()}
+        values = head | pins.values()
         write_private(self.path, (json.dumps(values, indent=1) + "\n").encode())
 
+    def take(self, roster: IdentityRoster, *, client_id: ClientId, lineage: Lineage) -> None:
+        """Pin the keys in a roster in the place of all that is pinned, once for each roster.
 
-def _pin(lineage: Lineage, *, name: str) -> Pin:
-    return Pin(key=lineage.key, num_rotations=lineage.num_rotations, name=name)
+        ``client_id`` and ``lineage`` are this client's own.
+
+        Raises:
+            DeploymentError: It is of another coordinator, has another key for this client than
+                its own, or cannot be kept.
+        """
+        if roster.coordinator_key != self.coordinator_key:
+            raise DeploymentError(
+                "the roster is of another coordinator than this client's; ask the operator for the "
+                "right one (`fedlearn roster`)"
+            )
+        entry = roster.clients.get(client_id)
+        if entry is not None and lineage.key_after(entry.num_rotations) != entry.key:
+            raise DeploymentError(
+                f"the roster has {fingerprint(entry.key)} for client {client_id} ({entry.name}), "
+                f"this client, whose key is {fingerprint(lineage.key)}: whoever made it, somebody "
+                "else would be taken for this client; tell the operator, and do not use it"
+            )
+        before = self.read()
+        if before.roster == roster.digest:
+            return  # what it said, and what followed from there
+        pins = Pins.of(roster)
+        self.write(pins)
+        moved = [each for each, key in before.keys.items() if pins.keys.get(each, key) != key]
+        num_clients, log = len(pins.clients), structlog.get_logger(__name__)
+        log.info("roster_pinned", num_clients=num_clients, other_keys_for=moved)
 
 
-# Any: what JSON holds; what is missing or of another type raises.
-def _pins(values: Any) -> Pins:
-    clients = {
-        ClientId(int(client_id)): Pin(
-            key=bytes.fromhex(row["key"]),
-            num_rotations=int(row["num_rotations"]),
-            name=str(row["name"]),
-        )
-        for client_id, row in values["clients"].items()
-    }
-    return Pins(clients=clients, roster=str(values["roster"]))
+def _pin(lineage: Lineage, *, name: str) -> KnownKey:
+    return KnownKey(key=lineage.key, num_rotations=lineage.num_rotations, name=name)

@@ -10,12 +10,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.messages import SecureRequest, TrainReply
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.core.messages import (
+    SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
+    TrainReply,
+)
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.fixed_point import LaneRole
-from fedlearn.secagg.plan import HAS_LOSS, LOSS, NUM_EXAMPLES, clipped
+from fedlearn.secagg.plan import (
+    HAS_LOSS,
+    LOSS,
+    NUM_EXAMPLES,
+    PARAMETERS,
+    STATISTICS,
+    clipped,
+    noticed_hash,
+)
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.pins import Pins
 
@@ -25,7 +40,7 @@ _PINS = "fedlearn/pins"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Kept:
+class KeptState:
     """What a client keeps from one message to the next.
 
     Attributes:
@@ -34,7 +49,7 @@ class Kept:
         pins: Identity keys of other clients, unless they are kept where they outlive the run.
 
     Example:
-        >>> Kept.of(b"").to_bytes()
+        >>> KeptState.of(b"").to_bytes()
         b''
     """
 
@@ -43,12 +58,8 @@ class Kept:
     pins: Pins = field(default_factory=Pins)
 
     @classmethod
-    def of(cls, data: bytes) -> "Kept":
-        """Return what :meth:`to_bytes` returned; nothing at first.
-
-        Raises:
-            ProtocolError: It holds no state of this version.
-        """
+    def of(cls, data: bytes) -> "KeptState":
+        """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
         tensors = safetensors.torch.load(data) if data else {}
         kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
         return cls(
@@ -66,28 +77,20 @@ class Kept:
             tensors[_PINS] = _octets(self.pins.to_bytes())
         return safetensors.torch.save(tensors) if tensors else b""
 
-    def session_for(self, message: bytes) -> ClientState:
-        """Return the state to answer a message from; the first terms name the run.
-
-        Raises:
-            ProtocolError: There is no session, and this message begins none.
-        """
+    def session_for(self, message: messages.Message) -> ClientState:
+        """Return the state to answer a message from; terms alone begin one, and name the run."""
         if self.session is not None:
             return self.session
-        first = messages.decode(message)
-        if not isinstance(first, messages.SignedTerms):
-            raise ProtocolError(f"{type(first).__name__} begins no session of secure aggregation")
-        return ClientState.fresh(first.terms.run_id)
+        if not isinstance(message, messages.SignedTerms):
+            raise ProtocolError(f"{type(message).__name__} begins no session of secure aggregation")
+        return ClientState.fresh(message.terms.run_id)
 
 
 def after_failure(data: bytes) -> bytes:
-    """Return the state after a message that failed: a session under way is over.
-
-    What it kept would else be answered from twice.
-    """
+    """Return the state after a failure: a session under way is over, or it were answered twice."""
     if not is_in_session(data):
         return data
-    kept = Kept.of(data)
+    kept = KeptState.of(data)
     assert kept.session is not None  # it is under way
     return replace(kept, session=kept.session.at(None)).to_bytes()
 
@@ -95,7 +98,7 @@ def after_failure(data: bytes) -> bytes:
 def is_in_session(data: bytes) -> bool:
     """Return whether a session is under way in a state; there is none in one of no use."""
     try:
-        kept = Kept.of(data)
+        kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return False  # nothing that could be answered from
     return kept.session is not None and kept.session.step is not None
@@ -105,19 +108,34 @@ def _octets(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def contribution(
-    terms: Terms, request: SecureRequest, update: TrainReply, *, request_hash: bytes
-) -> Contribution:
+def message_in(request: SecureRequest) -> messages.Message:
+    """Return the message of secure aggregation in a request.
+
+    Raises:
+        ProtocolError: There is none, or one that belongs into another kind of request; or the
+            training that is announced is not the one that the terms name.
+    """
+    message = messages.decode(request.message)
+    match request, message:
+        case SecureTermsRequest(), messages.SignedTerms():
+            if noticed_hash(request.notice) != message.terms.request_hash:
+                raise ProtocolError("the terms name another training than the one announced")
+        case SecureTrainRequest(), messages.Packets():
+            pass
+        case SecureStageRequest(), messages.Roster() | messages.Survivors() | messages.Signatures():
+            pass
+        case _:
+            raise ProtocolError(
+                f"{type(message).__name__} in a {type(request).__name__}: it belongs elsewhere"
+            )
+    return message
+
+
+def contribution(terms: Terms, update: TrainReply) -> Contribution:
     """Return what training adds to the sum, clipped: fixed point and the mask come next.
 
     The order is fixed: clip, fixed point, mask. Each vector is clipped in its L2 norm to the bound
     of its lane, the loss and the examples to theirs.
-
-    Args:
-        terms: Of the session.
-        request: That was trained on.
-        update: What training gave.
-        request_hash: Of the request.
 
     Raises:
         ValueError: The update has no examples, or lacks what the terms ask for.
@@ -132,25 +150,32 @@ def contribution(
         NUM_EXAMPLES: float(update.num_examples),
     }
     values: dict[str, NDArray[np.floating]] = {}
+    vectors = _vectors(terms, update)
     for lane in terms.lanes:
         if lane.role is LaneRole.VECTOR:
-            values[lane.name] = _vector(request, update, lane.name, bound=lane.bound)
+            values[lane.name] = clipped(vectors[lane.name].detach().cpu(), lane.bound).numpy()
         elif lane.role is LaneRole.METRIC:
             if lane.name not in metrics:
                 raise ValueError(f"the terms ask for a metric {lane.name!r} that is unknown")
             bounded = min(max(metrics[lane.name], -lane.bound), lane.bound)
             values[lane.name] = np.array([bounded])
     weight = min(update.num_examples, terms.max_weight)
-    return Contribution(values=values, weight=weight, request_hash=request_hash)
+    return Contribution(values=values, weight=weight, request_hash=terms.request_hash)
 
 
-def _vector(
-    request: SecureRequest, update: TrainReply, lane: str, *, bound: float
-) -> NDArray[np.floating]:
-    names = request.lanes.get(lane, ())
-    missing = [name for name in names if name not in update.delta]
-    if missing or not names:
-        raise ValueError(f"lane {lane!r} is to hold tensors {missing} that training did not give")
-    vector = torch.cat([update.delta[name].detach().double().reshape(-1).cpu() for name in names])
-    flat: NDArray[np.floating] = clipped(vector, bound).numpy()
-    return flat
+def _vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:
+    """Return by vector lane of the terms what training gave: the delta in its two parts."""
+    sizes = {lane.name: lane.size for lane in terms.lanes if lane.role is LaneRole.VECTOR}
+    delta = update.lanes[DELTA.name]
+    parts = [name for name in (PARAMETERS, STATISTICS) if name in sizes]
+    if sum(sizes[name] for name in parts) != len(delta):
+        raise ValueError(
+            f"the terms have room for {[sizes[name] for name in parts]} numbers of a delta of "
+            f"{len(delta)}"
+        )
+    cut = dict(zip(parts, delta.split([sizes[name] for name in parts]), strict=True))
+    found = {**update.lanes, **cut}
+    for name, size in sizes.items():
+        if name not in found or len(found[name]) != size:
+            raise ValueError(f"lane {name!r} is to hold {size} numbers that training did not give")
+    return found

@@ -5,21 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
-import torch
 from torch import Tensor
 
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
-    EvaluateReply,
     EvaluateRequest,
     Failure,
     Reply,
     SecureReply,
     SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
     TrainReply,
     TrainRequest,
-    together,
 )
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import (
@@ -29,14 +29,18 @@ from fedlearn.errors import (
     ModelMismatch,
     PolicyViolation,
     ProtocolError,
+    SettingsRefused,
+    UnusableResult,
 )
+from fedlearn.secagg import messages
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
-from fedlearn.secagg.plan import request_hash, require_as_named
+from fedlearn.secagg.plan import request_hash
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import described
 from fedlearn.session.pins import PinFile
-from fedlearn.session.secure import Kept, after_failure, contribution
+from fedlearn.session.results import evaluate_reply, trained
+from fedlearn.session.secure import KeptState, after_failure, contribution, message_in
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 
 
@@ -79,8 +83,8 @@ class ClientSession:
     client_id: ClientId
     trainer: LocalTrainer
     secure: SecureClient | None = None
-    on_refusal: Callable[[PolicyViolation], None] = log_refusal
-    on_failure: Callable[[str], None] = tell_nobody
+    on_refusal: Callable[[PolicyViolation], object] = log_refusal
+    on_failure: Callable[[str], object] = tell_nobody
     pin_file: PinFile | None = None
     expanded: Expanded = nothing_expanded
 
@@ -114,15 +118,18 @@ class ClientSession:
             Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
         """
         try:
-            match together(decode(data), personal):
+            match decode(data, personal=personal):
                 case TrainRequest() as request:
-                    kept = Kept.of(state)
+                    kept = KeptState.of(state)
                     reply, tensors = self._train(request, kept.trainer, control)
                     return encode(reply), replace(kept, trainer=tensors).to_bytes()
                 case EvaluateRequest() as request:
-                    return encode(self._evaluate(request, control)), state
-                case SecureRequest() as request:
-                    answer, kept = self._take_part(request, Kept.of(state), control)
+                    result = self.trainer.evaluate(request.tensors, control=control)
+                    return encode(evaluate_reply(result, round_num=request.round_num)), state
+                case (
+                    SecureTermsRequest() | SecureTrainRequest() | SecureStageRequest()
+                ) as request:
+                    answer, kept = self._take_part(request, KeptState.of(state), control)
                     return encode(answer), kept.to_bytes()
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
@@ -144,44 +151,42 @@ class ClientSession:
         self.on_failure(described(error))
 
     def _take_part(
-        self, request: SecureRequest, kept: Kept, control: TaskControl
-    ) -> tuple[Reply, Kept]:
+        self, request: SecureRequest, kept: KeptState, control: TaskControl
+    ) -> tuple[Reply, KeptState]:
         """Answer one message of a session; the vector leaves clipped, in fixed point, masked."""
         if self.secure is None:
             raise AggregationAborted(
                 stage=Stage.ADVERTISE,
                 reason="this client was enrolled without the coordinator's key; invite it anew",
             )
-        trained = dict(kept.trainer)
+        trainer_state = dict(kept.trainer)
 
         def contribute(terms: Terms) -> Contribution:
-            named, train = request_hash(request), request.train
-            if named != terms.request_hash or train is None:
+            train = request.train if isinstance(request, SecureTrainRequest) else None
+            if train is None or request_hash(train) != terms.request_hash:
                 raise ProtocolError("the request to train is not the one that the terms name")
             update, trainer = self._train(train, kept.trainer, control)
-            trained.clear()
-            trained.update(trainer)
-            return contribution(terms, request, update, request_hash=named)
+            trainer_state.clear()
+            trainer_state.update(trainer)
+            return contribution(terms, update)
 
-        if request.notice is not None:
-            require_as_named(request.notice, request.message)
+        asked = message_in(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
-        told = dict(request.directory)
+        told = dict(request.directory) if isinstance(request, SecureTermsRequest) else {}
         told.pop(self.client_id, None)  # of itself it need not be told
         pins, given = before.following(told), self.secure.directory
         # What the client was given beforehand counts more than what it is told.
         directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory)
-        session = kept.session_for(request.message)
-        message, session = secure.handle(
-            request.message, session, contribute=contribute, expanded=self.expanded
+        answered, session = secure.handle(
+            asked, kept.session_for(asked), contribute=contribute, expanded=self.expanded
         )
-        reply = SecureReply(round_num=request.round_num, message=message)
+        reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
         if self.pin_file is None:
             kept = replace(kept, pins=pins)
         elif pins != before:
             self.pin_file.write(pins)
-        return reply, replace(kept, trainer=trained, session=session)
+        return reply, replace(kept, trainer=trainer_state, session=session)
 
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
@@ -192,32 +197,14 @@ class ClientSession:
             settings=request.settings,
             seed=Seed(request.seed),
             state=state,
+            told=request.told,
             control=control,
         )
-        result = self.trainer.train(request.tensors, context=context)
-        delta = {
-            name: torch.sub(value, request.tensors[name].to(value))
-            for name, value in result.tensors.items()
-        }
-        reply = TrainReply(
-            round_num=request.round_num,
-            delta=delta,
-            num_examples=result.num_examples,
-            metrics=result.metrics,
-        )
-        return reply, result.state
-
-    def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> Reply:
-        result = self.trainer.evaluate(request.tensors, control=control)
-        return EvaluateReply(
-            round_num=request.round_num,
-            num_examples=result.num_examples,
-            metrics=result.metrics,
-        )
+        return trained(self.trainer, request, context=context)
 
 
 def _reason(error: Exception) -> str:
     """Return what the coordinator is told: of user code the type alone, else what is to be done."""
-    if isinstance(error, AggregationAborted | ModelMismatch):
+    if isinstance(error, AggregationAborted | ModelMismatch | SettingsRefused | UnusableResult):
         return str(error)
     return type(error).__name__

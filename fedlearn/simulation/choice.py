@@ -1,26 +1,29 @@
 """Which executor trains the clients: what fits, what is fastest, and why.
 
-A model that is a plain chain of layers takes the fused executor. For any other model a short
-probe times the stacked executor against the sequential one on real clients; a long run pays
-for compiling. What the probe found is cached, so that the same job on the same machine
-chooses alike, and the choice is recorded with the run, so that a resumed run keeps it.
+A plain chain of layers takes the fused executor. For any other model a short probe times the
+stacked executor against the sequential one on real clients; a long run pays for compiling. The
+probe is remembered, so that the same job on the same machine chooses alike, and the choice is
+recorded with the run, so that a resumed one keeps it.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.lanes import Lanes
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.clock import Clock
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors import sequential, stacked
@@ -29,13 +32,11 @@ from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
 from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit
 from fedlearn.simulation.executors.sequential import SequentialExecutor
-from fedlearn.simulation.executors.stacked import (
-    StackedExecutor,
-    why_not_compiled,
-    why_not_stacked,
-)
+from fedlearn.simulation.executors.stacked import StackedExecutor, why_not_compiled
+from fedlearn.simulation.executors.stacked_gradient import BlockGradient
+from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
+from fedlearn.simulation.executors.trial import Trial, said, trial_of
 from fedlearn.simulation.population import Population
-from fedlearn.simulation.work import work_of
 from fedlearn.training.resident import Precision, ResidentModel
 
 #: A run that takes longer than this without compiling is worth compiling for, in seconds.
@@ -60,51 +61,53 @@ class Job:
     Attributes:
         make_model: Builds the network.
         objective: Loss and metrics.
-        local: The update rule.
+        metrics: Measures of whole sets, by name.
+        local: What clients do.
+        told: What they are told beside the model before the first round, one vector each.
         population: The clients.
         params: The initial model, on the device where training happens.
         precision: Of forward and backward passes.
         num_clients: Clients trained in the whole run by each worker: cohort x rounds / workers.
         seed: The run's.
+        make_trainer: Makes clients' trainers where the user brings them; else ``None``.
     """
 
     make_model: Callable[[], nn.Module]
     objective: Objective
-    local: LocalSgd
+    metrics: Mapping[str, Metric]
+    local: LocalUpdate
+    told: Lanes
     population: Population
     params: Params
     precision: Precision
     num_clients: int
     seed: Seed
-
-    @property
-    def device(self) -> torch.device:
-        """Where training happens."""
-        return self.params.vector.device
+    make_trainer: MakeTrainer | None = None
 
     def resident_model(self) -> ResidentModel:
         """Return a new resident model."""
         return ResidentModel(
-            self.make_model, self.objective, device=self.device, precision=self.precision
+            self.make_model,
+            self.objective,
+            device=self.params.vector.device,
+            precision=self.precision,
+            metrics=self.metrics,
         )
 
     def work(self, num_clients: int) -> Work:
         """Return a block of the population's first clients, to try an executor on."""
         client_ids = np.arange(min(num_clients, self.population.num_clients))
-        steps = self.local.num_steps(self.population.num_examples(client_ids))
+        steps = self.local.work.num_steps(self.population.num_examples(client_ids))
         client_ids = client_ids[np.argsort(-steps, kind="stable")]
-        velocity = None
-        if self.local.keep_momentum:
-            zeros = (len(client_ids), self.params.layout.num_trainable)
-            velocity = self.params.vector.new_zeros(zeros)
-        return work_of(
-            self.population,
+        return Work.of(
+            self.population.load(client_ids),
             client_ids,
             params=self.params,
             local=self.local,
+            told=self.told,
             round_num=0,
             seed=self.seed,
-            velocity_KQ=velocity,
+            kept={},
         )
 
 
@@ -129,6 +132,8 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     Raises:
         EngineError: It cannot train this job's model; the message says why.
     """
+    if job.make_trainer is not None:
+        return TrainerExecutor(job.make_trainer)
     if kind is ExecutorKind.SEQUENTIAL:
         return SequentialExecutor(job.resident_model())
     if kind is ExecutorKind.FUSED:
@@ -136,29 +141,39 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     reason = why_not_compiled() if kind is ExecutorKind.COMPILED else None
     if reason is not None:
         raise EngineError(f'engine.executor "compiled": {reason}; use "vmap"')
-    return StackedExecutor(
-        job.make_model,
-        job.objective,
-        device=job.device,
-        precision=job.precision,
-        is_compiled=kind is ExecutorKind.COMPILED,
+    gradient = BlockGradient(
+        job.make_model, job.objective, device=job.params.vector.device, precision=job.precision
     )
+    return StackedExecutor(gradient, is_compiled=kind is ExecutorKind.COMPILED)
 
 
-def choose(job: Job, *, clock: Clock, cache: "ProbeCache") -> Choice:
-    """Return the fastest executor that can train this job."""
-    try:
-        _chain(job)
-    except EngineError as error:
-        not_fused = str(error)
-    else:
-        reason = "the model is a plain chain of layers"
-        return _choice(job, ExecutorKind.FUSED, reason)
-    not_stacked = _why_not_stacked(job)
-    if not_stacked is not None:
+def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
+    """Return the fastest executor that can train this job.
+
+    Args:
+        job: The job.
+        clock: Real time, for a probe.
+        cache_dir: Where probes are remembered, one small file each.
+
+    Raises:
+        EngineError: Not even the sequential one can.
+    """
+    if job.make_trainer is not None:
+        return _by_trainers(job)
+    trial = _trial(job)
+    if isinstance(trial, str):
+        return _choice(job, ExecutorKind.SEQUENTIAL, trial)
+    not_fused = _objection(job, ExecutorKind.FUSED, trial)
+    if not_fused is None:
+        return _choice(job, ExecutorKind.FUSED, "the model is a plain chain of layers")
+    if (not_stacked := _objection(job, ExecutorKind.VMAP, trial)) is not None:
         return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
-    speed = cache.get(_fingerprint(job)) or cache.put(_fingerprint(job), _probe(job, clock))
-    return _fastest(job, speed, not_fused)
+    try:
+        speed = _measured(job, clock, cache_dir / f"{_fingerprint(job)}.json")
+    except EngineError as error:
+        _require_trainable(job)
+        return _choice(job, ExecutorKind.SEQUENTIAL, str(error))
+    return _fastest(job, speed, trial, not_fused)
 
 
 def named(job: Job, kind: ExecutorKind) -> Choice:
@@ -167,33 +182,85 @@ def named(job: Job, kind: ExecutorKind) -> Choice:
     Raises:
         EngineError: It cannot train this job's model; the message says why.
     """
-    if kind in (ExecutorKind.VMAP, ExecutorKind.COMPILED):
-        reason = _why_not_stacked(job)
+    if job.make_trainer is not None:
+        if kind is not ExecutorKind.SEQUENTIAL:
+            raise EngineError(
+                f'engine.executor is "{kind}", but the clients have trainers of their own, which '
+                'train one at a time; use "auto" or "sequential"'
+            )
+        return _by_trainers(job)
+    if kind is not ExecutorKind.SEQUENTIAL:
+        make_executor(job, kind)
+        tried = kind if kind is ExecutorKind.FUSED else ExecutorKind.VMAP  # compiling takes seconds
+        trial = _trial(job)
+        reason = trial if isinstance(trial, str) else _objection(job, tried, trial)
         if reason is not None:
             raise EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
-    make_executor(job, kind)
     return _choice(job, kind, "as configured")
 
 
+def _trial(job: Job) -> Trial | str:
+    """Return the job's trial, or why its model must train one client at a time.
+
+    Raises:
+        EngineError: Nor does it train like that.
+    """
+    work = job.work(1)
+    if job.params.layout.others:
+        _require_trainable(job)
+    try:
+        return trial_of(job.make_model, job.objective, work, precision=job.precision)
+    except EngineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's code: a handful of examples may not do
+        reason = said(error)
+    _require_trainable(job)
+    return reason
+
+
+def _require_trainable(job: Job) -> None:
+    try:
+        make_executor(job, ExecutorKind.SEQUENTIAL).train(job.work(1))
+    except Exception as error:
+        dtypes = job.params.layout.dtypes()
+        raise EngineError(
+            f"the model cannot be trained, not even one client at a time: {said(error)}"
+            f"{f' (it {dtypes})' if dtypes else ''}; train it on one batch in a loop of your own "
+            "to see where"
+        ) from error
+
+
+def _objection(job: Job, kind: ExecutorKind, trial: Trial) -> str | None:
+    return trial.objection(lambda: make_executor(job, kind))
+
+
+def _by_trainers(job: Job) -> Choice:
+    if not job.local.lanes:
+        reason = "the clients' own trainers train one at a time"
+        return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
+    raise EngineError(
+        f"the algorithm needs {[lane.name for lane in job.local.lanes]} of each client, which only "
+        "fedlearn's own trainer computes; leave the trainer out"
+    )
+
+
 def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
-    layout = job.params.layout
-    match kind:
-        case ExecutorKind.SEQUENTIAL:
-            block_size = sequential.preferred_block(layout)
-        case ExecutorKind.FUSED:
-            block_size = fused.preferred_block(layout)
-        case _:
-            block_size = stacked.preferred_block(layout)
+    preferred: dict[ExecutorKind, Callable[[Layout], int]] = {
+        ExecutorKind.SEQUENTIAL: sequential.preferred_block,
+        ExecutorKind.FUSED: fused.preferred_block,
+    }
+    block_size = preferred.get(kind, stacked.preferred_block)(job.params.layout)
     return Choice(kind=kind, block_size=block_size, reason=reason)
 
 
-def _fastest(job: Job, speed: "Speed", not_fused: str) -> Choice:
+def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
     ratio = speed.sequential_s / speed.stacked_s
     best_s = min(speed.sequential_s, speed.stacked_s) * job.num_clients
     measured = f"stacked training is {ratio:.1f} x sequential; not fused: {not_fused}"
-    if best_s > _WORTH_COMPILING_S and why_not_compiled() is None:
+    compiled = ExecutorKind.COMPILED
+    if best_s > _WORTH_COMPILING_S and _objection(job, compiled, trial) is None:
         reason = f"a run of about {best_s:.0f} s is worth compiling for ({measured})"
-        return _choice(job, ExecutorKind.COMPILED, reason)
+        return _choice(job, compiled, reason)
     kind = ExecutorKind.VMAP if ratio > 1.0 else ExecutorKind.SEQUENTIAL
     return _choice(job, kind, measured)
 
@@ -212,45 +279,52 @@ def _chain(job: Job) -> Chain:
     return chain
 
 
-def _why_not_stacked(job: Job) -> str | None:
-    work = job.work(1)
-    return why_not_stacked(
-        job.make_model,
-        job.objective,
-        features=work.features,
-        labels=work.labels,
-        local=job.local,
-        params=job.params,
-        precision=job.precision,
-    )
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a probe measured.
-
-    Attributes:
-        sequential_s: Seconds a client, one after another.
-        stacked_s: Seconds a client, in a block.
-    """
+class _Speed(NamedTuple):
+    """What a probe measured: seconds a client, one after another and in a block."""
 
     sequential_s: float
     stacked_s: float
 
 
-def _probe(job: Job, clock: Clock) -> Speed:
+def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
+    """Return what an earlier probe has left at ``path``, else what one measures now.
+
+    Raises:
+        EngineError: An executor cannot train them.
+    """
+    try:
+        entry = json.loads(path.read_text())
+        return _Speed(float(entry["sequential_s"]), float(entry["stacked_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        speed = _probe(job, clock)  # there is none, or it is damaged
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(speed._asdict()))
+    except OSError:
+        pass  # a read-only home: the next run measures again
+    return speed
+
+
+def _probe(job: Job, clock: Clock) -> _Speed:
     work = job.work(min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout)))
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
     in_a_block = make_executor(job, ExecutorKind.VMAP)
-    return Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
+    return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
 
 
 def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
-    """Return the seconds a client takes: the better of two, after one to warm up."""
+    """Return the seconds a client takes: the better of two, after one to warm up.
+
+    Raises:
+        EngineError: The executor cannot train them.
+    """
     times = []
     for _ in range(3):
         started_s = clock.now_s()
-        executor.train(work)
+        try:
+            executor.train(work)
+        except Exception as error:
+            raise EngineError(said(error)) from error
         times.append(clock.now_s() - started_s)
     return min(times[1:]) / len(work.client_ids)
 
@@ -259,7 +333,7 @@ def _fingerprint(job: Job) -> str:
     """Return what a probe's result depends on, hashed."""
     parts = (
         torch.__version__,
-        str(job.device),
+        str(job.params.vector.device),
         torch.get_num_threads(),
         job.precision,
         repr(job.make_model()),
@@ -268,32 +342,3 @@ def _fingerprint(job: Job) -> str:
         job.objective,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class ProbeCache:
-    """What earlier probes measured, one small file each.
-
-    Attributes:
-        folder: Where they lie; created when something is put.
-    """
-
-    folder: Path
-
-    def get(self, fingerprint: str) -> Speed | None:
-        """Return what was measured, or ``None``; a damaged entry counts as none."""
-        try:
-            entry = json.loads((self.folder / f"{fingerprint}.json").read_text())
-            return Speed(float(entry["sequential_s"]), float(entry["stacked_s"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def put(self, fingerprint: str, speed: Speed) -> Speed:
-        """Keep what was measured if that is possible, and return it."""
-        entry = {"sequential_s": speed.sequential_s, "stacked_s": speed.stacked_s}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{fingerprint}.json").write_text(json.dumps(entry))
-        except OSError:
-            pass  # a read-only home: the next run measures again
-        return speed

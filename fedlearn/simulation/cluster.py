@@ -1,15 +1,15 @@
 """The processes that share a simulation.
 
-Every process runs the same run loop on the same seeds and trains its share of each cohort;
-one all-reduce a round gives all of them the same aggregate, hence the same model, so
-nothing else travels. The workers of one machine are forked: the examples are loaded once
-and shared, and they add up through shared memory. Under ``torchrun`` the processes exist
+Each runs the same run loop on the same seeds and trains its share of each cohort; one all-reduce
+a round gives all of them the same aggregate, hence the same model. The workers of one machine are
+forked: they share the examples, and add up through shared memory. Under ``torchrun`` they exist
 already, on one machine or many, and add up through torch.distributed.
 """
 
+import gc
 import os
+import pickle
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +54,25 @@ class Cluster(Protocol):
         """Return, in every process, the value that rank 0 has."""
 
 
+def gathered(value: ResultT, cluster: Cluster) -> list[ResultT]:
+    """Return what every process has, in the order of their ranks; it travels pickled.
+
+    Raises:
+        EngineError: Another one is gone.
+    """
+    if cluster.world_size == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.zeros(cluster.world_size, dtype=torch.float64)
+    sizes[cluster.rank] = len(mine)
+    cluster.all_reduce([sizes])
+    parts = torch.zeros(int(sizes.sum()), dtype=torch.float64).split(sizes.long().tolist())
+    parts[cluster.rank].copy_(mine)
+    cluster.all_reduce(parts)
+    # Bytes of processes of one user, as in `broadcast`.
+    return [pickle.loads(part.byte().numpy().tobytes()) for part in parts]  # noqa: S301
+
+
 @dataclass(frozen=True)
 class Alone:
     """A simulation in a single process."""
@@ -72,12 +91,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Processes joined by torch.distributed: gloo on CPU, NCCL on CUDA.
-
-    Attributes:
-        rank: This process.
-        world_size: How many there are.
-    """
+    """Processes joined by torch.distributed: gloo on CPU, NCCL on CUDA."""
 
     rank: int
     world_size: int
@@ -106,7 +120,7 @@ class Forked:
 
     Attributes:
         rank: This process.
-        links: Rank 0: to each of the others; another: to rank 0.
+        links: Of rank 0 to each of the others, of another to rank 0.
         rows: Where they add up, by turns: a row may be read until its turn comes again.
     """
 
@@ -118,12 +132,12 @@ class Forked:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return len(self.rows[0].files)
+        return len(self.rows[0])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Add the tensors up over all processes, each process a part of the elements."""
         self._turns[0] ^= 1
-        shared = self.rows[self._turns[0]].tensors(tensors)
+        shared = self.rows[self._turns[0]]
         shared.write(self.rank, tensors)
         self._meet()
         shared.add_up(self.rank)
@@ -168,7 +182,7 @@ def _lost(rank: int, error: Exception) -> EngineError:
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as one vector of the first one's dtype, on its device.
 
-    A float64 among float32 travels as two numbers, its rounded value and the remainder.
+    A float64 among float32 becomes two numbers, its rounded value and the remainder.
     """
     like, parts = tensors[0], []
     for tensor in tensors:
@@ -176,7 +190,8 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
         rounded = flat.to(like.dtype)
         parts.append(rounded)
         if flat.dtype != like.dtype:
-            parts.append((flat - rounded.to(flat.dtype)).to(like.dtype))
+            rest = flat - rounded.to(flat.dtype)  # of an infinite value NaN, which would spoil it
+            parts.append(torch.where(rest.isfinite(), rest, 0.0).to(like.dtype))
     return torch.cat(parts)
 
 
@@ -207,7 +222,7 @@ def launch(
     """
     with one_thread():
         if under_torchrun(environment) is not None:
-            return _joined(body)
+            return _joined(body, environment)
         if num_workers == 1:
             return body(Alone())
         return _forked(body, num_workers)
@@ -223,11 +238,11 @@ def local_rank(environment: Mapping[str, str]) -> int:
     return int(environment.get("LOCAL_RANK", "0"))
 
 
-def _joined(body: Callable[[Cluster], ResultT]) -> ResultT:
+def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) -> ResultT:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank(environment))
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         return body(ProcessGroup(dist.get_rank(), dist.get_world_size()))
@@ -239,10 +254,10 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
     """Fork the workers, be rank 0, and leave none behind whatever happens."""
     lifeline_end, lifeline = os.pipe()
     pairs = [Pipe() for _ in range(1, num_workers)]
-    rows = (SharedRows.create(num_workers), SharedRows.create(num_workers))
+    rows = (SharedRows(num_workers), SharedRows(num_workers))
     children = []
     for rank in range(1, num_workers):
-        child = os.fork()
+        child = _fork()
         if not child:
             os.close(lifeline)
             _be_worker(body, rank, pairs, rows, lifeline_end)
@@ -258,7 +273,24 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
         for each in rows:
             each.close()
         for child in children:
-            _reap(child)
+            os.waitpid(child, 0)  # it is ending, or the closed lifeline ends it
+
+
+def _fork() -> int:
+    """Fork; the child never collects garbage that it inherits.
+
+    A channel of gRPC would wait in its destructor for ever, for a thread that only the parent has.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # nor may a collection come between the fork and the freeze
+    try:
+        child = os.fork()
+        if not child:
+            gc.freeze()
+        return child
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _be_worker(
@@ -273,9 +305,13 @@ def _be_worker(
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, the lifeline tells
         threading.Thread(target=_exit_with_parent, args=(lifeline_end,), daemon=True).start()
-        with _explained():
-            body(Forked(rank, _kept(pairs, rank=rank), rows))
+        body(Forked(rank, _kept(pairs, rank=rank), rows))
         status = 0
+    except EngineError:
+        pass  # the loss of another process, which speaks for itself
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(status)
 
@@ -292,37 +328,17 @@ def _kept(pairs: Sequence[tuple[Connection, Connection]], *, rank: int) -> list[
     return kept
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say on standard error why a worker ends, while the others still wait for it.
-
-    An :class:`EngineError` is the loss of another process, which speaks for itself.
-    """
-    try:
-        yield
-    finally:
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, EngineError):
-            traceback.print_exception(error)
-            sys.stderr.flush()
-
-
 def _exit_with_parent(lifeline_end: int) -> None:
     os.read(lifeline_end, 1)  # blocks until rank 0 closes its end, by intent or by dying
     os._exit(1)
-
-
-def _reap(child: int) -> None:
-    """Wait for a worker that is ending; the closed lifeline ends one that is not."""
-    os.waitpid(child, 0)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread per process for a while.
 
-    Small tensor operations gain nothing from a second thread, which spins and starves its
-    neighbours on a busy machine; and sums then do not depend on the number of cores.
+    Small operations gain nothing from a second one, which spins and starves its neighbours; and
+    sums then do not depend on the number of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,204 +1,296 @@
 """The simulation engine: a collector that trains whole blocks of clients at once.
 
-It plays a cohort in virtual time: who would have reported by the close of the round
-follows from the devices' behaviour, so only those clients are trained. They are dealt to
-the workers by size, cut into blocks, trained by an executor, validated, and folded into
-the aggregate. Memory grows with the block, not with the cohort or the population.
+It plays a cohort in virtual time: who would have reported by the close of the round follows from
+the devices' behaviour, so only those clients are trained. They are dealt to the workers by size,
+cut into blocks, trained, validated, and folded into the aggregate. Memory grows with the block,
+not with the cohort or the population.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregators import Aggregator, Summable
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
+from fedlearn.algorithms.lanes import DELTA, Updates, misfit
+from fedlearn.algorithms.local import LocalUpdate, read_only
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Block, Collected, RoundRequest, is_sound
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Layout
+from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import EngineError
-from fedlearn.simulation.behaviour import ClientBehaviour
-from fedlearn.simulation.cluster import Cluster
-from fedlearn.simulation.executors.base import Executor, Trained
-from fedlearn.simulation.kept import KeptVelocities
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.errors import EngineError, SettingsRefused, UnusableResult
+from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
+from fedlearn.simulation.cluster import Cluster, gathered
+from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import Population
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed
 from fedlearn.simulation.timeline import Timeline
-from fedlearn.simulation.work import work_of
-
-StateT = TypeVar("StateT", bound=Summable)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine(Generic[StateT]):
+class Engine:
     """Simulates a population of clients.
 
     Attributes:
         population: Who there is, and their examples.
         behaviour: How long their rounds take and which of them fail.
         executor: How a block of clients is trained.
-        aggregator: How deltas are combined.
         policy: When a round closes.
         cluster: The processes that share the work.
         block_size: Clients in a block at the most; bounds memory.
-        kept: What the clients keep from round to round.
+        summing: How updates are summed in place of the strategy's own mean, where secure
+            aggregation is simulated; else ``None``.
     """
 
     population: Population
     behaviour: ClientBehaviour
     executor: Executor
-    aggregator: Aggregator[StateT]
     policy: StragglerPolicy
     cluster: Cluster
     block_size: int
-    kept: KeptVelocities = field(default_factory=KeptVelocities)
+    summing: SumAggregation[LaneSums] | None = None
 
     def available(self) -> Sequence[ClientId]:
-        """Return the whole population, without a table of it."""
-        # A client id is an int, and a range of them needs no table.
+        """Return the whole population: a client id is an int, so a range does without a table."""
         return cast("Sequence[ClientId]", range(self.population.num_clients))
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[StateT]:
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Train those of the cohort that report before the round closes.
 
         Raises:
             DataError: The examples of a client cannot be trained on.
-            EngineError: The model cannot be trained on a block, or another worker is gone.
+            EngineError: The model cannot be trained on a block, a trainer of the user's own would
+                ignore a setting or returned what cannot be used, or another worker is gone.
         """
-        local = LocalSgd.from_settings(request.settings)
-        timeline = self._timeline(np.asarray(cohort, np.int64), request, local)
-        params = request.params
-        state = self.aggregator.init(params.layout, device=params.vector.device)
+        timeline = self._timeline(np.asarray(cohort, np.int64), request)
+        reduction, metrics, kept = self._reduction(request), WeightedMeans(), request.kept
         while (wave := timeline.next_wave(self.policy.num_wanted)).size:
-            trained = self._train(timeline.client_ids[wave], request, local)
-            state = self.aggregator.merge(state, trained.state)
-            timeline = timeline.after(wave, losses=trained.losses, is_sound=trained.is_sound)
+            trained = self._train(timeline.client_ids[wave], request, reduction)
+            kept = updated(kept, trained.kept)
+            for place, told in sorted(trained.metrics.items()):
+                metrics.add(told, num_examples=int(trained.num_examples[place]))
+            timeline = timeline.after(
+                wave,
+                losses=trained.losses,
+                num_examples=trained.num_examples,
+                is_sound=trained.is_sound,
+            )
+        participations = timeline.participations(self.policy)
+        is_enough = participations.num(Status.REPORTED) >= self.policy.min_reports
         return Collected(
-            aggregate=state,
-            participations=timeline.participations(self.policy),
+            aggregate=reduction.close() if is_enough else None,
+            participations=participations,
             duration_s=timeline.closed_s(self.policy),
+            train_metrics=metrics.close(),
+            kept=kept,
         )
 
-    def state_tensors(self) -> Mapping[str, Tensor]:
-        """Return what the simulated clients keep between rounds."""
-        return self.kept.tensors()
+    def _reduction(self, request: RoundRequest) -> Reduction:
+        strategy, aggregation = request.strategy, request.strategy.aggregation
+        if isinstance(aggregation, FullAggregation):
+            return Gathered(aggregation, strategy.lanes, request.params)
+        return Summed(self.summing or aggregation, strategy.lanes, request.params)
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the simulated clients back what they kept."""
-        self.kept.restore(tensors)
-
-    def _timeline(
-        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
-    ) -> Timeline:
+    def _timeline(self, client_ids: NDArray[np.int64], request: RoundRequest) -> Timeline:
         num_examples = self.population.num_examples(client_ids)
-        seed, num_bytes = Seed(request.seed), request.params.num_bytes
-        durations_s = self.behaviour.durations_s(
-            client_ids,
+        updates = self._locals(client_ids, request)
+        alike = updates[:1] if _is_one(updates) else updates
+        epochs = [update.work.epochs for update in alike]
+        asked = DeviceRound(
+            client_ids=client_ids,
             round_num=request.round_num,
             attempt=request.attempt,
-            num_examples_processed=num_examples * local.epochs,
-            download_bytes=num_bytes,
-            upload_bytes=num_bytes,
-            seed=seed,
+            num_examples_processed=num_examples * np.asarray(epochs),
+            download_bytes=request.download_bytes,
+            upload_bytes=request.upload_bytes,
+            seed=Seed(request.seed),
         )
-        drops = self.behaviour.failures(
-            client_ids, round_num=request.round_num, attempt=request.attempt, seed=seed
-        )
+        durations_s = self.behaviour.durations_s(asked)
         arrival = np.argsort(durations_s, kind="stable")
         return Timeline.start(
             client_ids[arrival],
             num_examples=num_examples[arrival],
             durations_s=durations_s[arrival],
-            drops=drops[arrival],
+            drops=self.behaviour.failures(asked)[arrival],
             policy=self.policy,
         )
 
     def _train(
-        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
-    ) -> "_Wave[StateT]":
+        self, client_ids: NDArray[np.int64], request: RoundRequest, reduction: Reduction
+    ) -> "_Wave":
         """Train these clients on all workers; every worker returns the same."""
-        params, count = request.params, len(client_ids)
-        steps = local.num_steps(self.population.num_examples(client_ids))
-        state = self.aggregator.init(params.layout, device=params.vector.device)
-        # Rows: loss, sound or not. Each worker fills in its own clients, a sum joins them.
-        report = np.zeros((2, count))
+        updates, count = self._locals(client_ids, request), len(client_ids)
+        steps = _num_steps(updates, self.population.num_examples(client_ids))
+        reduction.begin(client_ids)
+        # Rows: loss, examples, sound or not. Each worker fills in its clients, a sum joins them.
+        report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
+        kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
-        for start in range(0, len(mine), self.block_size):
-            block = mine[start : start + self.block_size]
+        for local, block in _blocks(mine, updates, self.block_size):
             trained = self._train_block(client_ids[block], request, local)
-            update, sound = self._sum(client_ids[block], trained.deltas_KP, params.layout)
-            state = self.aggregator.merge(state, update)
-            report[0, block], report[1, block] = trained.losses_K, sound
-            self.kept.keep(client_ids[block][sound], trained.velocity_KQ, rows=sound)
-        shared = torch.from_numpy(report)
-        self.cluster.all_reduce([*state.tensors(), shared])
-        if local.keep_momentum:
-            self.kept.share(client_ids, params, self.cluster, mine=mine)
-        return _Wave(state=state, losses=report[0], is_sound=report[1] > 0.0)
+            sound = reduction.fold(self._updates(client_ids[block], trained, request), block)
+            report[:, block] = trained.losses_K, trained.num_examples_K, sound
+            if trained.kept or request.kept:
+                kept |= unstacked(client_ids[block][sound].tolist(), trained.kept, mine=sound)
+            places = zip(block.tolist(), trained.metrics_K, strict=False)
+            metrics |= {place: told for place, told in places if report[2, place] > 0.0}
+        reduction.share(self.cluster, more=torch.from_numpy(report))
+        is_sound = report[2] > 0.0
+        if isinstance(self.executor, TrainerExecutor):
+            everyone = gathered(metrics, self.cluster)
+            metrics = {place: told for each in everyone for place, told in each.items()}
+        everything = shared(
+            kept,
+            client_ids[is_sound].tolist(),
+            local=request.strategy.local,
+            params=request.params,
+            cluster=self.cluster,
+        )
+        return _Wave(report[0], report[1].astype(np.int64), is_sound, metrics, everything)
+
+    def _locals(
+        self, client_ids: NDArray[np.int64], request: RoundRequest
+    ) -> Sequence[LocalUpdate]:
+        """Return what each client does."""
+        return request.strategy.locals_for(cast("list[ClientId]", client_ids.tolist()))
 
     def _train_block(
-        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalSgd
+        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalUpdate
     ) -> Trained:
-        work = work_of(
-            self.population,
+        work = Work.of(
+            self.population.load(client_ids),
             client_ids,
             params=request.params,
             local=local,
+            told=request.told,
             round_num=request.round_num,
             seed=Seed(request.seed),
-            velocity_KQ=self.kept.rows(client_ids, request.params, local),
+            kept=stacked(request.kept, client_ids.tolist()),
         )
         try:
-            return self.executor.train(work)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            with read_only(
+                (request.params.vector, *request.told.values()), who=f"{type(local).__name__}.step"
+            ):
+                trained = self.executor.train(work)
+        except (SettingsRefused, UnusableResult) as error:  # of a trainer of the user's own
+            raise EngineError(
+                f"round {request.round_num + 1}: client {client_ids[0]}: {error}"
+            ) from error
+        except Exception as error:
             raise EngineError(
                 f"round {request.round_num + 1}: the model cannot be trained on clients "
                 f"{client_ids[:5].tolist()}: {type(error).__name__}: {error}; a batch of one "
                 "example, or labels that the loss does not take, are the usual causes"
             ) from error
+        if trained.kept.keys() - local.memory.keys() and self.cluster.world_size > 1:
+            raise EngineError(
+                f"the trainer keeps {sorted(trained.kept)} from round to round, which several "
+                "workers do not share; set engine.num_workers to 1"
+            )
+        return trained
 
-    def _sum(
-        self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
-    ) -> tuple[StateT, NDArray[np.bool_]]:
-        """Aggregate a block by itself, without the rows that must not reach the aggregate.
+    def _updates(
+        self, client_ids: NDArray[np.int64], trained: Trained, request: RoundRequest
+    ) -> Updates:
+        """Return a block's updates as they would leave their clients, with their weights."""
+        num_examples_B = torch.from_numpy(trained.num_examples_K)
+        weigher = self.summing or request.strategy.aggregation
+        updates = Updates(
+            client_ids=cast("list[ClientId]", client_ids.tolist()),
+            weights_B=weights(weigher, num_examples_B.to(trained.deltas_KP)),
+            lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
+        )
+        self._require_declared(updates, request, who=type(request.strategy.local).__name__)
+        for transform in request.strategy.transforms:
+            updates = transform(updates)
+            self._require_declared(updates, request, who=type(transform).__name__)
+        return updates
 
-        A sum is finite only if all its terms are, so the usual block is read once; a sum that is
-        not finite, or absurdly large, is thrown away and the rows are looked at one by one.
-        (Absurd but finite deltas that cancel within a block pass: simulated clients diverge,
-        they do not conspire. Over a channel every reply is looked at by itself.)
-
-        Returns:
-            The block's own state, and which rows are in it: shape [B].
-        """
-        update = self._accumulated(client_ids, deltas_BP, layout)
-        if all(is_sound(tensor) for tensor in update.tensors()):
-            return update, np.ones(len(client_ids), np.bool_)
-        sound = np.asarray([is_sound(delta_P) for delta_P in deltas_BP])
-        rows = np.flatnonzero(sound)
-        return self._accumulated(client_ids[rows], deltas_BP[rows], layout), sound
-
-    def _accumulated(
-        self, client_ids: NDArray[np.int64], deltas_BP: Tensor, layout: Layout
-    ) -> StateT:
-        num_examples_B = torch.from_numpy(self.population.num_examples(client_ids))
-        weights_B = self.aggregator.weigh(num_examples_B.to(deltas_BP))
-        empty = self.aggregator.init(layout, device=deltas_BP.device)
-        return self.aggregator.accumulate(empty, Block(deltas_BP, weights_B))
+    def _require_declared(self, updates: object, request: RoundRequest, *, who: str) -> None:
+        """Refuse lanes of a block that are not those declared, as a coordinator would."""
+        if not isinstance(updates, Updates):
+            raise EngineError(f"{who} returned {type(updates).__name__}; it returns Updates")
+        counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
+        if counts != {len(updates.client_ids)}:
+            raise EngineError(
+                f"{who} returned {sorted(counts)} rows of {len(updates.client_ids)} clients; it "
+                "returns one for each"
+            )
+        first = {name: rows[0] for name, rows in updates.lanes.items()}
+        problem = misfit(first, request.strategy.lanes, request.params.layout)
+        if problem is not None:
+            raise EngineError(f"the updates of {who} do not fit: {problem}")
 
 
 @dataclass(frozen=True)
-class _Wave(Generic[StateT]):
-    """What training some clients gave: the sum over all workers."""
+class _Wave:
+    """What training some clients gave beside their updates, on all workers."""
 
-    state: StateT
     losses: NDArray[np.float64]
+    num_examples: NDArray[np.int64]
     is_sound: NDArray[np.bool_]
+    metrics: Mapping[int, Mapping[str, float]]  # by the place of a sound client in the wave
+    kept: Kept  # by sound clients, now
+
+
+def shared(
+    kept: Kept, client_ids: Sequence[int], *, local: LocalUpdate, params: Params, cluster: Cluster
+) -> Kept:
+    """Return what some clients keep, whichever worker has trained them or will.
+
+    ``kept`` is of those that were trained here, ``client_ids`` are all, the same in every process.
+    """
+    specs = {name: spec for name, spec in local.memory.items() if spec.is_kept}
+    if cluster.world_size == 1 or not specs or not client_ids:
+        return kept
+    rows = {}
+    for name, spec in specs.items():
+        zero = unused(spec, params)
+        rows[name] = torch.stack([kept[c][name] if c in kept else zero for c in client_ids])
+    cluster.all_reduce(list(rows.values()))
+    return unstacked(client_ids, rows, mine=np.ones(len(client_ids), np.bool_))
+
+
+def _num_steps(
+    updates: Sequence[LocalUpdate], num_examples: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the steps that each client takes."""
+    if _is_one(updates):
+        return updates[0].work.num_steps(num_examples)
+    each = zip(updates, num_examples[:, None], strict=True)
+    return np.concatenate([update.work.num_steps(own) for update, own in each])
+
+
+def _blocks(
+    mine: NDArray[np.int64], updates: Sequence[LocalUpdate], block_size: int
+) -> Iterator[tuple[LocalUpdate, NDArray[np.int64]]]:
+    """Cut clients into blocks that do the same, in their order; one by one each has its turn."""
+    groups = [mine]
+    if not _is_one(updates) and block_size > 1:
+        kinds = list[LocalUpdate]()
+        kind_of = []
+        for index in mine.tolist():
+            if updates[index] not in kinds:
+                kinds.append(updates[index])
+            kind_of.append(kinds.index(updates[index]))
+        groups = [mine[np.asarray(kind_of) == kind] for kind in range(len(kinds))]
+    for group in groups:
+        for start in range(0, len(group), block_size):
+            yield updates[group[start]], group[start : start + block_size]
+
+
+def _is_one(updates: Sequence[LocalUpdate]) -> bool:
+    return len(set(map(id, updates))) == 1
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.core.distribution import distribution
+from fedlearn.core.features import Features, cut, moved
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.cluster import Cluster
 from fedlearn.simulation.population import Population
-from fedlearn.training.resident import ResidentModel
+from fedlearn.training.resident import Measured, ResidentModel
 
 #: Clients whose examples are held in memory at a time.
 _CLIENTS_AT_ONCE = 64
@@ -24,30 +25,44 @@ class CentralEvaluator:
     """Measures the model on examples that no client holds; the workers share them.
 
     Attributes:
-        model: What computes.
-        features: Shape [N, ...].
+        features: Shape [N, ...], or several such.
         labels: Shape [N, ...].
         batch_size: Examples at a time.
-        cluster: The workers.
     """
 
     model: ResidentModel
-    features: Tensor
+    features: Features
     labels: Tensor
     batch_size: int
     cluster: Cluster
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return the mean ``loss`` and the mean of each metric."""
-        cut = np.linspace(0, len(self.labels), self.cluster.world_size + 1).astype(int)
-        mine = slice(cut[self.cluster.rank], cut[self.cluster.rank + 1])
-        values = self.model.measure(
-            params, self.features[mine], self.labels[mine], batch_size=self.batch_size
+        """Return the ``loss`` and each metric: means over the examples, or of all as one set."""
+        mine = _share(len(self.labels), self.cluster)
+        found = self.model.measure(
+            params, cut(self.features, mine), self.labels[mine], batch_size=self.batch_size
         )
-        sums = torch.stack([each.sum(dtype=torch.float64) for each in values.values()]).cpu()
-        self.cluster.all_reduce([sums])
-        means = (sums / len(self.labels)).tolist()
-        return dict(zip(values, means, strict=True))
+        values = {name: each.sum(dtype=torch.float64) for name, each in found.by_example.items()}
+        means = dict[str, float]()
+        if values:
+            sums = torch.stack(list(values.values())).cpu()
+            self.cluster.all_reduce([sums])
+            means = dict(zip(values, (sums / len(self.labels)).tolist(), strict=True))
+        return means | self._whole(found.outputs, mine)
+
+    def _whole(self, outputs: Tensor, mine: slice) -> dict[str, float]:
+        """Return the measures of the whole set, the outputs of all workers put together."""
+        measures = self.model.measures
+        if not measures.needs_whole_sets:
+            return {}
+        everything = outputs
+        if self.cluster.world_size > 1:
+            everything = outputs.new_zeros(len(self.labels), *outputs.shape[1:])
+            everything[mine] = outputs
+            self.cluster.all_reduce([everything])
+        # Once, for all: what a function of the user's returns need not be the same twice.
+        values = measures.whole(everything, self.labels) if self.cluster.rank == 0 else None
+        return self.cluster.broadcast(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +70,8 @@ class ClientEvaluator:
     """Measures the model on the examples of a fixed sample of clients, one by one.
 
     Attributes:
-        model: What computes.
-        population: The clients.
         client_ids: Who is measured, the same every time: shape [n].
         batch_size: Examples at a time.
-        cluster: The workers.
     """
 
     model: ResidentModel
@@ -70,32 +82,46 @@ class ClientEvaluator:
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
         """Return how the loss and each metric are spread over the clients."""
-        sample = self.client_ids
-        cut = np.linspace(0, len(sample), self.cluster.world_size + 1).astype(int)
-        begin, end = cut[self.cluster.rank], cut[self.cluster.rank + 1]
-        per_client: dict[str, NDArray[np.float64]] = {}
-        for start in range(begin, max(end, begin + 1), _CLIENTS_AT_ONCE):
-            part = slice(start, min(end, start + _CLIENTS_AT_ONCE))
-            for name, values in self._measure(params, sample[part]).items():
-                per_client.setdefault(name, np.zeros(len(sample)))[part] = values
-        shared = torch.from_numpy(np.stack(list(per_client.values())))
-        self.cluster.all_reduce([shared])
-        return distribution(dict(zip(per_client, shared.numpy(), strict=True)))
+        sample, directions = self.client_ids, self.model.measures.directions
+        mine = _share(len(sample), self.cluster)
+        values_MC = np.zeros((len(directions), len(sample)))
+        for start in range(mine.start, mine.stop, _CLIENTS_AT_ONCE):
+            part = slice(start, min(mine.stop, start + _CLIENTS_AT_ONCE))
+            found = self._measure(params, sample[part])
+            values_MC[:, part] = [found[name] for name in directions]
+        self.cluster.all_reduce([torch.from_numpy(values_MC)])
+        return distribution(dict(zip(directions, values_MC, strict=True)), directions=directions)
 
     def _measure(
         self, params: Params, client_ids: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
+        """Return one value a client of each measure, over all of its examples."""
         rows = self.population.load(client_ids)
-        index = torch.from_numpy(rows.rows).to(rows.features.device)
-        features = rows.features.index_select(0, index).to(params.vector.device)
-        labels = rows.labels.index_select(0, index).to(params.vector.device)
-        values = self.model.measure(params, features, labels, batch_size=self.batch_size)
-        owner = np.repeat(np.arange(len(client_ids)), np.diff(rows.offsets))
-        return {
-            name: np.bincount(owner, each.double().cpu().numpy(), minlength=len(client_ids))
-            / np.diff(rows.offsets)
-            for name, each in values.items()
+        features, labels = rows.gathered()
+        features, labels = moved(features, params.vector.device), labels.to(params.vector.device)
+        # Together through the model, which in evaluation mode sees each example by itself.
+        found = self.model.measure(params, features, labels, batch_size=self.batch_size)
+        sizes = np.diff(rows.offsets)
+        owner = np.repeat(np.arange(len(client_ids)), sizes)
+        means = {
+            name: np.bincount(owner, each.double().cpu().numpy(), minlength=len(client_ids)) / sizes
+            for name, each in found.by_example.items()
         }
+        return means | self._whole(found, sizes.tolist())
+
+    def _whole(self, found: Measured, sizes: list[int]) -> dict[str, NDArray[np.float64]]:
+        measures = self.model.measures
+        if not measures.needs_whole_sets:
+            return {}
+        own = zip(found.outputs.split(sizes), found.labels.split(sizes), strict=True)
+        values = [measures.whole(*each) for each in own]
+        return {name: np.asarray([each[name] for each in values]) for name in values[0]}
+
+
+def _share(num: int, cluster: Cluster) -> slice:
+    """Return which of so many things this worker does."""
+    ends = np.linspace(0, num, cluster.world_size + 1).astype(int)
+    return slice(ends[cluster.rank], ends[cluster.rank + 1])
 
 
 def evaluated_clients(population: int, num_clients: int, seed: Seed) -> NDArray[np.int64]:

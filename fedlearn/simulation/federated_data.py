@@ -1,16 +1,17 @@
 """A federated data set: who holds which examples, and the test set that nobody holds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
+from fedlearn.core.features import Inputs, named, only, rebuilt
 from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import Columns, ParquetPopulation, num_classes_in, read_parquet
 from fedlearn.simulation.partition import ByIds, Partitioner
@@ -20,9 +21,16 @@ from fedlearn.simulation.population import (
     DatasetPopulation,
     MapDataset,
     Population,
-    stacked_rows,
 )
-from fedlearn.simulation.sources import Examples, TrainTest, npz_train_test, num_classes_of
+from fedlearn.simulation.sources import (
+    Examples,
+    TrainTest,
+    larger,
+    npz,
+    num_classes_of,
+    tensor_of,
+)
+from fedlearn.training.local_data import stacked_rows
 
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 _CLIENTS_AT_ONCE = 1 << 20
@@ -38,7 +46,7 @@ class FederatedData:
 
     Raises:
         DataError: A client or the test set has no examples, or the first client's examples
-            differ from the test set's in shape or dtype.
+            differ from the test set's in their inputs, a shape or a dtype.
     """
 
     population: Population
@@ -52,8 +60,12 @@ class FederatedData:
 
     @property
     def feature_shape(self) -> tuple[int, ...]:
-        """Shape of one example's features."""
-        return tuple(self.test.features.shape[1:])
+        """Shape of one example's features.
+
+        Raises:
+            DataError: They are several inputs, each with a shape of its own.
+        """
+        return tuple(only(self.test.features).shape[1:])
 
 
 @dataclass(frozen=True)
@@ -62,78 +74,93 @@ class Natural:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bootstrap:
+class Bootstrap(Ranged):
     """Virtual clients that draw their examples with replacement: populations of any size.
 
     Attributes:
-        num_clients: >= 1.
-        examples_per_client: >= 1.
+        num_clients: Clients in the population, >= 1.
+        examples_per_client: Examples a client draws, >= 1.
     """
 
-    num_clients: int
-    examples_per_client: int
+    num_clients: Count
+    examples_per_client: Count
 
 
 Division: TypeAlias = Partitioner | Natural | Bootstrap
 """How pooled examples become clients."""
 
 
-def partitioned(data: TrainTest, division: Division, *, seed: Seed) -> FederatedData:
-    """Return the training examples divided among clients.
+def from_examples(data: TrainTest, *, partition: Division, seed: int) -> FederatedData:
+    """Return a federated data set of examples that were made, or held out, by hand.
 
     Args:
         data: What is divided, and the test set.
-        division: How.
-        seed: What is drawn, is drawn from it.
+        partition: How the training examples are divided among clients.
+        seed: Chooses the partition.
 
     Raises:
-        ValueError: A number in ``division`` is out of range.
         DataError: They cannot be divided as asked, or a client would have none.
+
+    Example:
+        >>> import torch
+        >>> from fedlearn.simulation.partition import Iid
+        >>> def examples(n):
+        ...     inputs = {"tokens": torch.zeros(n, 5).long(), "mask": torch.ones(n, 5).bool()}
+        ...     return Examples.of(features=inputs, labels=torch.arange(n) % 2)
+        >>> two_parts = TrainTest(train=examples(8), test=examples(4))
+        >>> from_examples(two_parts, partition=Iid(num_clients=3), seed=0).population.num_clients
+        3
     """
-    train, seed = data.train, seed.derive("partition")
-    if isinstance(division, Bootstrap):
-        virtual = BootstrapPopulation(
+    train, derived = data.train, _partition_seed(seed)
+    population: Population
+    if isinstance(partition, Bootstrap):
+        population = BootstrapPopulation(
             features=train.features,
             labels=train.labels,
             num_classes=train.num_classes,
-            num_clients=division.num_clients,
-            examples_per_client=division.examples_per_client,
-            seed=seed,
+            num_clients=partition.num_clients,
+            examples_per_client=partition.examples_per_client,
+            seed=derived,
         )
-        return FederatedData(population=virtual, test=data.test)
-    rule = ByIds(_groups(train)) if isinstance(division, Natural) else division
-    population = ArrayPopulation(
-        features=train.features,
-        labels=train.labels,
-        partition=rule.split(train.labels.numpy(), seed=seed),
-        num_classes=train.num_classes,
-    )
+    else:
+        rule = ByIds(_groups(train)) if isinstance(partition, Natural) else partition
+        population = ArrayPopulation(
+            features=train.features,
+            labels=train.labels,
+            num_classes=train.num_classes,
+            partition=rule.split(train.labels.numpy(), seed=derived),
+        )
     return FederatedData(population=population, test=data.test)
 
 
 def from_arrays(
-    features: ArrayLike,
+    features: Inputs[ArrayLike],
     labels: ArrayLike,
     *,
     partition: Division,
-    test_fraction: float,
     seed: int,
+    test: tuple[Inputs[ArrayLike], ArrayLike] | None = None,
+    test_fraction: float | None = None,
     groups: ArrayLike | None = None,
 ) -> FederatedData:
     """Return a federated data set of arrays in memory.
 
     Args:
-        features: Real numbers, [N, ...]; floats become float32, integers int64.
+        features: Real numbers, [N, ...]; floats become float32, integers int64. A tuple of such
+            arrays are the positional, a dict the keyword arguments of the model's forward; one
+            of several may be boolean, a mask.
         labels: Integers for classes, floats to regress on: [N, ...].
         partition: How the training examples are divided among clients.
-        test_fraction: Share of the examples held out for the central test, in (0, 1).
         seed: Chooses the test examples and the partition.
+        test: Features and labels of the central test, alike.
+        test_fraction: In place of ``test``, the share of the examples held out, in (0, 1).
         groups: Whose each example is, for :class:`Natural`: [N], integers or strings.
 
     Raises:
-        ValueError: ``test_fraction`` is not in (0, 1).
-        DataError: Lengths differ, a value is no finite real number, or the division is
-            impossible.
+        ValueError: Both or none of ``test`` and ``test_fraction`` are given, or the latter is not
+            in (0, 1).
+        DataError: Lengths differ, a value is no finite real number, training and test differ in
+            kind, or the division is impossible.
 
     Example:
         >>> from fedlearn.simulation.partition import Iid
@@ -142,16 +169,40 @@ def from_arrays(
         >>> data.population.num_clients, len(data.test.labels)
         (3, 2)
     """
-    y, derived = _tensor(labels, what="labels"), Seed(seed).derive("data")
-    examples = Examples(
-        features=_tensor(features, what="features"),
-        labels=y,
+    if (test is None) == (test_fraction is None):
+        both = "neither" if test is None else "both"
+        raise ValueError(
+            f"{both} of `test` and `test_fraction` are given; give a test set, or the share of the "
+            "examples to hold out as one"
+        )
+    train = _examples(features, labels, groups=groups)
+    held_out = test_fraction if test is None else _examples(*test)
+    assert held_out is not None  # one of the two is given
+    return _divided(train, held_out, partition=partition, seed=seed)
+
+
+def _examples(
+    features: Inputs[ArrayLike], labels: ArrayLike, *, groups: ArrayLike | None = None
+) -> Examples:
+    arrays: dict[str, ArrayLike] = named(features)
+    has_several = isinstance(features, tuple | Mapping)
+    inputs = [tensor_of(arrays[name], what=name, keeps_masks=has_several) for name in arrays]
+    return Examples.of(
+        features=rebuilt(inputs, like=features),
+        labels=tensor_of(labels, what="labels"),
         groups=None if groups is None else np.asarray(groups),
-        num_classes=num_classes_of(y),
     )
-    return partitioned(
-        examples.split(fraction=test_fraction, seed=derived), partition, seed=derived
-    )
+
+
+def _divided(
+    train: Examples, test: Examples | float, *, partition: Division, seed: int
+) -> FederatedData:
+    """Divide examples, with a test set or the share of them to hold out as one."""
+    if isinstance(test, Examples):
+        data = TrainTest.of(train, test)
+    else:
+        data = train.split(fraction=test, seed=Seed(seed).derive("data"))
+    return from_examples(data, partition=partition, seed=seed)
 
 
 def from_dataset(
@@ -165,7 +216,8 @@ def from_dataset(
     """Return a federated data set over a torch ``Dataset``, whose rows are fetched when needed.
 
     Args:
-        dataset: Pairs (features, label) to divide among clients.
+        dataset: Pairs (features, label) to divide among clients. Features that are a tuple are
+            the positional, a mapping the keyword arguments of the model's forward.
         labels: The label of each of its rows, so that none is fetched to divide them: [N].
         partition: How the rows are divided among clients.
         test: Pairs for the central test; all are fetched now, and kept in memory.
@@ -176,6 +228,7 @@ def from_dataset(
             impossible.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> from fedlearn.simulation.partition import Iid
         >>> pairs = TensorDataset(torch.eye(4), torch.tensor([0, 1, 0, 1]))
@@ -183,30 +236,29 @@ def from_dataset(
         ...              seed=0).population.num_clients
         2
     """
-    known = _tensor(labels, what="labels")
+    known = tensor_of(labels, what="labels")
     if len(known) != len(dataset):
         raise DataError(f"{len(known)} labels for a dataset of {len(dataset)}; give one a row")
     if not len(test):
         raise DataError("the test set has no examples; give at least one")
-    features, test_labels = stacked_rows(test, rows=np.arange(len(test)))
-    num_classes = _larger(num_classes_of(known), num_classes_of(test_labels))
-    seed_of_partition = Seed(seed).derive("data").derive("partition")
+    test_features, test_labels = stacked_rows(test, rows=np.arange(len(test)))
+    held_out = Examples.of(features=test_features, labels=test_labels)
+    num_classes = larger(num_classes_of(known), held_out.num_classes)
     population = DatasetPopulation(
         dataset=dataset,
-        partition=partition.split(known.numpy(), seed=seed_of_partition),
+        partition=partition.split(known.numpy(), seed=_partition_seed(seed)),
         num_classes=num_classes,
     )
-    held_out = Examples(features=features, labels=test_labels, groups=None, num_classes=num_classes)
-    return FederatedData(population=population, test=held_out)
+    return FederatedData(population=population, test=replace(held_out, num_classes=num_classes))
 
 
 def from_npz(
     path: Path | str,
     *,
-    features: str,
+    features: Inputs[str],
     labels: str,
     groups: str | None,
-    test: tuple[str, str] | float,
+    test: tuple[Inputs[str], str] | float,
     partition: Division,
     seed: int,
 ) -> FederatedData:
@@ -214,7 +266,9 @@ def from_npz(
 
     Args:
         path: The archive.
-        features: Name of the array of features, real numbers [N, ...]; they become float32.
+        features: Name of the array of features, real numbers [N, ...]; they become float32. A
+            tuple of names are the positional, a dict the keyword arguments of the model's
+            forward; of several, integers become int64 and masks stay boolean.
         labels: Name of the array of labels [N, ...]: integers for classes, floats to regress
             on.
         groups: Name of the array that says whose each example is, [N]; ``None`` for none.
@@ -227,11 +281,10 @@ def from_npz(
         DataError: The file or an array is missing or damaged, a value is no finite real
             number, or the division is impossible.
     """
-    derived = Seed(seed).derive("data")
-    data = npz_train_test(
-        Path(path), features=features, labels=labels, groups=groups, test=test, seed=derived
-    )
-    return partitioned(data, partition, seed=derived)
+    read = partial(npz, Path(path))
+    train = read(features=features, labels=labels, groups=groups)
+    held_out = read(features=test[0], labels=test[1]) if isinstance(test, tuple) else test
+    return _divided(train, held_out, partition=partition, seed=seed)
 
 
 def from_parquet(
@@ -240,7 +293,7 @@ def from_parquet(
     test_path: Path | str,
     client: str,
     label: str,
-    features: Sequence[str] | None,
+    features: Inputs[Sequence[str]] | None,
 ) -> FederatedData:
     """Return a federated data set that streams from Parquet files larger than memory.
 
@@ -249,7 +302,9 @@ def from_parquet(
         test_path: Test file or folder, read into memory; it needs no client column.
         client: Column that says whose an example is: integers or strings.
         label: Column of labels: integers for classes, floats to regress on.
-        features: Columns of features; ``None`` takes all that have no other role.
+        features: Columns of features, laid side by side; ``None`` takes all that have no other
+            role. A tuple of such lists are the positional, a dict the keyword arguments of the
+            model's forward.
 
     Raises:
         DataError: A file or column is missing, damaged or of a wrong type, the rows are not
@@ -257,21 +312,15 @@ def from_parquet(
     """
     columns = Columns.of_file(Path(path), client=client, label=label, features=features)
     test = read_parquet(Path(test_path), columns=columns)
-    num_classes = _larger(num_classes_in(Path(path), columns=columns), test.num_classes)
+    num_classes = larger(num_classes_in(Path(path), columns=columns), test.num_classes)
     population = ParquetPopulation(
         Path(path), columns=columns, num_classes=num_classes, cache_bytes=_CACHE_BYTES
     )
     return FederatedData(population=population, test=replace(test, num_classes=num_classes))
 
 
-def _tensor(values: ArrayLike, *, what: str) -> Tensor:
-    array = np.asarray(values)
-    if array.dtype.kind not in "biuf" or not array.ndim:
-        raise DataError(
-            f"{what} are {array.dtype} of shape {array.shape}; give real numbers, the first "
-            "dimension counting examples"
-        )
-    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+def _partition_seed(seed: int) -> Seed:
+    return Seed(seed).derive("data").derive("partition")
 
 
 def _groups(examples: Examples) -> NDArray[np.generic]:
@@ -281,19 +330,6 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
             "groups, or take another partition"
         )
     return examples.groups
-
-
-def _larger(train: int | None, test: int | None) -> int | None:
-    """Return the number of classes of both parts."""
-    if train is not None and test is not None:
-        return max(train, test)
-    if train != test:
-        integers, floats = ("test", "training") if train is None else ("training", "test")
-        raise DataError(
-            f"the {integers} labels are integers, the {floats} labels floats; make both integers "
-            "for classes, or both floats to regress on"
-        )
-    return None
 
 
 def _require_examples(population: Population) -> None:
@@ -308,13 +344,15 @@ def _require_examples(population: Population) -> None:
 
 def _require_alike(population: Population, *, test: Examples) -> None:
     first = population.load(np.zeros(1, np.int64))
-    for what, ours, theirs in (
-        ("features", first.features, test.features),
-        ("labels", first.labels, test.labels),
-    ):
-        if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+    ours, theirs = ({**named(each.features), "labels": each.labels} for each in (first, test))
+    if ours.keys() != theirs.keys():
+        raise DataError(
+            f"client 0 has {', '.join(ours)}, the test set {', '.join(theirs)}; make them alike"
+        )
+    for what, own in ours.items():
+        other = theirs[what]
+        if own.shape[1:] != other.shape[1:] or own.dtype != other.dtype:
             raise DataError(
-                f"the {what} of client 0 are {ours.dtype} of shape {tuple(ours.shape[1:])} an "
-                f"example, those of the test set {theirs.dtype} of shape "
-                f"{tuple(theirs.shape[1:])}; make them alike"
+                f"client 0 has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an example, "
+                f"the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make them alike"
             )

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from fedlearn.core.ranges import Count
 from fedlearn.errors import ConfigError
 
 _SMALLEST = 4  # two poolings halve an image twice
@@ -39,7 +40,7 @@ class Mlp:
 
     Attributes:
         feature_shape: Shape of one example's features.
-        hidden: Units of each hidden layer.
+        hidden: Units of each hidden layer, >= 1.
         num_outputs: Logits.
 
     Example:
@@ -49,7 +50,7 @@ class Mlp:
     """
 
     feature_shape: tuple[int, ...]
-    hidden: tuple[int, ...]
+    hidden: tuple[Count, ...]
     num_outputs: int
 
     def __call__(self) -> nn.Module:

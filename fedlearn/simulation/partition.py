@@ -4,6 +4,7 @@ Each rule is a frozen piece with ``split``; its result is a function of the labe
 seed alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import DataError
 
 _MAX_DRAWS = 1000
@@ -26,8 +28,7 @@ class Partition:
         names: What the data called the clients: [C]; ``None`` where they have no names.
 
     Raises:
-        DataError: ``offsets`` do not rise from 0 to the number of rows, a client is empty,
-            or ``names`` has another length.
+        DataError: Offsets do not rise from 0 to the number of rows, or names are not one each.
     """
 
     rows: NDArray[np.int64]
@@ -35,7 +36,8 @@ class Partition:
     names: NDArray[Any] | None = None  # integers or strings, as the data has them
 
     def __post_init__(self) -> None:
-        if self.offsets.size < 2 or self.offsets[0] != 0 or self.offsets[-1] != self.rows.size:  # noqa: PLR2004  one client is two offsets
+        ends = self.offsets[[0, -1]].tolist() if self.offsets.size > 1 else []
+        if ends != [0, self.rows.size]:
             raise DataError(
                 f"a partition's offsets rise from 0 to its {self.rows.size} rows, one more than "
                 f"there are clients, not {self.offsets.tolist()[:3]}...; build it with "
@@ -63,8 +65,7 @@ class Partition:
         Raises:
             DataError: A client owns nothing.
         """
-        sizes = np.bincount(owners, minlength=num_clients)
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        offsets = offsets_of(np.bincount(owners, minlength=num_clients))
         return cls(np.argsort(owners, kind="stable").astype(np.int64), offsets, names)
 
     @property
@@ -84,6 +85,13 @@ class Partition:
         return int(np.searchsorted(self.offsets, places[0], side="right")) - 1
 
 
+def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+    """Return where ranges of these sizes begin when laid end to end, and where the last ends."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
 class Partitioner(Protocol):
     """A rule that divides examples among clients."""
 
@@ -96,21 +104,18 @@ class Partitioner(Protocol):
 
 
 @dataclass(frozen=True)
-class Iid:
+class Iid(Ranged):
     """Shuffle the examples and deal them out: sizes differ by one at most.
 
     Attributes:
-        num_clients: C, >= 1.
+        num_clients: Clients :math:`C` in the population, >= 1.
 
     Example:
         >>> Iid(3).split(np.zeros(7), seed=Seed(0)).offsets
         array([0, 3, 5, 7])
     """
 
-    num_clients: int
-
-    def __post_init__(self) -> None:
-        _require_clients(self.num_clients)
+    num_clients: Count
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return equal random parts.
@@ -126,7 +131,7 @@ class Iid:
 
 
 @dataclass(frozen=True)
-class Dirichlet:
+class Dirichlet(Ranged):
     r"""Label skew: each class is dealt out in proportions drawn from a Dirichlet.
 
     Per class k, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the share
@@ -134,9 +139,9 @@ class Dirichlet:
     ``min_examples``, at most 1000 times.
 
     Attributes:
-        num_clients: C, >= 1.
-        alpha: Concentration :math:`\alpha` > 0: 0.1 is strong skew, 100 nearly none.
-        min_examples: Fewest examples of a client, >= 1.
+        num_clients: Clients :math:`C` in the population, >= 1.
+        alpha: Concentration :math:`\alpha`, > 0: 0.1 is strong skew, 100 nearly none.
+        min_examples: Fewest examples of a client, >= 1; proportions are redrawn until met.
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -145,23 +150,15 @@ class Dirichlet:
         <https://arxiv.org/abs/2102.02079>`_ (proportions per class, the form used here).
     """
 
-    num_clients: int
-    alpha: float
-    min_examples: int
-
-    def __post_init__(self) -> None:
-        _require_clients(self.num_clients)
-        if not 0.0 < self.alpha < float("inf"):
-            raise ValueError(f"alpha is {self.alpha}; it is positive and finite")
-        if self.min_examples < 1:
-            raise ValueError(f"min_examples is {self.min_examples}; it is at least 1")
+    num_clients: Count
+    alpha: Positive
+    min_examples: Count
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return clients with skewed labels and sizes.
 
         Raises:
-            DataError: ``labels`` are not class numbers, there are too few, or no draw gave
-                every client ``min_examples``.
+            DataError: Labels are no classes, too few, or no draw gave all ``min_examples``.
         """
         _require_classes(labels)
         needed = self.num_clients * self.min_examples
@@ -195,31 +192,26 @@ class Dirichlet:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(Ranged):
     """Sort by label, cut into shards, deal each client a few: at most a few labels each.
 
     Attributes:
-        num_clients: C, >= 1.
-        shards_per_client: >= 1; 2 is the paper's pathological split.
+        num_clients: Clients :math:`C` in the population, >= 1.
+        shards_per_client: Shards a client gets, >= 1; 2 is the paper's pathological split.
 
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_,
         section 3.
     """
 
-    num_clients: int
-    shards_per_client: int
-
-    def __post_init__(self) -> None:
-        _require_clients(self.num_clients)
-        if self.shards_per_client < 1:
-            raise ValueError(f"shards_per_client is {self.shards_per_client}; it is at least 1")
+    num_clients: Count
+    shards_per_client: Count
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
         """Return clients of ``shards_per_client`` random shards; shard sizes differ by one.
 
         Raises:
-            DataError: ``labels`` are not class numbers, or there are fewer than shards.
+            DataError: Labels are no classes, or there are fewer than shards.
         """
         _require_classes(labels)
         num_shards = self.num_clients * self.shards_per_client
@@ -233,10 +225,7 @@ class Shards:
 
 @dataclass(frozen=True, eq=False)
 class ByIds:
-    """Natural clients: one per distinct id (a writer, a user, a hospital).
-
-    Clients are numbered in the ascending order of their ids, which ``Partition.names``
-    keeps.
+    """Natural clients: one per distinct id (a writer, a user, a hospital), in ascending order.
 
     Attributes:
         ids: Who produced each example, integers or strings: [N].
@@ -253,8 +242,7 @@ class ByIds:
         """Return the natural clients; the seed is not used.
 
         Raises:
-            DataError: There are no ids, not one per example, or they are not integers or
-                strings.
+            DataError: The ids are not one integer or string an example, or there are none.
         """
         if self.ids.shape != (len(labels),) or not self.ids.size:
             raise DataError(
@@ -265,11 +253,6 @@ class ByIds:
             raise DataError(f"client ids are {self.ids.dtype}; they are integers or strings")
         names, owners = np.unique(self.ids, return_inverse=True)
         return Partition.of_owners(owners, num_clients=names.size, names=names)
-
-
-def _require_clients(num_clients: int) -> None:
-    if num_clients < 1:
-        raise ValueError(f"num_clients is {num_clients}; it is at least 1")
 
 
 def _require_enough(num_examples: int, *, needed: int, what: str) -> None:

@@ -1,23 +1,24 @@
 """The examples of all clients, and how a block of clients gets at its own.
 
-A population answers two questions by client id: how many examples, and which. What it
-returns is one tensor and row numbers into it, so nothing is copied where the examples
-already lie in memory. Client ids run from 0 to ``num_clients - 1``.
+A population answers two questions by client id, from 0 to ``num_clients - 1``: how many examples,
+and which. It returns tensors and row numbers into them, so what lies in memory is not copied.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.core.features import Features, named, require_one_label_each, taken
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.partition import Partition, offsets_of
+from fedlearn.training.local_data import Readable, stacked_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +26,21 @@ class ClientRows:
     """The examples of several clients.
 
     Attributes:
-        features: Shape [N, *F].
+        features: Shape [N, *F], or several such.
         labels: Shape [N, *L].
         rows: Row numbers into ``features`` and ``labels``, the clients one after another.
         offsets: Client k has ``rows[offsets[k]:offsets[k + 1]]``: int64 [K + 1].
     """
 
-    features: Tensor
+    features: Features
     labels: Tensor
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
+
+    def gathered(self) -> tuple[Features, Tensor]:
+        """Return copies of these rows of the features and of the labels."""
+        index = torch.from_numpy(self.rows).to(self.labels.device)
+        return taken(self.features, index), self.labels.index_select(0, index)
 
 
 class Population(Protocol):
@@ -56,35 +62,52 @@ class Population(Protocol):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ArrayPopulation:
-    """Clients whose examples lie in memory, divided by a partition.
-
-    ``load`` copies no examples: it returns the tensors themselves.
+class CheckedExamples:
+    """Examples that can be trained on.
 
     Attributes:
-        features: Finite and real: [N, *F].
+        features: Finite and real: [N, *F], or several such.
         labels: int64 classes, or finite floats to regress on: [N, *L].
-        partition: Who holds which row.
         num_classes: Labels lie below it; ``None`` where they are not classes.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
-            a label is out of range, or the partition names rows that are not there.
+            or a label is out of range.
     """
 
-    features: Tensor = field(repr=False)
+    features: Features = field(repr=False)
     labels: Tensor = field(repr=False)
-    partition: Partition = field(repr=False)
     num_classes: int | None
 
     def __post_init__(self) -> None:
-        _require_rows(self.partition, num_rows=len(self.features))
         check_examples(
-            self.features,
-            labels=self.labels,
-            num_classes=self.num_classes,
-            place=lambda row: row_name(row, owner=self.partition.owner_of(row)),
+            self.features, labels=self.labels, num_classes=self.num_classes, place=self._place
         )
+
+    def _place(self, row: int) -> str:
+        """Return what a message calls a row."""
+        return row_name(row)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayPopulation(CheckedExamples):
+    """Clients whose examples lie in memory, divided by a partition; none is copied.
+
+    Attributes:
+        partition: Who holds which row.
+
+    Raises:
+        DataError: Also where the partition names rows that are not there.
+    """
+
+    partition: Partition = field(repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_rows(self.partition, num_rows=len(self.labels))
+
+    def _place(self, row: int) -> str:
+        return row_name(row, owner=self.partition.owner_of(row))
 
     @property
     def num_clients(self) -> int:
@@ -96,7 +119,7 @@ class ArrayPopulation:
         return sizes_of(self.partition.offsets, client_ids=client_ids)
 
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
-        """Return the tensors and the rows of these clients."""
+        """Return the tensors themselves and the rows of these clients."""
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
         rows = places if self._is_grouped else self.partition.rows[places]
         return ClientRows(self.features, self.labels, rows, offsets)
@@ -136,42 +159,28 @@ class PooledPopulation:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BootstrapPopulation:
+class BootstrapPopulation(CheckedExamples):
     """Virtual clients, each a sample with replacement from the same examples.
 
-    Row j of client c is a keyed hash of (c, j): there are no tables, so memory does not
-    depend on the number of clients.
+    Row j of client c is a keyed hash of (c, j), so any number of clients takes no memory.
 
     Attributes:
-        features: Finite and real: [N, *F].
-        labels: int64 classes, or finite floats to regress on: [N, *L].
-        num_classes: Labels lie below it; ``None`` where they are not classes.
         num_clients: As many as you like, >= 1.
         examples_per_client: >= 1.
         seed: Who draws what.
 
     Raises:
-        ValueError: ``num_clients`` or ``examples_per_client`` is below 1.
-        DataError: There are no examples, the lengths differ, a dtype is wrong, a feature or
-            label is not finite, or a label is out of range.
+        DataError: Also where there are no examples.
     """
 
-    features: Tensor = field(repr=False)
-    labels: Tensor = field(repr=False)
-    num_classes: int | None
     num_clients: int
     examples_per_client: int
     seed: Seed
 
     def __post_init__(self) -> None:
-        for name in ("num_clients", "examples_per_client"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1")
-        if not len(self.features):
+        super().__post_init__()
+        if not len(self.labels):
             raise DataError("there are no examples to draw from; give at least one")
-        check_examples(
-            self.features, labels=self.labels, num_classes=self.num_classes, place=row_name
-        )
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return ``examples_per_client`` for each of these clients."""
@@ -181,28 +190,26 @@ class BootstrapPopulation:
         """Return the tensors and the rows that these clients drew."""
         positions = np.arange(self.examples_per_client)
         hashes = self.seed.derive("bootstrap").hash(client_ids[:, None], positions)
-        rows = (hashes % np.uint64(len(self.features))).astype(np.int64).ravel()
+        rows = (hashes % np.uint64(len(self.labels))).astype(np.int64).ravel()
         offsets = np.arange(client_ids.size + 1) * self.examples_per_client
         return ClientRows(self.features, self.labels, rows, offsets)
 
 
-class MapDataset(Protocol):
+class MapDataset(Readable, Protocol):
     """A map-style ``torch.utils.data.Dataset``: pairs of features and label by index."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...  # a pair of whatever torch can convert
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetPopulation:
-    """Clients whose examples are fetched one by one from a torch dataset.
+    """Clients whose examples are fetched from a torch dataset and checked when they are asked for.
 
-    Only the rows of the clients asked are fetched, and they are checked then. For examples
-    that fit in memory :class:`ArrayPopulation` is much faster.
+    For examples that fit in memory :class:`ArrayPopulation` is much faster.
 
     Attributes:
-        dataset: ``dataset[i]`` is a pair (features, label); all of the same shape.
+        dataset: ``dataset[i]`` is a pair (features, label); all of the same shape. Features
+            that are a tuple or a mapping are several inputs of the model.
         partition: Who holds which row.
         num_classes: Labels lie below it; ``None`` where they are not classes.
 
@@ -230,8 +237,8 @@ class DatasetPopulation:
         """Fetch and stack the examples of these clients.
 
         Raises:
-            DataError: An example is no pair of numbers or has another shape than the
-                others, a dtype is wrong, a feature or label is not finite, or a label is
+            DataError: An example is no pair of numbers or has other inputs or another shape
+                than the others, a dtype is wrong, a feature or label is not finite, or a label is
                 out of range.
         """
         places, offsets = places_of(self.partition.offsets, client_ids=client_ids)
@@ -247,31 +254,24 @@ class DatasetPopulation:
 
 
 def check_examples(
-    features: Tensor, *, labels: Tensor, num_classes: int | None, place: Callable[[int], str]
+    features: Features, *, labels: Tensor, num_classes: int | None, place: Callable[[int], str]
 ) -> None:
-    """Refuse examples that cannot be trained on.
-
-    Args:
-        features: Shape [N, *F].
-        labels: Shape [N, *L].
-        num_classes: Labels lie below it; ``None`` where they are not classes.
-        place: Says where a row is, for the message.
+    """Refuse examples that cannot be trained on; ``place`` says in a message where a row is.
 
     Raises:
-        DataError: The lengths differ, features are complex or boolean, labels are neither
-            int64 nor (without classes) floats, a value is not finite, or a label is outside
-            ``0..num_classes - 1``.
+        DataError: There is no input, the lengths differ, features are complex, or boolean and
+            not one of several inputs (a mask), labels are neither int64 nor (without classes)
+            floats, a value is not finite, or a label is outside ``0..num_classes - 1``.
     """
-    if not features.ndim or not labels.ndim or len(features) != len(labels):
-        raise DataError(
-            f"features of shape {tuple(features.shape)} and labels of shape "
-            f"{tuple(labels.shape)}; the first dimension counts examples in both"
-        )
-    if features.is_complex() or features.dtype == torch.bool:
-        raise DataError(f"features are {features.dtype}; convert them with `.float()`")
+    require_one_label_each(features, labels)
+    for name, tensor in named(features).items():
+        if tensor.is_complex() or (tensor is features and tensor.dtype == torch.bool):
+            raise DataError(f"{name} of {tensor.dtype}; convert with `.float()`")
     if labels.dtype != torch.int64 and (num_classes is not None or not labels.is_floating_point()):
         raise DataError(f"labels are {labels.dtype}; convert class labels with `.long()`")
-    _require_finite(features, what="feature", place=place)
+    for name, tensor in named(features).items():
+        what = "feature" if tensor is features else f"value of {name}"
+        _require_finite(tensor, what=what, place=place)
     _require_finite(labels, what="label", place=place)
     if num_classes is not None:
         _require_classes(labels, num_classes=num_classes, place=place)
@@ -315,18 +315,6 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
         )
 
 
-def stacked_rows(dataset: MapDataset, *, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Fetch these rows, at least one, and return their features and their labels, stacked.
-
-    Raises:
-        DataError: A row is no pair of numbers, or has another shape or dtype than the first.
-    """
-    pairs = [_as_pair(dataset[row], row=row) for row in rows.tolist()]
-    features = _stacked([x for x, _ in pairs], rows=rows, what="features")
-    labels = _stacked([y for _, y in pairs], rows=rows, what="a label")
-    return features, labels
-
-
 def sizes_of(offsets: NDArray[np.int64], *, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the lengths of these clients' ranges."""
     return offsets[client_ids + 1] - offsets[client_ids]
@@ -342,13 +330,6 @@ def places_of(
     return np.arange(ends[-1]) + shifts, ends
 
 
-def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-    """Return where ranges of these sizes begin when laid end to end, and where the last ends."""
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
-
-
 def owner_at(at: int, *, offsets: NDArray[np.int64], client_ids: NDArray[np.int64]) -> int:
     """Return whose range holds place ``at``."""
     return int(client_ids[np.searchsorted(offsets, at, side="right") - 1])
@@ -357,26 +338,3 @@ def owner_at(at: int, *, offsets: NDArray[np.int64], client_ids: NDArray[np.int6
 def row_name(row: int, *, owner: int | None = None) -> str:
     """Return what a message calls a row, with the client that holds it if one does."""
     return f"row {row}" if owner is None else f"row {row} of client {owner}"
-
-
-def _as_pair(item: Any, *, row: int) -> tuple[Tensor, Tensor]:
-    try:
-        features, label = item
-        return torch.as_tensor(features), torch.as_tensor(label)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"dataset[{row}] is not a pair of numbers or tensors (features, label): {error}; give "
-            "the dataset a transform that makes tensors"
-        ) from error
-
-
-def _stacked(values: Sequence[Tensor], *, rows: NDArray[np.int64], what: str) -> Tensor:
-    expected = (values[0].shape, values[0].dtype)
-    for row, value in zip(rows.tolist(), values, strict=True):
-        if (value.shape, value.dtype) != expected:
-            raise DataError(
-                f"dataset[{row}] has {what} of shape {tuple(value.shape)} and {value.dtype}, "
-                f"others have {tuple(expected[0])} and {expected[1]}; pad, crop or convert it in a "
-                "transform"
-            )
-    return torch.stack(list(values))

@@ -1,7 +1,7 @@
 """Who trains on which rows at which step: ragged clients, exactly.
 
-Step t of a block runs on the prefix of clients that still have a batch, so a client with
-few examples costs few steps and nothing is padded but the last batch of an epoch.
+Step t of a block runs on the prefix of clients that still have a batch, so nothing is padded but
+the last batch of an epoch.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalWork
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.population import ClientRows
 
@@ -44,7 +44,7 @@ class Schedule:
 
 
 def schedule(
-    local: LocalSgd,
+    work: LocalWork,
     rows: ClientRows,
     client_ids: NDArray[np.int64],
     *,
@@ -53,31 +53,24 @@ def schedule(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Schedule:
-    """Return the batches of the clients of a block.
+    """Return the batches of a block's clients: shape [K], those with most steps first.
 
-    Args:
-        local: Epochs, batch size, shuffling.
-        rows: The clients' examples, in the order of ``client_ids``.
-        client_ids: Shape [K], those with most steps first.
-        round_num: Part of what keys the shuffle.
-        seed: As of the round.
-        dtype: Of the weights.
-        device: Where the result lies.
+    ``rows`` are their examples, in this order; ``dtype`` is that of the weights.
     """
     sizes_K = np.diff(rows.offsets)
-    steps_K = local.steps_per_epoch(sizes_K)
-    batch = local.batch_size or int(sizes_K.max())
-    batch = min(batch, int(sizes_K.max()))
-    num_steps = int(steps_K.max()) * local.epochs
+    steps_K = work.steps_per_epoch(sizes_K)
+    largest = int(sizes_K.max())
+    batch = min(work.batch_size or largest, largest)
+    num_steps = int(steps_K.max()) * work.epochs
     step_T = np.arange(num_steps)[:, None]
     epoch_TK, within_TK = step_T // steps_K, step_T % steps_K
     positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
-    real_TKB = (positions_TKB < sizes_K[:, None]) & (epoch_TK < local.epochs)[:, :, None]
+    real_TKB = (positions_TKB < sizes_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
     positions_TKB = np.where(real_TKB, positions_TKB, 0)
-    if local.shuffle:
-        order_KEN = _orders(local, sizes_K, client_ids, round_num=round_num, seed=seed)
+    if work.shuffle:
+        order_KEN = _orders(work, sizes_K, client_ids, round_num=round_num, seed=seed)
         client_K = np.arange(len(sizes_K))[:, None]
-        epochs_TK1 = np.minimum(epoch_TK, local.epochs - 1)[:, :, None]
+        epochs_TK1 = np.minimum(epoch_TK, work.epochs - 1)[:, :, None]
         positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
     rows_TKB = rows.rows[rows.offsets[:-1, None] + positions_TKB] * real_TKB
     counts_TK = real_TKB.sum(2)
@@ -91,22 +84,19 @@ def schedule(
 
 
 def _orders(
-    local: LocalSgd,
+    work: LocalWork,
     sizes_K: NDArray[np.int64],
     client_ids: NDArray[np.int64],
     *,
     round_num: int,
     seed: Seed,
 ) -> NDArray[np.int64]:
-    """Return each client's order of examples in each epoch, [K, E, largest client].
-
-    The block's form of :func:`fedlearn.algorithms.local.shuffled_positions`.
-    """
+    """Return what ``shuffled_positions`` does for each client and epoch: [K, E, largest client]."""
     position_N = np.arange(int(sizes_K.max()))
     keys_KEN = seed.hash(
         round_num,
         client_ids[:, None, None],
-        np.arange(local.epochs)[None, :, None],
+        np.arange(work.epochs)[None, :, None],
         position_N[None, None, :],
     )
     is_padding = position_N >= sizes_K[:, None, None]

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.aggregators import WeightedSum
-from fedlearn.core.collecting import Block
+from fedlearn.algorithms.aggregations import LaneSums
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.secagg import keys
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.fixed_point import Lane, LaneRole, encode, levels_of
+from fedlearn.secagg.fixed_point import Lane, encode, levels_of
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import keystream
 from fedlearn.secagg.parameters import MAX_CLIENTS
 from fedlearn.secagg.plan import SecurePlan, clipped
-from fedlearn.secagg.policy import Policy
+from fedlearn.secagg.policy import TermsPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +78,10 @@ class SimulatedIdentities(Mapping[ClientId, bytes]):
         return self._made[client_id]
 
 
-def policy_for(plan: SecurePlan) -> Policy:
+def policy_for(plan: SecurePlan) -> TermsPolicy:
     """Return the policy of a client that agrees to a plan, and to nothing weaker."""
     given = plan.parameters.assumptions
-    return Policy(
+    return TermsPolicy(
         adversary=given.adversary,
         allow_sparse=given.topology is Topology.SPARSE,
         corruption=given.corruption,
@@ -99,8 +99,8 @@ def policy_for(plan: SecurePlan) -> Policy:
 class ModularSum:
     """The weighted mean as secure aggregation computes it, without its masks.
 
-    Each update is clipped and rounded to levels as a client would do it, and the levels are added.
-    Their sum is below 2**53, hence exact in float64: in any order, over any number of workers.
+    Updates are clipped and rounded to levels as clients do it. The sum of levels is below 2**53,
+    hence exact in float64: in any order, over any number of workers.
 
     Attributes:
         plan: What sessions would ask.
@@ -118,55 +118,53 @@ class ModularSum:
             return torch.ones_like(num_examples_B)
         return num_examples_B.clamp(max=self.plan.max_examples)
 
-    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
-        """Return an empty sum of levels."""
-        return WeightedSum(
-            torch.zeros(layout.size, dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
-        )
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        """Return empty sums of levels."""
+        return LaneSums.empty(lanes, layout, dtype=torch.float64, device=device)
 
-    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
         """Add the levels of each row."""
-        for delta_P, weight in zip(block.deltas_BP, block.weights_B.tolist(), strict=True):
-            state.total_P.add_(self._levels(delta_P.cpu(), weight).to(state.total_P.device))
-        return WeightedSum(state.total_P, state.weight.add_(block.weights_B.sum()))
+        for name, total in state.sums.items():
+            rows, weights = updates.lanes[name], updates.weights_B.tolist()
+            for row, weight in zip(rows, weights, strict=True):
+                total.add_(self._levels(name, row.cpu(), weight).to(total.device))
+        return state.counted(updates.weights_B)
 
-    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
-        """Return the sum of both."""
-        return WeightedSum(left.total_P.add_(right.total_P), left.weight.add_(right.weight))
-
-    def finalize(self, state: WeightedSum) -> Tensor:
-        """Return the mean that the levels stand for."""
-        weight = float(state.weight)
+    def finalize(self, state: LaneSums) -> Aggregate:
+        """Return the means that the levels stand for."""
+        weight, num_clients = float(state.weight), round(float(state.num_clients))
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
-        parts = state.total_P.split([lane.size for lane in self._lanes])
-        scale = self._max_weight / weight
-        scaled = [part * (lane.step * scale) for lane, part in zip(self._lanes, parts, strict=True)]
-        return torch.cat(scaled).to(self.layout.dtype)
+        means = {}
+        for name, total in state.sums.items():
+            lanes, scaled = self._lanes[name], []
+            for lane, part in zip(lanes, total.split([lane.size for lane in lanes]), strict=True):
+                share = self._max_weight / weight if lane.weighted else 1 / num_clients
+                scaled.append(part * (lane.step * share))
+            means[name] = torch.cat(scaled).to(self.layout.dtype)
+        return Aggregate(lanes=means, num_clients=num_clients)
 
     @cached_property
-    def _lanes(self) -> tuple[Lane, ...]:
-        lanes = self.plan.lanes(self.layout)
-        return tuple(lane for lane in lanes if lane.role is LaneRole.VECTOR)
+    def _lanes(self) -> Mapping[str, tuple[Lane, ...]]:
+        """The lanes of a session into which each lane of the strategy goes."""
+        return self.plan.vector_lanes(self.layout)
 
     @property
     def _max_weight(self) -> int:
         return self.plan.max_examples if self.plan.by_examples else 1
 
-    def _levels(self, delta_P: Tensor, weight: float) -> Tensor:
-        """Return the levels of one update: float64, shape [P]; NaN if it is not finite."""
-        if not bool(torch.isfinite(delta_P).all()):
-            return torch.full_like(delta_P, math.nan, dtype=torch.float64)
+    def _levels(self, name: str, row: Tensor, weight: float) -> Tensor:
+        """Return the levels of one client's lane: float64; NaN if it is not finite."""
+        if not bool(torch.isfinite(row).all()):
+            return torch.full_like(row, math.nan, dtype=torch.float64)
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
-        digest.update(delta_P.contiguous().numpy().tobytes())
-        noise = keystream(SecretBytes(digest.digest()), 4 * len(delta_P)).view(np.uint32)
-        levels, begin = [], 0
-        for lane in self._lanes:
-            part = slice(begin, begin + lane.size)
-            values = clipped(delta_P[part], lane.bound).numpy()
-            factor = weight / self._max_weight
-            words = encode(lane, values, factor=factor, noise=noise[part])
+        digest.update(row.contiguous().numpy().tobytes())
+        noise = keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
+        lanes, levels = self._lanes[name], []
+        sizes = [lane.size for lane in lanes]
+        noises = np.split(noise, np.cumsum(sizes)[:-1])
+        for lane, part, own in zip(lanes, row.split(sizes), noises, strict=True):
+            factor = weight / self._max_weight if lane.weighted else 1.0
+            words = encode(lane, clipped(part, lane.bound).numpy(), factor=factor, noise=own)
             levels.append(levels_of(lane, words).astype(np.float64))
-            begin += lane.size
         return torch.from_numpy(np.concatenate(levels))

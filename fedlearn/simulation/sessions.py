@@ -1,59 +1,77 @@
 """The same simulation through real client sessions and the wire codec, in one process.
 
-Slower than the engine and equal to it: what a deployment would compute, for parity and for
-code that lives in sessions.
+Slower than the engine and equal to it, for parity and for code that lives in sessions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import ClientId, Failure, Request, TrainRequest, training_in
+from fedlearn.core.codec import encode, peek
+from fedlearn.core.features import Features
+from fedlearn.core.messages import (
+    ClientId,
+    Failure,
+    Reply,
+    Request,
+    SecureTrainRequest,
+    TrainRequest,
+)
 from fedlearn.core.randomness import Seed
 from fedlearn.session.session import ClientSession
-from fedlearn.simulation.behaviour import ClientBehaviour
+from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
+from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.simulation.timeline import DROPPED_OUT
 from fedlearn.training.local_data import TensorData
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 
-def session_channel(
-    population: Population,
-    behaviour: ClientBehaviour,
-    model: ResidentModel,
-    *,
-    identities: SimulatedIdentities | None = None,
-) -> MemoryChannel:
-    """Return a channel to one session per client of the population.
+def trainers_on(
+    model: ResidentModel, *, local_updates: Collection[type[LocalUpdate]] = ()
+) -> MakeTrainer:
+    """Return what makes fedlearn's own trainer for each client, all on one model in memory."""
 
-    Args:
-        population: Who there is, and their examples.
-        behaviour: How long their rounds take and which of them fail.
-        model: What trains, one client at a time.
-        identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
-    """
-    sessions = _Sessions(population, behaviour, model, identities)
-    return MemoryChannel(sessions, sessions.latency_s, VirtualClock())
+    def make_trainer(features: Features, labels: Tensor) -> LocalTrainer:
+        data = TensorData(features, labels, device=model.device)
+        return TorchTrainer(model, data, local_updates=local_updates)
+
+    return make_trainer
 
 
 @dataclass(frozen=True)
-class _Sessions(Mapping[ClientId, Handler]):
-    """A handler per client, made when it is asked: idle clients cost nothing."""
+class SimulatedSessions(Mapping[ClientId, Handler]):
+    """A session for each client, made when it is asked: idle clients cost nothing.
+
+    Attributes:
+        population: Who there is, and their examples.
+        behaviour: How long their rounds take and which of them fail.
+        make_trainer: Makes the trainer of a client, of its features and labels.
+        work: How much clients do that are not told another number of epochs.
+        further_bytes: Size of what a client contributes beside the model's delta.
+        identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
+    """
 
     population: Population
     behaviour: ClientBehaviour
-    model: ResidentModel
-    identities: SimulatedIdentities | None
+    make_trainer: MakeTrainer
+    _: KW_ONLY
+    work: LocalWork
+    further_bytes: int = 0
+    identities: SimulatedIdentities | None = None
+
+    def channel(self) -> MemoryChannel:
+        """Return a channel to them, in virtual time."""
+        return MemoryChannel(self, self.latency_s, VirtualClock())
 
     def __len__(self) -> int:
         return self.population.num_clients
@@ -66,39 +84,35 @@ class _Sessions(Mapping[ClientId, Handler]):
 
     def latency_s(self, clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
         """Return when the replies arrive: at once for what is not training."""
-        train = training_in(request)
+        train = _training(request)
         if train is None:
             return np.zeros(len(clients))
-        client_ids = np.asarray(clients, np.int64)
-        local = LocalSgd.from_settings(train.settings)
-        num_bytes = sum(t.numel() * t.element_size() for t in train.tensors.values())
-        return self.behaviour.durations_s(
-            client_ids,
-            round_num=train.round_num,
-            attempt=train.attempt,
-            num_examples_processed=self.population.num_examples(client_ids) * local.epochs,
-            download_bytes=num_bytes,
-            upload_bytes=num_bytes,
-            seed=Seed(train.seed),
-        )
+        return self.behaviour.durations_s(self._asked(clients, train))
 
     def _handle(self, client_id: ClientId, data: bytes, state: bytes) -> tuple[bytes, bytes]:
-        train = training_in(decode(data))
-        if train is not None and self._drops(client_id, train):
+        train = _training(peek(data))
+        if train is not None and self.behaviour.failures(self._asked([client_id], train))[0]:
             return encode(Failure(DROPPED_OUT)), state
         rows = self.population.load(np.asarray([client_id]))
-        index = torch.from_numpy(rows.rows)
-        device = self.model.vector_P.device
-        examples = TensorData(rows.features[index], rows.labels[index], device=device)
-        trainer = TorchTrainer(self.model, examples)
+        trainer = self.make_trainer(*rows.gathered())
         secure = None if self.identities is None else self.identities.client(client_id)
         return ClientSession(client_id, trainer, secure).handle(data, state)
 
-    def _drops(self, client_id: ClientId, request: TrainRequest) -> bool:
-        drops = self.behaviour.failures(
-            np.asarray([client_id]),
-            round_num=request.round_num,
-            attempt=request.attempt,
-            seed=Seed(request.seed),
+    def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
+        client_ids, epochs = np.asarray(clients, np.int64), train.settings.get("epochs")
+        num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())
+        return DeviceRound(
+            client_ids=client_ids,
+            round_num=train.round_num,
+            attempt=train.attempt,
+            num_examples_processed=self.population.num_examples(client_ids)
+            * (epochs if isinstance(epochs, int) else self.work.epochs),
+            download_bytes=num_bytes + sum(told.nbytes for told in train.told.values()),
+            upload_bytes=num_bytes + self.further_bytes,
+            seed=Seed(train.seed),
         )
-        return bool(drops[0])
+
+
+def _training(request: Request | Reply) -> TrainRequest | None:
+    train = request.train if isinstance(request, SecureTrainRequest) else request
+    return train if isinstance(train, TrainRequest) else None

@@ -1,15 +1,14 @@
 """A sum over forked processes, through memory that they share.
 
-A message between processes wakes threads on both sides, which costs more than the sum
-itself where rounds take milliseconds. Here each process writes its tensors where all can
-read them, the processes meet, each adds up its own part for all, and they meet once more.
+A message wakes threads on both sides, which costs more than the sum where rounds take
+milliseconds. Here each process writes its tensors where all can read them, the processes meet,
+each adds up its own part for all, and they meet once more.
 """
 
 import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,31 +17,33 @@ from torch import Tensor
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class SharedTensors:
-    """The same tensors in the row of each process, as vectors cut into one part a process.
+class SharedRows:
+    """A row of memory for each process, grown as needed; made before the processes fork.
 
-    Attributes:
-        like: Their sizes and dtypes, in order.
-        rows: By process, then by tensor: views of the shared memory.
-        parts: By tensor, then by process, then by part: views of the rows.
+    All write tensors of the same sizes and dtypes, meet, add up, meet again, and read.
+
+    Args:
+        num_rows: Processes.
     """
 
-    like: tuple[tuple[int, torch.dtype], ...]
-    rows: Sequence[Sequence[Tensor]]
-    parts: Sequence[Sequence[Sequence[Tensor]]]
+    def __init__(self, num_rows: int) -> None:
+        self._files = [_memory_file() for _ in range(num_rows)]
+        self._like: Sequence[tuple[int, torch.dtype]] | None = None
+        self._rows: list[list[Tensor]] = []  # by process, then by tensor
+        self._parts: list[list[Sequence[Tensor]]] = []  # by tensor, by process, then by part
 
-    @classmethod
-    def of(
-        cls, like: tuple[tuple[int, torch.dtype], ...], rows: Sequence[Sequence[Tensor]]
-    ) -> "SharedTensors":
-        """Cut the rows into parts."""
-        parts = [[row[i].tensor_split(len(rows)) for row in rows] for i in range(len(like))]
-        return cls(like, rows, parts)
+    def __len__(self) -> int:
+        return len(self._files)
 
     def write(self, rank: int, tensors: Sequence[Tensor]) -> None:
         """Write ``tensors`` into the row of process ``rank``."""
-        for own, tensor in zip(self.rows[rank], tensors, strict=True):
+        like = [(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if self._like != like:
+            self._forget()  # what is mapped may be smaller
+            self._like, self._rows = like, [_views(file, like) for file in self._files]
+            by_tensor = zip(*self._rows, strict=True)
+            self._parts = [[each.tensor_split(len(self)) for each in rows] for rows in by_tensor]
+        for own, tensor in zip(self._rows[rank], tensors, strict=True):
             own.copy_(tensor.flatten())
 
     def add_up(self, rank: int) -> None:
@@ -50,7 +51,7 @@ class SharedTensors:
 
         Each part is added up once, so all processes read the same sums.
         """
-        for by_process in self.parts:
+        for by_process in self._parts:
             own = by_process[rank][rank]
             for other, parts in enumerate(by_process):
                 if other != rank:
@@ -58,41 +59,18 @@ class SharedTensors:
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Write the sums into ``tensors``, each part from the row of its process."""
-        for tensor, by_process in zip(tensors, self.parts, strict=True):
+        for tensor, by_process in zip(tensors, self._parts, strict=True):
             flat = torch.cat([parts[rank] for rank, parts in enumerate(by_process)])
             tensor.copy_(flat.view(tensor.shape))
 
-
-@dataclass
-class SharedRows:
-    """A row of memory for each process, grown as needed; made before the processes fork.
-
-    Attributes:
-        files: Descriptor of each row's memory.
-    """
-
-    files: Sequence[int]
-    _tensors: SharedTensors | None = None
-
-    @classmethod
-    def create(cls, num_rows: int) -> "SharedRows":
-        """Return empty rows."""
-        return cls([_memory_file() for _ in range(num_rows)])
-
-    def tensors(self, like: Sequence[Tensor]) -> SharedTensors:
-        """Return room for ``like`` in every row; all processes must ask for the same."""
-        wanted = tuple((tensor.numel(), tensor.dtype) for tensor in like)
-        if self._tensors is None or self._tensors.like != wanted:
-            self._tensors = None  # what it maps may be smaller
-            rows = [_views(file, wanted) for file in self.files]
-            self._tensors = SharedTensors.of(wanted, rows)
-        return self._tensors
-
     def close(self) -> None:
         """Give the memory back once nobody looks at it."""
-        self._tensors = None
-        for file in self.files:
+        self._forget()
+        for file in self._files:
             os.close(file)
+
+    def _forget(self) -> None:
+        self._like, self._rows, self._parts = None, [], []
 
 
 def _views(file: int, like: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """One round in virtual time: who arrives when, and whom the round still needs.
 
-A round closes with the last report it wants. Whether a report is usable is known only
-after training, so clients are trained in waves: first those that would close the round if
-all were sound, then, for each that was not, the next to arrive.
+A round closes with the last report it wants. Which are usable is known only after training, so
+clients train in waves: those that would close the round if all were sound, then, for each that
+was not, the next to arrive.
 """
 
 import math
@@ -13,22 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import STATUSES, UNSOUND_DELTA, Participations, Status
+from fedlearn.core.collecting import STATUSES, Participations, Status, unsound
 
 _PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
 
-_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: UNSOUND_DELTA}
+_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: unsound("delta")}
 
 #: The status code of each outcome.
-_CODES = np.asarray(
-    [
-        STATUSES.index(status)
-        for status in (Status.LATE, Status.REPORTED, Status.FAILED, Status.FAILED, Status.LATE)
-    ]
-)
+_STATUSES = (Status.LATE, Status.REPORTED, Status.FAILED, Status.FAILED, Status.LATE)
+_CODES = np.asarray([STATUSES.index(status) for status in _STATUSES])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,19 +71,21 @@ class Timeline:
         wave: NDArray[np.int64],
         *,
         losses: NDArray[np.float64],
+        num_examples: NDArray[np.int64],
         is_sound: NDArray[np.bool_],
     ) -> Self:
         """Return the timeline with a wave trained."""
-        outcome, all_losses = self.outcome.copy(), self.losses.copy()
+        outcome, known = self.outcome.copy(), self.losses.copy()
+        counts = self.num_examples.copy()
         outcome[wave] = np.where(is_sound, _REPORTED, _UNSOUND)
-        all_losses[wave] = np.where(is_sound, losses, math.nan)
-        return replace(self, outcome=outcome, losses=all_losses)
+        known[wave] = np.where(is_sound, losses, math.nan)
+        counts[wave] = num_examples
+        return replace(self, outcome=outcome, losses=known, num_examples=counts)
 
     def closed_s(self, policy: StragglerPolicy) -> float:
         """Return when the round closed: seconds after the broadcast."""
-        reported = np.flatnonzero(self.outcome == _REPORTED)
-        if len(reported) == policy.num_wanted:
-            return float(self.durations_s[reported[-1]])
+        if (closing := self._closing(policy)) is not None:
+            return float(self.durations_s[closing])
         settled_s = self.durations_s[self.outcome != _TOO_LATE]
         if len(settled_s) < len(self.outcome) and math.isfinite(policy.deadline_s):
             return policy.deadline_s
@@ -98,8 +96,9 @@ class Timeline:
 
         A client that would have failed after the close of the round is merely late.
         """
-        is_after_close = np.arange(len(self.outcome)) > self._last(policy)
-        outcome = np.where(is_after_close, _TOO_LATE, self.outcome)
+        outcome = self.outcome.copy()
+        if (closing := self._closing(policy)) is not None:
+            outcome[closing + 1 :] = _TOO_LATE
         failed = np.flatnonzero((outcome == _DROPPED) | (outcome == _UNSOUND)).tolist()
         return Participations(
             self.client_ids,
@@ -110,7 +109,7 @@ class Timeline:
             {place: _REASONS[int(outcome[place])] for place in failed},
         )
 
-    def _last(self, policy: StragglerPolicy) -> int:
-        """Return the index of the report that closed the round, else of the last client."""
+    def _closing(self, policy: StragglerPolicy) -> int | None:
+        """Return the index of the report that closed the round, if one did."""
         reported = np.flatnonzero(self.outcome == _REPORTED)
-        return int(reported[-1]) if len(reported) == policy.num_wanted else len(self.outcome) - 1
+        return int(reported[-1]) if len(reported) == policy.num_wanted else None

@@ -27,14 +27,7 @@ _METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """A checkpoint on disk, as its row in the store describes it.
-
-    Attributes:
-        round_num: Rounds finished.
-        path: Where it lies.
-        sha256: Of the whole file, hexadecimal.
-        num_bytes: Length of the file.
-    """
+    """A checkpoint on disk, after so many rounds, and the SHA-256 of the file, hexadecimal."""
 
     round_num: int
     path: Path
@@ -76,38 +69,28 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
 def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
     """Return the checkpoint in ``file``; its bytes are verified before they are parsed.
 
-    Args:
-        file: What the store has on record.
-        remedy: What to do if the bytes are others; ends the message.
+    A message says at its end, by ``remedy``, what to do if the bytes are others.
 
     Raises:
         CorruptCheckpoint: The file is missing, or its SHA-256 is not the one on record.
         NewerStore: A later version of fedlearn wrote it.
         StoreError: The file cannot be read.
     """
-    content = _read(file, remedy=remedy)
+    committed = f"expected sha256 {file.sha256} ({file.num_bytes} bytes)"
+    with disk_errors(file.path, raises=StoreError, doing="read"):
+        try:
+            content = file.path.read_bytes()
+        except FileNotFoundError as error:
+            raise CorruptCheckpoint(
+                f"{file.path} is missing: {committed}, found no file; {remedy}"
+            ) from error
     found = sha256(content).hexdigest()
     if found != file.sha256:
         raise CorruptCheckpoint(
-            f"{file.path} is not the checkpoint that was committed: expected sha256 "
-            f"{file.sha256} ({file.num_bytes} bytes), found {found} ({len(content)} bytes); "
-            f"{remedy}"
+            f"{file.path} is not the checkpoint that was committed: {committed}, found {found} "
+            f"({len(content)} bytes); {remedy}"
         )
     return _decode(content, path=file.path)
-
-
-def _read(file: CheckpointFile, *, remedy: str) -> bytes:
-    try:
-        return file.path.read_bytes()
-    except FileNotFoundError as error:
-        raise CorruptCheckpoint(
-            f"{file.path} is missing: expected sha256 {file.sha256} ({file.num_bytes} bytes), "
-            f"found no file; {remedy}"
-        ) from error
-    except OSError as error:
-        raise StoreError(
-            f"cannot read {file.path}: {error.strerror}; check the disk and the permissions"
-        ) from error
 
 
 def _serialize(checkpoint: Checkpoint, path: Path) -> None:

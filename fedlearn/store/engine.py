@@ -14,7 +14,6 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session
 
 from fedlearn.core.files import is_full, remedy
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
@@ -69,59 +68,27 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-@contextmanager
-def writing(engine: Engine) -> Iterator[Session]:
-    """Open a transaction that may write; it is committed unless the block raises.
-
-    Raises:
-        StoreError: The database refuses; nothing was written.
-        StoreUnavailable: The database is away; if it went while it committed, what was
-            written may stand.
-    """
-    with (
-        explained(engine),
-        Session(engine.execution_options(writes=True)) as session,
-        session.begin(),
-    ):
-        yield session
-
-
-@contextmanager
-def reading(engine: Engine) -> Iterator[Session]:
-    """Open a transaction in which every statement sees the same commit.
-
-    Raises:
-        StoreError: The database cannot be read.
-        StoreUnavailable: The database is away.
-    """
-    if engine.dialect.name == "postgresql":
-        engine = engine.execution_options(isolation_level="REPEATABLE READ")
-    with explained(engine), Session(engine) as session:
-        yield session
-
-
-def one_at_a_time(session: Session, lock: int) -> None:
+def one_at_a_time(connection: Connection, lock: int) -> None:
     """Let transactions that call this with the same ``lock`` wait for each other.
 
     SQLite has a single writer as it is.
     """
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(text(f"SELECT pg_advisory_xact_lock({lock})"))
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({lock})"))
 
 
 @contextmanager
 def explained(engine: Engine) -> Iterator[None]:
-    """Turn errors of the database's driver and of the disk into errors with a remedy.
+    """Turn errors of the database's driver and of the disk into StoreErrors with a remedy.
 
-    Raises:
-        StoreError: What happened, and what to do about it.
-        StoreUnavailable: The same, where it may pass by itself.
+    Those that may pass by themselves are :class:`~fedlearn.errors.StoreUnavailable`.
     """
     try:
         yield
     except DBAPIError as error:
         what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
-        raise _kind(error)(f"{engine.url!r}: {what}; {_remedy(error)}") from error
+        kind, advice = _said(error)
+        raise kind(f"{engine.url!r}: {what}; {advice}") from error
     except PoolTimeout as error:  # the pool's own, not the driver's
         raise StoreUnavailable(
             f"{engine.url!r}: all connections of this process are in use; let what holds the "
@@ -152,8 +119,7 @@ def migrate(engine: Engine) -> None:
                 "(`pip install --upgrade fedlearn`)"
             )
         with engine.execution_options(writes=True).begin() as connection:
-            if engine.dialect.name == "postgresql":
-                connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+            one_at_a_time(connection, _MIGRATION_LOCK)
             command.upgrade(_alembic(connection=connection), "head")
 
 
@@ -185,36 +151,21 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _kind(error: DBAPIError) -> type[StoreError]:
-    """Return what an error of the driver is to its caller."""
-    sqlite_full = _sqlite_family(error) == "SQLITE_FULL"
-    if sqlite_full or getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
-        return NoSpace
-    return StoreUnavailable if _may_pass(error) else StoreError
-
-
-def _may_pass(error: DBAPIError) -> bool:
-    """Whether the connection was lost or refused, or SQLite's one writer took too long."""
-    if _sqlite_family(error) is not None:
-        return _sqlite_family(error) == "SQLITE_BUSY"
+def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
+    """Return what an error of the driver is to its caller, and what to do about it."""
+    if isinstance(error, IntegrityError):
+        return StoreError, "another process writes the same run: stop one of them"
+    name = getattr(error.orig, "sqlite_errorname", None)
+    if name is not None:  # only SQLite's errors have one
+        family = "_".join(name.split("_")[:2])
+        kind = {"SQLITE_FULL": NoSpace, "SQLITE_BUSY": StoreUnavailable}.get(family, StoreError)
+        return kind, _REMEDIES.get(family, f"SQLite calls this {family}")
     # No statement: what failed was to connect, to begin or to commit.
     at_the_edge = isinstance(error, OperationalError) and error.statement is None
-    return error.connection_invalidated or at_the_edge
-
-
-def _remedy(error: DBAPIError) -> str:
-    if isinstance(error, IntegrityError):
-        return "another process writes the same run: stop one of them"
-    family = _sqlite_family(error)
-    if family is None:
-        return "check that the server runs and that the URL names a database this user may write"
-    return _REMEDIES.get(family, f"SQLite calls this {family}")
-
-
-def _sqlite_family(error: DBAPIError) -> str | None:
-    """Return SQLite's name of the kind of error; only errors of that library have one."""
-    code = getattr(error.orig, "sqlite_errorname", None)
-    return None if code is None else "_".join(code.split("_")[:2])
+    kind = StoreUnavailable if error.connection_invalidated or at_the_edge else StoreError
+    if getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
+        kind = NoSpace
+    return kind, "check that the server runs and that the URL names a database this user may write"
 
 
 def _alembic(**attributes: object) -> Config:

@@ -1,24 +1,17 @@
 """The journal of a deployed run's open rounds, in the store's database."""
 
-import json
-
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from fedlearn.core.messages import ClientId
-from fedlearn.rounds.journal import OpenRound, check_same
+from fedlearn.errors import StoreError
+from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.runs import Database, Guard, unknown_run
-from fedlearn.store.schema import OpenRoundRow, RunRow
+from fedlearn.store.runs import Database, Guard, run_id_of
+from fedlearn.store.schema import OpenRoundRow, RunRow, as_record, as_row
 
 
 class StoredJournal:
-    """A :class:`fedlearn.rounds.journal.RoundJournal` of one run.
-
-    Args:
-        database: Where the run is.
-        name: Of the run.
-        guard: Checks in each transaction that this process may write: the lease's.
+    """A :class:`fedlearn.rounds.journal.RoundJournal` of the run called ``name``.
 
     Raises:
         StoreError: There is no such run, or the database cannot be read.
@@ -28,10 +21,7 @@ class StoredJournal:
         self._database = database
         self._guard = guard
         with database.reading() as session:
-            run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
-            if run_id is None:
-                raise unknown_run(name, known=session.scalars(select(RunRow.name)))
-        self._run_id = run_id
+            self._run_id = run_id_of(session, name)
 
     def find(self, round_num: int, attempt: int) -> OpenRound | None:
         """Return the round as it was opened."""
@@ -47,18 +37,15 @@ class StoredJournal:
         with self._database.writing() as session:
             self._guard(session)
             known = self._find(session, opened.round_num, opened.attempt)
-            if known is not None:
-                check_same(known, opened)
-                return
-            session.add(
-                OpenRoundRow(
-                    run_id=self._run_id,
-                    round_num=opened.round_num,
-                    attempt=opened.attempt,
-                    cohort=json.dumps(opened.cohort),
-                    opened_unix_s=opened.opened_unix_s,
+            if known is not None and known.cohort != opened.cohort:
+                raise StoreError(
+                    f"round {opened.round_num}, attempt {opened.attempt}, is open with another "
+                    f"cohort: {len(known.cohort)} clients, not these {len(opened.cohort)}; ask "
+                    "those of the journal"
                 )
-            )
+            if known is not None:
+                return
+            session.add(as_row(OpenRoundRow, opened, run_id=self._run_id))
             session.execute(
                 update(RunRow)
                 .where(RunRow.id == self._run_id)
@@ -74,7 +61,7 @@ class StoredJournal:
                 .order_by(OpenRoundRow.round_num.desc(), OpenRoundRow.attempt.desc())
                 .limit(1)
             )
-            return None if row is None else _open_round(row)
+            return None if row is None else as_record(row, OpenRound)
 
     def forget(self, before_round: int) -> None:
         """Remove the rounds before ``before_round``."""
@@ -85,13 +72,4 @@ class StoredJournal:
 
     def _find(self, session: Session, round_num: int, attempt: int) -> OpenRound | None:
         row = session.get(OpenRoundRow, (self._run_id, round_num, attempt))
-        return None if row is None else _open_round(row)
-
-
-def _open_round(row: OpenRoundRow) -> OpenRound:
-    return OpenRound(
-        round_num=row.round_num,
-        attempt=row.attempt,
-        cohort=tuple(ClientId(each) for each in json.loads(row.cohort)),
-        opened_unix_s=row.opened_unix_s,
-    )
+        return None if row is None else as_record(row, OpenRound)

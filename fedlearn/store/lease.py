@@ -4,22 +4,24 @@ The holder of a run's lease adds one to ``beat`` every few seconds. Whoever wait
 with the next ``epoch``, once the beat has stood still for ``ttl_s`` of its own monotonic
 clock: no two machines' clocks are ever compared. Every write of the holder checks the epoch
 in its own transaction, so one that was taken over, and does not know, changes nothing.
+
+Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be read
+or written.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import cast
 
 import structlog
-from sqlalchemy import ColumnElement, CursorResult, Result, select, update
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import Clock
+from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, Fenced, StoreUnavailable
-from fedlearn.rounds.journal import Control, Deployment
-from fedlearn.store.engine import one_at_a_time
-from fedlearn.store.runs import Database, new_run_id, unknown_run
-from fedlearn.store.schema import DeploymentRow, RunRow
+from fedlearn.rounds.journal import Control, DeployedRun
+from fedlearn.store.runs import Database, new_run_id, run_id_of
+from fedlearn.store.schema import DeploymentRow, RunRow, as_record
 
 _DEPLOY_LOCK = 7_306_087_430
 _RENEWALS_PER_TTL = 4
@@ -27,51 +29,35 @@ _RENEWALS_PER_TTL = 4
 log = structlog.get_logger()
 
 
-def deploy(database: Database, name: str) -> Deployment:
-    """Return the deployment of the run called ``name``; make it one if it is not yet.
-
-    Raises:
-        StoreError: There is no such run, or the database cannot be written.
-    """
-    with database.writing() as session:
-        one_at_a_time(session, _DEPLOY_LOCK)
-        run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
-        if run_id is None:
-            raise unknown_run(name, known=session.scalars(select(RunRow.name)))
+def deploy(database: Database, name: str) -> DeployedRun:
+    """Return the deployment of the run called ``name``, which there is; make it one if need be."""
+    with database.writing(lock=_DEPLOY_LOCK) as session:
+        run_id = run_id_of(session, name)
         row = session.get(DeploymentRow, run_id)
         if row is None:
-            row = DeploymentRow(
-                run_id=run_id,
-                uuid=new_run_id(),
-                control="run",
-                holder="",
-                epoch=0,
-                beat=0,
-                status={},
-            )
+            begun = {"control": "run", "holder": "", "epoch": 0, "beat": 0, "status": {}}
+            row = DeploymentRow(run_id=run_id, uuid=new_run_id(), **begun)
             session.add(row)
         return _deployment(row, name=name)
 
 
-def deployment(database: Database, name: str) -> Deployment:
+def deployment(database: Database, name: str) -> DeployedRun:
     """Return the deployment of the run called ``name``.
 
     Raises:
         DeploymentError: No such run is deployed; the message suggests the nearest name.
-        StoreError: The database cannot be read.
     """
     found = {each.name: each for each in deployments(database)}
     if name not in found:
-        raise _not_deployed(name, known=list(found))
+        hint = did_you_mean(name, found)
+        raise DeploymentError(
+            f"no run called {name!r} is deployed; {hint}`fedlearn coordinator` deploys one"
+        )
     return found[name]
 
 
-def deployments(database: Database) -> list[Deployment]:
-    """Return all deployed runs, oldest first.
-
-    Raises:
-        StoreError: The database cannot be read.
-    """
+def deployments(database: Database) -> list[DeployedRun]:
+    """Return all deployed runs, oldest first."""
     with database.reading() as session:
         rows = session.execute(
             select(DeploymentRow, RunRow.name)
@@ -86,19 +72,11 @@ def set_control(database: Database, name: str, control: Control) -> None:
 
     Raises:
         DeploymentError: No such run is deployed.
-        StoreError: The database cannot be written.
     """
+    deployment(database, name)  # there is one, and it stays
     with database.writing() as session:
-        changed = session.execute(
-            update(DeploymentRow)
-            .where(DeploymentRow.run_id.in_(select(RunRow.id).where(RunRow.name == name)))
-            .values(control=control)
-        )
-        if _num_rows(changed) == 0:
-            known = session.scalars(
-                select(RunRow.name).join(DeploymentRow, RunRow.id == DeploymentRow.run_id)
-            )
-            raise _not_deployed(name, known=list(known))
+        this = DeploymentRow.run_id == run_id_of(session, name)
+        session.execute(update(DeploymentRow).where(this).values(control=control))
 
 
 class Lease:
@@ -107,7 +85,6 @@ class Lease:
     The holder calls :meth:`renew` every :attr:`renew_every_s` seconds, from any one thread.
 
     Attributes:
-        name: Of the run.
         holder: Who asks; of no other process, nor of this one before a restart.
         ttl_s: How long a holder may be silent.
         renew_every_s: How often the holder renews, and a waiter looks.
@@ -134,7 +111,6 @@ class Lease:
 
         Raises:
             DeploymentError: The run is not deployed.
-            StoreError: The database cannot be read or written.
         """
         while not is_stopped():
             try:
@@ -152,7 +128,6 @@ class Lease:
             DeploymentError: The run is not deployed.
             StoreUnavailable: The database is away. The present holder cannot renew either,
                 so its silence is measured anew.
-            StoreError: The database cannot be read or written.
         """
         try:
             now_s = self._clock.now_s()
@@ -193,8 +168,7 @@ class Lease:
     def release(self) -> None:
         """Let another coordinator take over at once; nothing if one has, or it was never ours.
 
-        Raises:
-            StoreError: The database cannot be written: others wait for ``ttl_s``.
+        If the database cannot be written, others wait for ``ttl_s``.
         """
         self._held_until_s = float("-inf")
         if self._epoch is None:
@@ -222,11 +196,11 @@ class Lease:
         if session.scalar(ours) is None:
             raise self._fenced(session)
 
-    def _take(self, found: Deployment) -> bool:
+    def _take(self, found: DeployedRun) -> bool:
         """Take over from the state that was ``found``, unless it has changed."""
         sent_s = self._clock.now_s()
         with self._database.writing() as session:
-            changed = session.execute(
+            taken = session.scalar(
                 update(DeploymentRow)
                 .where(
                     DeploymentRow.uuid == found.run_id,
@@ -235,10 +209,11 @@ class Lease:
                     DeploymentRow.holder == found.holder,
                 )
                 .values(epoch=found.epoch + 1, beat=found.beat + 1, holder=self.holder)
+                .returning(DeploymentRow.epoch)
             )
-            if _num_rows(changed) == 0:
+            if taken is None:
                 return False
-        self._epoch = found.epoch + 1
+        self._epoch = taken
         self._extend(sent_s)
         return True
 
@@ -265,26 +240,5 @@ class Lease:
         )
 
 
-def _deployment(row: DeploymentRow, *, name: str) -> Deployment:
-    return Deployment(
-        name=name,
-        run_id=row.uuid,
-        control=cast(Control, row.control),
-        holder=row.holder,
-        epoch=row.epoch,
-        beat=row.beat,
-        status=row.status,
-    )
-
-
-def _not_deployed(name: str, *, known: list[str]) -> DeploymentError:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return DeploymentError(
-        f"no run called {name!r} is deployed; {hint}`fedlearn coordinator` deploys one"
-    )
-
-
-def _num_rows(result: Result[tuple[()]]) -> int:
-    """Return how many rows an UPDATE has changed."""
-    return cast("CursorResult[tuple[()]]", result).rowcount
+def _deployment(row: DeploymentRow, *, name: str) -> DeployedRun:
+    return as_record(row, DeployedRun, name=name, run_id=row.uuid)

@@ -24,15 +24,7 @@ _NUMBERS = range(10, 100)
 
 
 def memorable_names(seed: Seed) -> Iterator[str]:
-    """Yield names without end: adjective, animal, two digits; the same for the same seed.
-
-    There are some 450,000 of them. A store takes the first that is free.
-
-    Example:
-        >>> from itertools import islice
-        >>> list(islice(memorable_names(Seed(1)), 2)) == list(islice(memorable_names(Seed(1)), 2))
-        True
-    """
+    """Yield names without end, the same for the same seed; there are some 450,000 of them."""
     for attempt in count():
         value = seed.derive("run name", attempt).value
         value, adjective = divmod(value, len(_ADJECTIVES))

@@ -1,7 +1,7 @@
 """Rounds, their participations and metrics: written in bulk, read as records or as counts."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import cast
@@ -12,26 +12,23 @@ from sqlalchemy import Connection, func, insert, select
 from sqlalchemy.orm import Session
 
 from fedlearn.core.collecting import Participation, Participations, Status
-from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RoundRecord
-from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, plain
+from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, as_record, plain
 
 _BATCH_ROWS = 500
+
+_OF_ROUNDS = [each.name for each in RoundRow.__table__.columns if each.name != "run_id"]
+
+#: Stands before the names of metrics of training; those of an evaluation never begin so.
+_TRAINING = "train/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSummary:
-    """A round without its participations one by one.
+    """A :class:`~fedlearn.rounds.records.RoundRecord` without its participations one by one.
 
     Attributes:
-        round_num: Index, from 0.
-        attempt: How often it was retried before this outcome.
-        outcome: Whether the model moved.
         counts: How many clients ended with each status; 0 where none did.
-        train_loss: Mean training loss of the reports, weighted by examples; NaN if none.
-        duration_s: Seconds from broadcast to close, all attempts together.
-        seconds: Real seconds the round took, evaluation included.
-        metrics: Evaluation after the round by name.
     """
 
     round_num: int
@@ -42,37 +39,23 @@ class RoundSummary:
     duration_s: float
     seconds: float
     metrics: Mapping[str, float]
+    train_metrics: Mapping[str, float]
 
 
 def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRecord]) -> None:
     """Insert all records: three bulk statements without an object a row."""
-    _insert_all(
-        connection,
-        "rounds",
-        (
-            {
-                "run_id": run_id,
-                "round_num": record.round_num,
-                "attempt": record.attempt,
-                "outcome": record.outcome,
-                "train_loss": record.train_loss,
-                "duration_s": record.duration_s,
-                "virtual_s": record.virtual_s,
-                "seconds": record.seconds,
-            }
-            for record in records
-        ),
+    rounds = (
+        {"run_id": run_id} | {name: getattr(record, name) for name in _OF_ROUNDS}
+        for record in records
     )
+    _insert_all(connection, "rounds", rounds)
     _insert_participations(connection, run_id, records)
-    _insert_all(
-        connection,
-        "metrics",
-        (
-            {"run_id": run_id, "round_num": record.round_num, "name": name, "value": value}
-            for record in records
-            for name, value in record.metrics.items()
-        ),
+    metrics = (
+        {"run_id": run_id, "round_num": record.round_num, "name": name, "value": value}
+        for record in records
+        for name, value in _named_metrics(record)
     )
+    _insert_all(connection, "metrics", metrics)
 
 
 def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
@@ -80,16 +63,11 @@ def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
     participations = _participations(session, run_id)
     metrics = _metrics(session, run_id, first=0)
     return [
-        RoundRecord(
-            round_num=row.round_num,
-            attempt=row.attempt,
-            outcome=row.outcome,
+        as_record(
+            row,
+            RoundRecord,
             participations=Participations.of(participations[row.round_num]),
-            train_loss=row.train_loss,
-            duration_s=row.duration_s,
-            virtual_s=row.virtual_s,
-            seconds=row.seconds,
-            metrics=metrics[row.round_num],
+            **metrics[row.round_num],
         )
         for row in session.scalars(
             select(RoundRow).where(RoundRow.run_id == run_id).order_by(RoundRow.round_num)
@@ -111,16 +89,7 @@ def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundS
     counts = _counts(session, run_id, first=first)
     metrics = _metrics(session, run_id, first=first)
     return [
-        RoundSummary(
-            round_num=row.round_num,
-            attempt=row.attempt,
-            outcome=row.outcome,
-            counts=counts[row.round_num],
-            train_loss=row.train_loss,
-            duration_s=row.duration_s,
-            seconds=row.seconds,
-            metrics=metrics[row.round_num],
-        )
+        as_record(row, RoundSummary, counts=counts[row.round_num], **metrics[row.round_num])
         for row in reversed(rows)
     ]
 
@@ -180,22 +149,10 @@ def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:
 def _participations(session: Session, run_id: int) -> defaultdict[int, list[Participation]]:
     row = ParticipationRow
     found: defaultdict[int, list[Participation]] = defaultdict(list)
-    for round_num, client_id, status, duration_s, num_examples, loss, reason in session.execute(
-        select(
-            row.round_num,
-            row.client_id,
-            row.status,
-            row.duration_s,
-            row.num_examples,
-            row.loss,
-            row.reason,
-        )
-        .where(row.run_id == run_id)
-        .order_by(row.round_num, row.position)
-    ):
-        found[round_num].append(
-            Participation(ClientId(client_id), status, duration_s, num_examples, loss, reason)
-        )
+    columns = [getattr(row, name) for name in ("round_num", *Participation._fields)]
+    by_arrival = select(*columns).where(row.run_id == run_id).order_by(row.round_num, row.position)
+    for round_num, *values in session.execute(by_arrival):
+        found[round_num].append(Participation(*values))
     return found
 
 
@@ -211,13 +168,26 @@ def _counts(session: Session, run_id: int, *, first: int) -> defaultdict[int, di
     return found
 
 
-def _metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, dict[str, float]]:
+def _named_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
+    """Yield a round's metrics as they are stored: those of training under a prefix."""
+    yield from record.metrics.items()
+    for name, value in record.train_metrics.items():
+        yield f"{_TRAINING}{name}", value
+
+
+def _metrics(
+    session: Session, run_id: int, *, first: int
+) -> defaultdict[int, dict[str, dict[str, float]]]:
+    """Return what was measured, by round, then by the record's field, then by name."""
     row = MetricRow
-    found: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    found: defaultdict[int, dict[str, dict[str, float]]] = defaultdict(
+        lambda: {"metrics": {}, "train_metrics": {}}
+    )
     for round_num, name, value in session.execute(
         select(row.round_num, row.name, row.value).where(
             row.run_id == run_id, row.round_num >= first
         )
     ):
-        found[round_num][name] = value
+        where = "train_metrics" if name.startswith(_TRAINING) else "metrics"
+        found[round_num][where][name.removeprefix(_TRAINING)] = value
     return found

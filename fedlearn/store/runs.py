@@ -7,11 +7,10 @@ is a complete file; at worst a file is left that no row names, and the next comm
 removes it.
 """
 
-import difflib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,27 +23,23 @@ from torch import Tensor
 
 from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus
-from fedlearn.store.checkpoints import (
-    CheckpointFile,
-    read_checkpoint,
-    write_checkpoint,
-)
-from fedlearn.store.engine import explained, migrate, open_engine, reading, writing
+from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
+from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.names import memorable_names
-from fedlearn.store.rounds import (
-    RoundSummary,
-    insert_rounds,
-    read_rounds,
-    summarise_rounds,
-)
+from fedlearn.store.rounds import RoundSummary, insert_rounds, read_rounds, summarise_rounds
 from fedlearn.store.schema import (
-    Base,
     CheckpointRow,
     DeploymentRow,
+    MetricRow,
     OpenRoundRow,
+    ParticipationRow,
+    RoundRow,
     RunRow,
+    as_record,
+    as_row,
 )
 
 #: Called first in every transaction that writes; raises if the writer may not.
@@ -65,11 +60,14 @@ def unguarded(_: Session) -> None:
 
 
 class _NameTaken(StoreError):
-    """Another run of the store, or a folder beside it, has this name."""
+    """Another run, or a folder beside its own, has this name."""
 
 
 class Database:
     """All runs of one database, and the folder with their files.
+
+    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
+    read or written.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -84,13 +82,36 @@ class Database:
         self.runs_dir = runs_dir
         self._engine = engine
 
-    def writing(self) -> AbstractContextManager[Session]:
-        """Open a transaction that may write; see :func:`store_engine.writing`."""
-        return writing(self._engine)
+    @contextmanager
+    def writing(self, *, lock: int | None = None) -> Iterator[Session]:
+        """Open a transaction that may write; it is committed unless the block raises.
 
-    def reading(self) -> AbstractContextManager[Session]:
-        """Open a transaction that reads one state; see :func:`store_engine.reading`."""
-        return reading(self._engine)
+        Args:
+            lock: A number; transactions with the same one wait for each other.
+
+        Raises:
+            StoreError: The database refuses; nothing was written.
+            StoreUnavailable: The database is away; if it went while it committed, what was
+                written may stand.
+        """
+        engine = self._engine.execution_options(writes=True)
+        with self.explained(), Session(engine) as session, session.begin():
+            if lock is not None:
+                one_at_a_time(session.connection(), lock)
+            yield session
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """Open a transaction in which every statement sees the same commit."""
+        engine = self._engine
+        if engine.dialect.name == "postgresql":
+            engine = engine.execution_options(isolation_level="REPEATABLE READ")
+        with self.explained(), Session(engine) as session:
+            yield session
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Turn errors of the driver and of the disk into StoreErrors with a remedy."""
+        return explained(self._engine)
 
     @classmethod
     def open(cls, url: str, *, runs_dir: Path) -> Self:
@@ -106,26 +127,24 @@ class Database:
             StoreError: The URL is not one of those, its driver is not installed, or the
                 database cannot be reached, read or written.
         """
-        engine = open_engine(url)
+        database = cls(open_engine(url), runs_dir=runs_dir)
         try:
-            with explained(engine):
+            with database.explained():
                 runs_dir.mkdir(parents=True, exist_ok=True)
-                migrate(engine)
+                migrate(database._engine)
         except StoreError:
-            engine.dispose()
+            database.close()
             raise
-        return cls(engine, runs_dir=runs_dir)
+        return database
 
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
 
     def __enter__(self) -> Self:
-        """Return the database itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def create(self, record: RunRecord) -> "StoredRun":
@@ -140,18 +159,12 @@ class Database:
                 f"a run cannot be called {record.name!r}: use up to 64 letters, digits, "
                 "'-', '_' and '.', beginning with a letter or a digit"
             )
-        with writing(self._engine) as session:
+        with self.writing() as session:
             # The row comes first: until the transaction ends, nobody else makes this folder.
             run_id = _insert_run(session, record=record)
             with _new_folder(self.runs_dir / record.name) as folder:
                 _write_config(folder, config=record.config)
-        return StoredRun(
-            self._engine,
-            run_id=run_id,
-            name=record.name,
-            runs_dir=self.runs_dir,
-            guard=unguarded,
-        )
+        return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
 
     def create_named(self, record: RunRecord, *, seed: Seed) -> "StoredRun":
         """Add a run under the first free of :func:`memorable_names` of ``seed``.
@@ -167,50 +180,36 @@ class Database:
         raise AssertionError("there are names without end")
 
     def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
-        """Return the run called ``name``.
-
-        Args:
-            name: Of the run.
-            guard: Checks in each transaction that this process may write; a deployed run
-                has its lease's (:mod:`fedlearn.store.lease`).
+        """Return the run called ``name``; a deployed one's ``guard`` is that of its lease.
 
         Raises:
             StoreError: There is none; the message suggests the nearest name.
         """
-        with reading(self._engine) as session:
-            run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
-            if run_id is None:
-                raise unknown_run(name, known=session.scalars(select(RunRow.name)))
-        return StoredRun(
-            self._engine, run_id=run_id, name=name, runs_dir=self.runs_dir, guard=guard
-        )
+        with self.reading() as session:
+            return StoredRun(self, run_id=run_id_of(session, name), name=name, guard=guard)
 
     def runs(self) -> list[RunRecord]:
-        """Return all runs, oldest first.
-
-        Raises:
-            StoreError: The database cannot be read.
-        """
-        with reading(self._engine) as session:
+        """Return all runs, oldest first."""
+        with self.reading() as session:
             deployed = set(session.scalars(select(DeploymentRow.run_id)))
             rows = session.scalars(select(RunRow).order_by(RunRow.id))
-            return [_run_record(row, is_deployed=row.id in deployed) for row in rows]
+            return [as_record(row, RunRecord, is_deployed=row.id in deployed) for row in rows]
 
 
 class StoredRun:
     """One run of a :class:`Database`: a :class:`fedlearn.rounds.records.RunStore`.
 
+    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
+    read or written, and whatever writes :class:`~fedlearn.errors.Fenced` after a takeover.
+
     Attributes:
-        name: As in its record.
         path: Its folder: ``config.json`` and ``checkpoints/``.
     """
 
-    def __init__(
-        self, engine: Engine, *, run_id: int, name: str, runs_dir: Path, guard: Guard
-    ) -> None:
+    def __init__(self, database: Database, *, run_id: int, name: str, guard: Guard) -> None:
         self.name = name
-        self.path = runs_dir / name
-        self._engine = engine
+        self.path = database.runs_dir / name
+        self._database = database
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
@@ -220,9 +219,10 @@ class StoredRun:
     @property
     def record(self) -> RunRecord:
         """The run as the database has it now."""
-        with reading(self._engine) as session:
+        with self._database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
-            return _run_record(session.get_one(RunRow, self._run_id), is_deployed=is_deployed)
+            row = session.get_one(RunRow, self._run_id)
+            return as_record(row, RunRecord, is_deployed=is_deployed)
 
     def append(self, record: RoundRecord) -> None:
         """Take the record of a finished round; durable with the next :meth:`commit`."""
@@ -240,7 +240,6 @@ class StoredRun:
                 another attempt.
             StoreUnavailable: The database is away. Whether the commit stands is seen by the
                 next attempt, which adds what is missing.
-            Fenced: Another coordinator has taken the run over.
             ValueError: A record is of a round that the checkpoint has not finished.
         """
         for record in self._buffer:
@@ -266,9 +265,8 @@ class StoredRun:
         """Return the last committed checkpoint, or ``None`` before the first.
 
         Raises:
-            CorruptCheckpoint: Its bytes are not those that were committed.
-            NewerStore: A later version of fedlearn wrote it.
-            StoreError: The database or the file cannot be read.
+            StoreError: It is missing or damaged, a later version of fedlearn wrote it, or it cannot
+                be read.
         """
         files = self.checkpoints()
         if not files:
@@ -277,18 +275,16 @@ class StoredRun:
         remedy = back if len(files) > 1 else "no earlier one is kept: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
-    def load_best(self) -> dict[str, Tensor]:
-        """Return the best model's tensors by their names in the model, else the last ones.
+    def weights(self, *, best: bool) -> dict[str, Tensor]:
+        """Return a model by the names in it: the best, where one was measured, or the last.
 
         Raises:
-            CorruptCheckpoint: As :meth:`load`.
-            NewerStore: As :meth:`load`.
             StoreError: As :meth:`load`, or the run has no checkpoint yet.
         """
         checkpoint = self.load()
         if checkpoint is None:
             raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
-        return _under("best/", checkpoint=checkpoint) or _under("params/", checkpoint=checkpoint)
+        return (checkpoint.under("best/") if best else {}) or checkpoint.under("params/")
 
     def rewind(self) -> Checkpoint:
         """Go back to the checkpoint before the last and return it; forget what came after.
@@ -298,9 +294,8 @@ class StoredRun:
         round of it is open.
 
         Raises:
-            CorruptCheckpoint: That one is damaged too; nothing is forgotten.
-            NewerStore: A later version of fedlearn wrote it; nothing is forgotten.
-            StoreError: There is none, or the database cannot be written.
+            StoreError: There is none, it cannot be read either, as in :meth:`load`, or the database
+                cannot be written; nothing is forgotten.
         """
         files = self.checkpoints()
         if len(files) < _KEPT_CHECKPOINTS:
@@ -309,23 +304,16 @@ class StoredRun:
             )
         checkpoint = read_checkpoint(files[-2], remedy="no earlier one is kept: start again")
         with self._writing() as session:
-            for name in ("metrics", "participations", "rounds"):
-                table = Base.metadata.tables[name]
-                later = table.c.round_num >= checkpoint.round_num
-                session.execute(delete(table).where(table.c.run_id == self._run_id, later))
+            for row in (MetricRow, ParticipationRow, RoundRow):
+                later = row.round_num >= checkpoint.round_num
+                session.execute(delete(row).where(row.run_id == self._run_id, later))
             self._drop_checkpoint(session, round_num=files[-1].round_num)
             self._renew(session)
         self._buffer, self._attempted = [], None
         return checkpoint
 
     def renew(self) -> None:
-        """Be another run to the clients, as one that is restored from a backup must be.
-
-        They may have answered rounds since that are about to be repeated with another model.
-
-        Raises:
-            StoreError: The database cannot be written.
-        """
+        """Be another run to the clients, as one that is restored from a backup must be."""
         with self._writing() as session:
             self._renew(session)
 
@@ -338,59 +326,26 @@ class StoredRun:
         )
 
     def checkpoints(self) -> list[CheckpointFile]:
-        """Return the checkpoints that are kept, oldest first.
-
-        Raises:
-            StoreError: The database cannot be read.
-        """
-        with reading(self._engine) as session:
-            rows = session.scalars(
-                select(CheckpointRow)
-                .where(CheckpointRow.run_id == self._run_id)
-                .order_by(CheckpointRow.round_num)
-            )
+        """Return the checkpoints that are kept, oldest first."""
+        with self._database.reading() as session:
+            rows = self._checkpoint_rows(session)
             return [
-                CheckpointFile(
-                    round_num=row.round_num,
-                    path=self.path / "checkpoints" / row.file,
-                    sha256=row.sha256,
-                    num_bytes=row.num_bytes,
-                )
+                as_record(row, CheckpointFile, path=self.path / "checkpoints" / row.file)
                 for row in rows
             ]
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the record of every committed round, in order.
-
-        Raises:
-            StoreError: The database cannot be read.
-        """
-        with reading(self._engine) as session:
+        """Return the record of every committed round, in order."""
+        with self._database.reading() as session:
             return read_rounds(session, self._run_id)
 
     def round_summaries(self, last: int) -> list[RoundSummary]:
-        """Return the ``last`` committed rounds, in order, with counts by status.
-
-        Raises:
-            StoreError: The database cannot be read.
-        """
-        with reading(self._engine) as session:
+        """Return the ``last`` committed rounds, in order, with counts by status."""
+        with self._database.reading() as session:
             return summarise_rounds(session, self._run_id, last=last)
 
-    def set_running(self) -> None:
-        """Record that the run goes on.
-
-        Raises:
-            StoreError: The database cannot be written.
-        """
-        self.finish(RunStatus.RUNNING, error="")
-
     def finish(self, status: RunStatus, *, error: str) -> None:
-        """Record how the run ended.
-
-        Raises:
-            StoreError: The database cannot be written.
-        """
+        """Record how the run ended, or that it goes on."""
         with self._writing() as session:
             session.execute(
                 update(RunRow).where(RunRow.id == self._run_id).values(status=status, error=error)
@@ -400,7 +355,7 @@ class StoredRun:
     def _committing(self) -> Iterator[None]:
         """Add to the errors of a commit where the run stands and how to go on."""
         try:
-            with explained(self._engine):
+            with self._database.explained():
                 yield
         except NoSpace as error:
             raise NoSpace(f"{error}; {self._standing()}") from error
@@ -411,7 +366,7 @@ class StoredRun:
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
-        with writing(self._engine) as session:
+        with self._database.writing() as session:
             self._guard(session)
             yield session
 
@@ -420,9 +375,7 @@ class StoredRun:
         if self._attempted is None:
             return
         sha256, num_records = self._attempted
-        mine = CheckpointRow.run_id == self._run_id
-        committed = select(CheckpointRow.file).where(mine, CheckpointRow.sha256 == sha256)
-        if session.scalar(committed) is not None:
+        if any(row.sha256 == sha256 for row in self._checkpoint_rows(session)):
             del self._buffer[:num_records]
         self._attempted = None
 
@@ -445,23 +398,15 @@ class StoredRun:
     def _replace_checkpoints(self, session: Session, *, file: CheckpointFile) -> set[str]:
         """Add the row of ``file``, drop those that need not be kept; return the files kept."""
         self._drop_checkpoint(session, round_num=file.round_num)
-        session.add(
-            CheckpointRow(
-                run_id=self._run_id,
-                round_num=file.round_num,
-                file=file.path.name,
-                sha256=file.sha256,
-                num_bytes=file.num_bytes,
-            )
-        )
-        rows = session.scalars(
-            select(CheckpointRow)
-            .where(CheckpointRow.run_id == self._run_id)
-            .order_by(CheckpointRow.round_num.desc())
-        ).all()
-        for row in rows[_KEPT_CHECKPOINTS:]:
+        session.add(as_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
+        rows = self._checkpoint_rows(session)
+        for row in rows[:-_KEPT_CHECKPOINTS]:
             session.delete(row)
-        return {row.file for row in rows[:_KEPT_CHECKPOINTS]}
+        return {row.file for row in rows[-_KEPT_CHECKPOINTS:]}
+
+    def _checkpoint_rows(self, session: Session) -> Sequence[CheckpointRow]:
+        mine = select(CheckpointRow).where(CheckpointRow.run_id == self._run_id)
+        return session.scalars(mine.order_by(CheckpointRow.round_num)).all()
 
     def _drop_checkpoint(self, session: Session, *, round_num: int) -> None:
         mine = CheckpointRow.run_id == self._run_id
@@ -500,16 +445,7 @@ def _write_config(folder: Path, *, config: Mapping[str, object]) -> None:
 
 
 def _insert_run(session: Session, *, record: RunRecord) -> int:
-    row = RunRow(
-        name=record.name,
-        status=record.status,
-        error=record.error,
-        created_utc=record.created_utc,
-        num_rounds=record.num_rounds,
-        config=record.config,
-        config_hash=record.config_hash,
-        versions=record.versions,
-    )
+    row = as_row(RunRow, record)
     session.add(row)
     try:
         session.flush()
@@ -520,30 +456,22 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
     return row.id
 
 
-def _run_record(row: RunRow, *, is_deployed: bool) -> RunRecord:
-    return RunRecord(
-        name=row.name,
-        status=row.status,
-        error=row.error,
-        created_utc=row.created_utc,
-        num_rounds=row.num_rounds,
-        config=row.config,
-        config_hash=row.config_hash,
-        versions=row.versions,
-        is_deployed=is_deployed,
-    )
-
-
 def new_run_id() -> str:
     """Return what names a deployed run to clients: no other run has or had it."""
     return SecretBytes.generate(_RUN_ID_BYTES).reveal().hex()
 
 
-def unknown_run(name: str, *, known: Iterable[str]) -> StoreError:
-    """Return the error for a name that no run has; suggests the nearest of ``known``."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return StoreError(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
+def run_id_of(session: Session, name: str) -> int:
+    """Return the key of the run called ``name``.
+
+    Raises:
+        StoreError: There is none; the message suggests the nearest name.
+    """
+    run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
+    if run_id is None:
+        hint = did_you_mean(name, session.scalars(select(RunRow.name)))
+        raise StoreError(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
+    return run_id
 
 
 def _remove_all_but(kept: set[str], *, found: Iterable[Path]) -> None:
@@ -552,11 +480,3 @@ def _remove_all_but(kept: set[str], *, found: Iterable[Path]) -> None:
         if path.name not in kept:
             with suppress(OSError):  # it takes space and nothing else; the next commit tries again
                 path.unlink()
-
-
-def _under(prefix: str, *, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith(prefix)
-    }

@@ -8,9 +8,10 @@ holds the two equal.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -28,12 +29,18 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fedlearn.core.collecting import STATUSES, Status
+from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RunStatus
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 CodeT = TypeVar("CodeT", bound=StrEnum)
+RowT = TypeVar("RowT", bound="Base")
+RecordT = TypeVar("RecordT", bound="DataclassInstance")
 
 
-class Real(TypeDecorator[float]):
+class _Real(TypeDecorator[float]):
     """A double; NaN is stored as NULL, which is what SQLite would turn it into.
 
     SQLite also forgets the sign of zero.
@@ -43,15 +50,13 @@ class Real(TypeDecorator[float]):
     cache_ok = True
 
     def process_bind_param(self, value: float | None, dialect: Dialect) -> float | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return NULL for NaN."""
         return None if value is None or value != value else float(value)  # noqa: PLR0124 (NaN)
 
     def process_result_value(self, value: float | None, dialect: Dialect) -> float:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return NaN for NULL."""
         return math.nan if value is None else value
 
 
-class Code(TypeDecorator[CodeT], Generic[CodeT]):
+class _Code(TypeDecorator[CodeT], Generic[CodeT]):
     """A member of an enumeration as its index in ``members``, which may only be appended to."""
 
     impl = SmallInteger
@@ -63,22 +68,19 @@ class Code(TypeDecorator[CodeT], Generic[CodeT]):
         self._index = {member: index for index, member in enumerate(members)}
 
     def process_bind_param(self, value: CodeT | None, dialect: Dialect) -> int | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return the member's index."""
         return None if value is None else self._index[value]
 
     def process_result_value(self, value: int | None, dialect: Dialect) -> CodeT | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return the member."""
         return None if value is None else self.members[value]
 
 
-class PlainText(TypeDecorator[str]):
+class _PlainText(TypeDecorator[str]):
     """Text from elsewhere: what no database takes (NUL, lone surrogates) is escaped."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return the text as valid UTF-8 without NUL."""
         return value if value is None else plain(value)
 
 
@@ -89,19 +91,18 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
-class JsonText(TypeDecorator[Mapping[str, Any]]):  # Any: JSON values
-    """A JSON object as text: PostgreSQL's own type refuses NaN and infinity."""
+class _JsonText(TypeDecorator[Any]):  # Any: JSON values
+    """A JSON object or array as text: PostgreSQL's own type refuses NaN and infinity."""
 
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: Mapping[str, Any] | None, dialect: Dialect) -> str:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return the JSON."""
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str:  # noqa: ARG002 (SQLAlchemy's signature)
         return json.dumps(value)
 
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Mapping[str, Any] | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        """Return the object."""
-        return None if value is None else json.loads(value)
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002 (SQLAlchemy's signature)
+        found = None if value is None else json.loads(value)
+        return tuple(found) if isinstance(found, list) else found
 
 
 class Base(DeclarativeBase):
@@ -115,11 +116,13 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map = {  # noqa: RUF012 (SQLAlchemy reads it as a plain class attribute)
-        float: Real(),
-        Mapping[str, Any]: JsonText(),
-        RunStatus: Code(RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED),
-        Outcome: Code(Outcome.AGGREGATED, Outcome.SKIPPED),
-        Status: Code(*STATUSES),
+        float: _Real(),
+        Mapping[str, Any]: _JsonText(),
+        tuple[str, ...]: _JsonText(),
+        tuple[ClientId, ...]: _JsonText(),
+        RunStatus: _Code(RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED),
+        Outcome: _Code(Outcome.AGGREGATED, Outcome.SKIPPED),
+        Status: _Code(*STATUSES),
     }
 
 
@@ -131,7 +134,7 @@ class RunRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(String(64), unique=True)
     status: Mapped[RunStatus]
-    error: Mapped[str] = mapped_column(PlainText)
+    error: Mapped[str] = mapped_column(_PlainText)
     created_utc: Mapped[str] = mapped_column(String(32))
     num_rounds: Mapped[int]
     config: Mapped[Mapping[str, Any]]
@@ -172,7 +175,7 @@ class ParticipationRow(Base):
     duration_s: Mapped[float] = mapped_column(nullable=True)
     num_examples: Mapped[int] = mapped_column(BigInteger)
     loss: Mapped[float] = mapped_column(nullable=True)
-    reason: Mapped[str] = mapped_column(PlainText)
+    reason: Mapped[str] = mapped_column(_PlainText)
 
 
 class MetricRow(Base):
@@ -204,7 +207,7 @@ class CheckpointRow(Base):
 
 
 class DeploymentRow(Base):
-    """A deployed run; see :class:`fedlearn.rounds.journal.Deployment`."""
+    """A deployed run; see :class:`fedlearn.rounds.journal.DeployedRun`."""
 
     __tablename__ = "deployments"
 
@@ -220,19 +223,19 @@ class DeploymentRow(Base):
 
 
 class OpenRoundRow(Base):
-    """See :class:`fedlearn.rounds.journal.OpenRound`; ``cohort`` is a JSON array."""
+    """See :class:`fedlearn.rounds.journal.OpenRound`."""
 
     __tablename__ = "open_rounds"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    cohort: Mapped[str] = mapped_column(Text)
+    cohort: Mapped[tuple[ClientId, ...]]
     opened_unix_s: Mapped[float]
 
 
 class ClientRow(Base):
-    """See :class:`fedlearn.identity.registry.EnrolledClient`; ``tags`` is a JSON array.
+    """See :class:`fedlearn.identity.registry.EnrolledClient`.
 
     ``revision`` is that of the registry when the row was last changed.
     """
@@ -241,7 +244,7 @@ class ClientRow(Base):
 
     client_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     name: Mapped[str] = mapped_column(String(64), unique=True)
-    tags: Mapped[str] = mapped_column(Text)
+    tags: Mapped[tuple[str, ...]]
     identity_key: Mapped[bytes] = mapped_column(LargeBinary, unique=True)
     lineage: Mapped[bytes] = mapped_column(LargeBinary)
     fingerprint: Mapped[str] = mapped_column(String(64), unique=True)
@@ -252,12 +255,26 @@ class ClientRow(Base):
 
 
 class InvitationRow(Base):
-    """See :class:`fedlearn.identity.registry.InvitationRecord`; ``tags`` is a JSON array."""
+    """See :class:`fedlearn.identity.registry.InvitationRecord`."""
 
     __tablename__ = "invitations"
 
     token_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64))
-    tags: Mapped[str] = mapped_column(Text)
+    tags: Mapped[tuple[str, ...]]
     expires_unix_s: Mapped[float]
     redeemed_by: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+def as_row(kind: type[RowT], record: object, **columns: object) -> RowT:
+    """Return a row with the values of ``record`` that it has columns for, and ``columns``."""
+    names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()
+    values = {name: getattr(record, name) for name in names if hasattr(record, name)}
+    return kind(**values, **columns)
+
+
+def as_record(row: Base, kind: type[RecordT], **more: object) -> RecordT:
+    """Return the ``kind`` with ``more`` and, in its other fields, the columns of ``row``."""
+    make: Callable[..., RecordT] = kind
+    names = {each.name for each in fields(kind)} - more.keys()
+    return make(**{name: getattr(row, name) for name in names}, **more)

@@ -1,27 +1,16 @@
-"""For the tests of applications that embed the client: a coordinator of their own.
+"""For the tests of applications that embed the client: a coordinator of their own, and its door.
 
-It serves in the tests' own process. What they fork must live beside it, so the environment is
-prepared before the first use of the name imports gRPC.
+They serve in the tests' own process. What it forks must live beside them, so the environment is
+prepared before gRPC is imported.
 """
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-if TYPE_CHECKING:
-    from fedlearn.testing.fake_coordinator import FakeCoordinator
+prepare_for_grpc(os.environ, verbosity=None)
 
-__all__ = ["FakeCoordinator"]
+from fedlearn.testing.fake_coordinator import FakeCoordinator  # noqa: E402 - see above
+from fedlearn.testing.local_door import LocalDoor  # noqa: E402 - see above
 
-
-def __getattr__(name: str) -> Any:  # Any: the type of a name is declared above
-    if name in __all__:
-        prepare_for_grpc(os.environ, verbosity=None)
-        return getattr(importlib.import_module("fedlearn.testing.fake_coordinator"), name)
-    raise AttributeError(f"module 'fedlearn.testing' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = ["FakeCoordinator", "LocalDoor"]

@@ -7,7 +7,7 @@ element's index, computed in tensor operations, so it also works under ``vmap``.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,44 +16,49 @@ from torch import Tensor, nn
 
 from fedlearn.core.randomness import Seed
 
-_CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_Dropout: TypeAlias = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 _MASK_32 = 0xFFFFFFFF
 
 
-@dataclass
-class _Key:
-    """The key of the current step: an int64 scalar, a batched one under ``vmap``."""
-
-    value: Tensor
-
-
 class KeyedDropout(nn.Module):
-    """Drop-in for ``nn.Dropout`` and its channel-wise forms.
+    """Drop-in for ``nn.Dropout`` and its channel-wise forms, which drop whole channels.
 
     Args:
-        rate: Probability of a zero.
-        channelwise: Drop whole channels (dimension 1) instead of elements.
-        layer: Index of this layer, so that layers differ.
-        key: The step's key, shared by all layers of a model.
+        layer: What it takes the place of.
+        number: Of this layer in the model, so that layers differ.
+        shared: The model's layers, and the step's key.
+
+    Attributes:
+        p: Share of the units that is dropped.
+        kind: What it takes the place of, by name.
     """
 
-    def __init__(self, *, rate: float, channelwise: bool, layer: int, key: _Key) -> None:
+    def __init__(self, layer: _Dropout, *, number: int, shared: "KeyedDropouts") -> None:
         super().__init__()
-        self.rate, self.channelwise, self.layer, self.key = rate, channelwise, layer, key
+        self.p, self.kind = layer.p, type(layer).__name__
+        self.channelwise = not isinstance(layer, nn.Dropout)
+        self.layer, self.shared = number, shared
+        self.train(layer.training)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return ``inputs`` with units dropped and the rest scaled by 1 / (1 - rate)."""
-        if not self.training or self.rate == 0.0:
+        """Return ``inputs`` with units dropped and the rest scaled by 1 / (1 - p)."""
+        if not self.training or self.p == 0.0:
             return inputs
-        if self.rate >= 1.0:
+        if self.p >= 1.0:
             return torch.zeros_like(inputs)
         shape = inputs.shape
         if self.channelwise:
             shape = inputs.shape[:2] + (1,) * (inputs.dim() - 2)
         index = torch.arange(torch.Size(shape).numel(), device=inputs.device).view(shape)
-        bits = _scramble(_scramble(index + self.layer * 0x632BE5AB) ^ self.key.value)
-        keep = bits >= int(self.rate * (_MASK_32 + 1))
-        return inputs * keep.to(inputs.dtype) / (1.0 - self.rate)
+        bits = _scramble(_scramble(index + self.layer * 0x632BE5AB) ^ self.shared.key)
+        keep = bits >= int(self.p * (_MASK_32 + 1))
+        return inputs * keep.to(inputs.dtype) / (1.0 - self.p)
+
+
+def shown(name: str, module: nn.Module) -> str:
+    """Return how a message calls a layer of a model, by the type that the user gave it."""
+    kind = module.kind if isinstance(module, KeyedDropout) else type(module).__name__
+    return f"layer {name} ({kind})" if name else f"the model ({kind})"
 
 
 def _scramble(bits: Tensor) -> Tensor:
@@ -86,27 +91,22 @@ def untouched(generator: torch.Generator) -> Iterator[None]:
 
 
 class KeyedDropouts:
-    """The dropout layers of one model and the key they share."""
+    """The dropout layers of one model and the key they share.
 
-    def __init__(self, key: _Key, num_layers: int) -> None:
-        self._key, self._num_layers = key, num_layers
+    Args:
+        module: Each of its dropout layers is replaced by a keyed one.
 
-    @classmethod
-    def install(cls, module: nn.Module) -> "KeyedDropouts":
-        """Replace every dropout layer inside ``module`` by a keyed one."""
-        key, num_layers = _Key(torch.zeros((), dtype=torch.int64)), 0
+    Attributes:
+        key: Of the current step, 32 bits: an int64 scalar, a batched one under ``vmap``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.key, self._num_layers = torch.zeros((), dtype=torch.int64), 0
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, (nn.Dropout, *_CHANNELWISE)):
-                    keyed = KeyedDropout(
-                        rate=child.p,
-                        channelwise=isinstance(child, _CHANNELWISE),
-                        layer=num_layers,
-                        key=key,
-                    ).train(child.training)
-                    setattr(parent, name, keyed)
-                    num_layers += 1
-        return cls(key, num_layers)
+                if isinstance(child, _Dropout):
+                    setattr(parent, name, KeyedDropout(child, number=len(self), shared=self))
+                    self._num_layers += 1
 
     def __len__(self) -> int:
         return self._num_layers
@@ -114,11 +114,7 @@ class KeyedDropouts:
     def set_key(self, key: int) -> None:
         """Take the key of one client's step."""
         if self._num_layers:
-            self._key.value = torch.tensor(key)
-
-    def set_keys(self, keys: Tensor) -> None:
-        """Take a key tensor as it is: batched, inside ``vmap``."""
-        self._key.value = keys
+            self.key = torch.tensor(key)
 
 
 def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:

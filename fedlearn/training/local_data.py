@@ -1,13 +1,23 @@
 """One client's examples as a trainer reads them: in memory, or batch by batch from a dataset."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from fedlearn.core.features import (
+    Features,
+    mapped,
+    moved,
+    named,
+    rebuilt,
+    require_one_label_each,
+    taken,
+)
 from fedlearn.errors import DataError
 from fedlearn.training.keyed_dropout import untouched
 
@@ -18,7 +28,7 @@ class LocalData(Protocol):
     def __len__(self) -> int:
         """Return how many there are."""
 
-    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
         """Return features [batch, ...] and labels [batch, ...] where the model is.
 
         Args:
@@ -28,7 +38,7 @@ class LocalData(Protocol):
 
 
 class TensorData:
-    """Examples that are in memory as two tensors.
+    """Examples that are in memory as tensors.
 
     Args:
         features: Shape [n, ...].
@@ -36,24 +46,22 @@ class TensorData:
         device: Where the model is.
 
     Raises:
-        DataError: There are no examples, or not one label each.
+        DataError: There are no examples, not one label each, or features are no tensors.
     """
 
-    def __init__(self, features: Tensor, labels: Tensor, *, device: torch.device) -> None:
-        if len(features) == 0 or len(features) != len(labels):
-            raise DataError(
-                f"{len(features)} examples with {len(labels)} labels; a client trains on at "
-                "least one example and each has one label"
-            )
-        self._features, self._labels = features.to(device), labels.to(device)
+    def __init__(self, features: Features, labels: Tensor, *, device: torch.device) -> None:
+        require_one_label_each(features, labels)
+        if not len(labels):
+            raise DataError("there are no examples; a client trains on at least one")
+        self._features, self._labels = moved(features, device), labels.to(device)
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - nothing is random
+    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:  # noqa: ARG002 - nothing is random
         """Return the rows, copied."""
         index = torch.from_numpy(rows).to(self._labels.device)
-        return self._features.index_select(0, index), self._labels.index_select(0, index)
+        return taken(self._features, index), self._labels.index_select(0, index)
 
 
 class DatasetData:
@@ -63,8 +71,7 @@ class DatasetData:
     batch's key; drawing from it leaves the application's own sequence where it was.
 
     Args:
-        dataset: Of pairs (features, label), with a length; items are collated as by a
-            ``DataLoader``.
+        dataset: Of pairs (features, label), with a length: see :func:`stacked_rows`.
         device: Where the model is.
 
     Raises:
@@ -85,25 +92,69 @@ class DatasetData:
     def __len__(self) -> int:
         return self._length
 
-    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
         """Read the rows.
 
         Raises:
-            DataError: The items are not pairs of features and label.
+            DataError: As :func:`stacked_rows`.
         """
         generator = torch.default_generator
         with untouched(generator):
             generator.manual_seed(key)
-            collated = default_collate(self._items(rows.tolist()))
-        is_pair = isinstance(collated, list | tuple) and len(collated) == 2  # noqa: PLR2004
-        if not is_pair or not all(isinstance(each, Tensor) for each in collated):
-            raise DataError(
-                f"an item of {type(self._dataset).__name__} is not a pair (features, label) of "
-                "tensors or numbers; wrap the dataset in one whose items are"
-            )
-        features, labels = collated
-        return features.to(self._device), labels.to(self._device)
+            features, labels = stacked_rows(self._dataset, rows=rows)
+        return moved(features, self._device), labels.to(self._device)
 
-    def _items(self, rows: list[int]) -> list[Any]:  # Any: not looked at yet
-        read_all = getattr(self._dataset, "__getitems__", None)  # as a DataLoader asks for it
-        return list(read_all(rows)) if read_all else [self._dataset[row] for row in rows]
+
+class Readable(Protocol):
+    """What reads an example by its number, such as a map-style ``torch.utils.data.Dataset``."""
+
+    def __getitem__(self, index: int, /) -> Any: ...  # a pair of whatever torch can convert
+
+
+def stacked_rows(dataset: Readable, *, rows: NDArray[np.int64]) -> tuple[Features, Tensor]:
+    """Read these rows, at least one, and return their features and their labels, stacked.
+
+    A row is a pair (features, label). Features that are a tuple or a mapping are several inputs
+    of the model; anything else, a list of numbers too, becomes one tensor.
+
+    Raises:
+        DataError: A row is no pair of numbers, or has other inputs, another shape or another
+            dtype than the first.
+    """
+    numbers = rows.tolist()
+    read_all = getattr(dataset, "__getitems__", None)  # as a DataLoader asks for it
+    items = read_all(numbers) if read_all else [dataset[row] for row in numbers]
+    pairs = [_as_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
+    first, rest = named(pairs[0][0]), [named(features) for features, _ in pairs]
+    for row, inputs in zip(numbers, rest, strict=True):
+        if inputs.keys() != first.keys():
+            raise DataError(
+                f"dataset[{row}] has {' and '.join(inputs)}, dataset[{numbers[0]}] "
+                f"{' and '.join(first)}; give every row the same inputs"
+            )
+    stacked = [_stacked([each[name] for each in rest], rows=numbers, what=name) for name in first]
+    labels = _stacked([label for _, label in pairs], rows=numbers, what="a label")
+    return rebuilt(stacked, like=pairs[0][0]), labels
+
+
+def _as_pair(item: Any, *, row: int) -> tuple[Features, Tensor]:  # Any: not looked at yet
+    try:
+        given, label = item
+        return mapped(torch.as_tensor, given), torch.as_tensor(label)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"dataset[{row}] is not a pair of numbers or tensors (features, label): {error}; give "
+            "the dataset a transform that makes tensors"
+        ) from error
+
+
+def _stacked(values: Sequence[Tensor], *, rows: Sequence[int], what: str) -> Tensor:
+    expected = (values[0].shape, values[0].dtype)
+    for row, value in zip(rows, values, strict=True):
+        if (value.shape, value.dtype) != expected:
+            raise DataError(
+                f"dataset[{row}] has {what} of shape {tuple(value.shape)} and {value.dtype}, "
+                f"others have {tuple(expected[0])} and {expected[1]}; pad, crop or convert it in a "
+                "transform"
+            )
+    return torch.stack(list(values))

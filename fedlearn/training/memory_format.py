@@ -1,9 +1,8 @@
 """Channels-last convolutions, where they give the same result.
 
-On a CPU a convolution whose weight lies channels last takes up to a third less time than in
-torch's default format. A module must bear it: code that views the output of a convolution, or
-fills a mask in the order of memory, does not. So it is tried out first, once a model, on some
-examples. No clock decides: who repeats a run repeats its bits.
+On a CPU that takes up to a third less time. A module must bear it: code that views the output of
+a convolution, or fills a mask in the order of memory, does not. So it is tried out first, once a
+model, on some examples. No clock decides: who repeats a run repeats its bits.
 
 References:
     PyTorch, `Channels Last Memory Format

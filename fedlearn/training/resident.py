@@ -1,8 +1,7 @@
 """One model that stays in memory and trains one client after another.
 
 Its parameters are views into one flat vector, so loading a global model is one copy and
-reading a delta is one subtraction. (Weights of convolutions may lie apart, in a format that is
-faster.) The engine's sequential executor and a deployed client's
+reading a delta is one subtraction. The engine's sequential executor and a deployed client's
 :class:`~fedlearn.training.torch_trainer.TorchTrainer` both train with it, which is why they agree
 bit for bit.
 """
@@ -10,7 +9,8 @@ bit for bit.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +18,29 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.objectives import Objective, mean_loss
+from fedlearn.algorithms.lanes import Lanes
+from fedlearn.algorithms.local import (
+    LocalReport,
+    LocalUpdate,
+    Memory,
+    Moment,
+    Tensors,
+    along,
+    along_trainable,
+    load_kept,
+    new_memory,
+    report_of,
+    short_cut,
+    written,
+)
+from fedlearn.algorithms.metrics import Measures, Metric
+from fedlearn.algorithms.objectives import Objective, mean_loss, require_fitting
+from fedlearn.core.features import Features, arguments, called, cut, in_dtype, mapped, one_tensor
 from fedlearn.core.params import Layout, Params
 from fedlearn.training import memory_format
 from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, untouched
+
+ValueT = TypeVar("ValueT")
 
 #: Examples on which a format is tried out, at the most.
 _TRIAL_EXAMPLES = 32
@@ -49,14 +67,28 @@ class Part(NamedTuple):
     """Examples that go through the model at once: a whole batch, or a share of one.
 
     Attributes:
-        features: Shape [part, ...].
+        features: Shape [part, ...], or several such.
         labels: Shape [part, ...].
         key: Of this part's dropout masks and what else is random, 32 bits.
     """
 
-    features: Tensor
+    features: Features
     labels: Tensor
     key: int
+
+
+class Measured(NamedTuple):
+    """What a pass over a set gave.
+
+    Attributes:
+        by_example: By measure that is a mean over examples the value of each: shape [N].
+        outputs: Of all examples, [N, ...]; empty unless some measure is of the whole set.
+        labels: Beside them, [N, ...].
+    """
+
+    by_example: dict[str, Tensor]
+    outputs: Tensor
+    labels: Tensor
 
 
 class ResidentModel:
@@ -66,6 +98,19 @@ class ResidentModel:
         module: The module, owned by this object.
         layout: Its layout.
         vector_P: Its parameters and statistics, shape [P].
+        trainable: The parameters that training changes.
+        device: Where to compute.
+        measures: The objective, and what else the model is measured by.
+
+    Args:
+        make_model: Builds the module.
+        objective: What is minimised and measured.
+        device: Where to compute.
+        precision: Of the forward and backward pass of training.
+        metrics: Measures of whole sets, by name; ``None``: no more than the objective's.
+
+    Raises:
+        ConfigError: The objective does not declare its measures, or a name is malformed or taken.
     """
 
     def __init__(
@@ -75,27 +120,36 @@ class ResidentModel:
         *,
         device: torch.device,
         precision: Precision,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
+        self.measures = Measures(objective, metrics or {})
         self.module = make_model()
         self.layout = Layout.of(self.module)
-        self.module.to(device=device, dtype=self.layout.dtype).train()
-        self._dropouts = KeyedDropouts.install(self.module)
-        self._objective, self._device, self._precision = objective, device, precision
+        self._dtype = self.layout.common_dtype
+        self.module.to(device=device).train()
+        self._dropouts = KeyedDropouts(self.module)
+        self.device, self._objective, self._precision = device, objective, precision
         self._generator = global_generator(device)
         self.vector_P = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
         views, buffers = self.layout.views(self.vector_P), dict(self.module.named_buffers())
         parameters = dict(self.module.named_parameters())
+        # What lies apart from the vector, beside its places in it: tensors of other dtypes, and
+        # weights of convolutions once they are laid out otherwise.
+        self._apart: list[tuple[Tensor, Tensor]] = []
         for name, view in views.items():
-            (parameters | buffers)[name].data = view
+            tensor = (parameters | buffers)[name]
+            if tensor.dtype == view.dtype:
+                tensor.data = view
+            else:
+                self._apart.append((tensor, view))
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
         self._statistics = {n: buffers[n] for n in views if n in buffers}
-        self._trainable = [p for p in self.module.parameters() if p.requires_grad]
-        self._trainable_names = [name for name, p in parameters.items() if p.requires_grad]
-        # Weights that lie apart from the vector, beside their places in it; perhaps to be.
-        self._apart: list[tuple[nn.Parameter, Tensor]] = []
+        self.trainable: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
+        self._trainable_stack: list[Tensor] = []
         self._untried = memory_format.convolution_weights(self.module, device=device)
+        self._is_objective_tried = False
 
     def load(self, params: Params) -> None:
         """Take the values of a global model.
@@ -112,62 +166,20 @@ class ResidentModel:
         for name, value in self._constants.items():
             value.copy_(params.constants.get(name, value))
 
-    def new_velocity(self) -> list[Tensor]:
-        """Return a zero velocity, one tensor per trainable parameter."""
-        return [torch.zeros_like(p) for p in self._trainable]
-
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._device
-
-    @property
-    def trainable_names(self) -> Sequence[str]:
-        """Names of the parameters that training changes, in the order of velocities."""
-        return self._trainable_names
-
-    def train(
-        self,
-        params: Params,
-        batches: Iterable[Part],
-        *,
-        local: LocalSgd,
-        velocity: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """Train from ``params`` batch by batch; the result is in :attr:`vector_P`.
-
-        Args:
-            params: The global model, also the anchor of the proximal term.
-            batches: Whole ones, one a step.
-            local: The update rule.
-            velocity: Momentum, updated in place; empty without momentum.
-
-        Returns:
-            Each batch's mean loss before its step: scalars.
-        """
-        anchor = self.anchor(params, local)
-        with self.training(params):
-            return [
-                self.step(
-                    [batch],
-                    num_examples=len(batch.labels),
-                    local=local,
-                    anchor=anchor,
-                    velocity=velocity,
-                )
-                for batch in batches
-            ]
-
-    def anchor(self, params: Params, local: LocalSgd) -> list[Tensor]:
-        """Return the global model's trainable tensors where ``local`` has a use for them."""
-        if not local.proximal:
-            return []
-        views = params.layout.views(params.vector)
-        return [views[name] for name in self._trainable_names]
+    def trainable_stack(self) -> Sequence[Tensor]:
+        """The trainable parameters as a stack of one client: [1, ...], views."""
+        if not self._trainable_stack:
+            self._trainable_stack = [value.detach().unsqueeze(0) for value in self.trainable]
+        return self._trainable_stack
 
     @contextmanager
     def training(self, params: Params) -> Iterator[None]:
-        """Load ``params`` and let the block take steps; its result is in :attr:`vector_P`."""
+        """Load a global model and let the block take steps; it ends in :attr:`vector_P`.
+
+        Raises:
+            ValueError: The model has another layout than the module.
+        """
         self.load(params)
         try:
             with untouched(self._generator):
@@ -175,31 +187,22 @@ class ResidentModel:
         finally:
             self._rejoin()
 
-    def step(
-        self,
-        parts: Iterable[Part],
-        *,
-        num_examples: int,
-        local: LocalSgd,
-        anchor: Sequence[Tensor],
-        velocity: Sequence[Tensor],
-    ) -> Tensor:
-        """Take one step inside :meth:`training`.
+    def gradients(
+        self, parts: Iterable[Part], *, num_examples: int
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
+        """Return the gradients of one batch, along the trainable parameters, and its mean loss.
+
+        Of a parameter that the loss does not depend on there is none.
 
         The gradient is the sum over the parts, each weighted by its share of the examples:
         that of the batch's mean loss, however it was cut.
 
         Args:
-            parts: The batch, at least one part; one is in memory at a time.
+            parts: The batch, at least one part; one is in memory at a time. A loss that couples
+                examples takes the batch as one.
             num_examples: Examples of all parts together.
-            local: The update rule.
-            anchor: What :meth:`anchor` returned.
-            velocity: Momentum, updated in place; empty without momentum.
-
-        Returns:
-            The batch's mean loss before the step, a scalar.
         """
-        grads: tuple[Tensor, ...] = ()
+        grads: Sequence[Tensor | None] = ()
         losses: list[Tensor] = []
         for part in parts:
             self._choose_formats(part.features, part.labels)
@@ -207,15 +210,10 @@ class ResidentModel:
             loss = self._loss(part.features, part.labels)
             if len(part.labels) < num_examples:
                 loss = loss * (len(part.labels) / num_examples)
-            further = torch.autograd.grad(
-                loss, self._trainable, allow_unused=True, materialize_grads=True
-            )
-            # Two gradients may be one tensor, so the sum is a new one.
-            grads = torch._foreach_add(grads, further) if grads else further  # noqa: SLF001 - as torch.optim does
+            further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
+            grads = list(map(_sum, grads, further)) if grads else further
             losses.append(loss.detach())
-        with torch.no_grad():
-            local.step(self._trainable, grads, anchor=anchor, velocity=velocity)
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return grads, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what :meth:`restore` continues from: views, which the next step changes."""
@@ -236,38 +234,40 @@ class ResidentModel:
 
     def _take_apart(self) -> None:
         """Copy what lies apart from the vector out of it."""
-        for parameter, place in self._apart:
-            parameter.data.copy_(place)
+        for tensor, place in self._apart:
+            tensor.data.copy_(place)
 
     def _rejoin(self) -> None:
         """Copy what lies apart from the vector into it.
 
         Statistics are apart when a forward pass has assigned them anew instead of in place.
         """
-        for parameter, place in self._apart:
-            place.copy_(parameter.data)
-        for name, view in self._statistics.items():
+        for name, buffer in self._statistics.items():
             current = self.module.get_buffer(name)
-            if current is not view:
-                view.copy_(current)
+            if current is not buffer:
+                buffer.copy_(current)
                 owner, _, attribute = name.rpartition(".")
-                setattr(self.module.get_submodule(owner), attribute, view)
+                setattr(self.module.get_submodule(owner), attribute, buffer)
+        for tensor, place in self._apart:
+            place.copy_(tensor.data)
 
     def _seed_masks(self, key: int) -> None:
         self._dropouts.set_key(key)
         self._generator.manual_seed(key)
 
-    def _choose_formats(self, features: Tensor, labels: Tensor) -> None:
+    def _choose_formats(self, features: Features, labels: Tensor) -> None:
         """Lay out the weights of convolutions as suits them; once, on some first examples."""
         if not self._untried or not len(labels):
             return
-        features, labels = features[:_TRIAL_EXAMPLES], labels[:_TRIAL_EXAMPLES]
+        first = slice(_TRIAL_EXAMPLES)
+        some, labels = self._cast(cut(features, first)), labels[first]
         buffers = dict(self.module.named_buffers())
 
         def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
             self._seed_masks(0)
             tensors = {name: value.clone() for name, value in buffers.items()} | dict(weights)
-            outputs = functional_call(self.module, tensors, (features,))
+            inputs = arguments(mapped(torch.clone, some))  # a forward may write to them
+            outputs = one_tensor(functional_call(self.module, tensors, *inputs))
             return mean_loss(self._objective, outputs, labels)
 
         with untouched(self._generator):
@@ -276,42 +276,203 @@ class ResidentModel:
                     place = parameter.data
                     parameter.data = memory_format.channels_last(place)
                     self._apart.append((parameter, place))
+                self._trainable_stack.clear()
         self._untried = {}
 
-    def _loss(self, features: Tensor, labels: Tensor) -> Tensor:
+    def _cast(self, features: Features) -> Features:
+        """Return real features in the dtype of a module that has but one."""
+        return features if self._dtype is None else in_dtype(features, self._dtype)
+
+    def _loss(self, features: Features, labels: Tensor) -> Tensor:
+        features = self._cast(features)
         if self._precision is Precision.FLOAT32:
-            return mean_loss(self._objective, self.module(features), labels)
-        with autocast(self._precision, self._device):
-            return mean_loss(self._objective, self.module(features), labels)
+            return self._loss_of(called(self.module, features), labels)
+        with autocast(self._precision, self.device):
+            return self._loss_of(called(self.module, features), labels)
+
+    def _loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        if not self._is_objective_tried and len(labels) > 1:
+            self._try_objective(outputs, labels)
+        return mean_loss(self._objective, outputs, labels)
+
+    def _try_objective(self, outputs: Tensor, labels: Tensor) -> None:
+        """Look at the objective on a first batch; draws of its own come back in the step."""
+        with torch.no_grad(), untouched(self._generator):
+            require_fitting(self._objective, outputs, labels)
+        self._is_objective_tried = True
 
     def measure(
-        self, params: Params, features: Tensor, labels: Tensor, *, batch_size: int
-    ) -> dict[str, Tensor]:
-        """Return the loss and each metric of every example, in evaluation mode: shape [N].
+        self, params: Params, features: Features, labels: Tensor, *, batch_size: int
+    ) -> Measured:
+        """Measure the model on examples in memory, in evaluation mode.
 
-        ``batch_size`` bounds memory and changes nothing else.
+        ``batch_size`` bounds memory and changes nothing else. Batches are copied: a forward that
+        writes to its input must not change the examples.
+
+        Raises:
+            ValueError: The objective does not return what it declares.
         """
         slices = (slice(n, n + batch_size) for n in range(0, max(1, len(labels)), batch_size))
-        return self.measure_batches(params, ((features[part], labels[part]) for part in slices))
+        batches = (
+            (mapped(torch.clone, cut(features, part)), labels[part].clone()) for part in slices
+        )
+        return self.measure_batches(params, batches)
 
     @torch.no_grad()
     def measure_batches(
-        self, params: Params, batches: Iterable[tuple[Tensor, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Return as :meth:`measure` does; of the examples only one batch is in memory."""
+        self, params: Params, batches: Iterable[tuple[Features, Tensor]]
+    ) -> Measured:
+        """Measure as :meth:`measure` does; of the features only one batch is in memory.
+
+        The outputs of all examples are, where some measure is of the whole set.
+        """
         self.load(params)
         parts: dict[str, list[Tensor]] = {}
+        kept: list[tuple[Tensor, Tensor]] = []
         try:
             for features, labels in batches:
                 self._choose_formats(features, labels)
                 self.module.eval()
-                outputs = self.module(features)
-                parts.setdefault("loss", []).append(self._objective.losses(outputs, labels))
-                for name, values in self._objective.metrics(outputs, labels).items():
+                outputs = called(self.module, self._cast(features))
+                if not kept:
+                    self._try_objective(outputs, labels)
+                for name, values in self.measures.by_example(outputs, labels).items():
                     parts.setdefault(name, []).append(values)
+                # Of a set that is measured by example the outputs are not kept.
+                size = None if self.measures.needs_whole_sets else 0
+                kept.append((outputs[:size], labels[:size]))
         finally:  # a client whose evaluation failed trains again
             self.module.train()
-        return {name: torch.cat(values) for name, values in parts.items()}
+        whole = [torch.cat(column) for column in zip(*kept, strict=True)]
+        return Measured({name: torch.cat(values) for name, values in parts.items()}, *whole)
+
+
+class Training:
+    """Training of clients, one after another, that begin with the same and do the same.
+
+    Args:
+        model: What trains.
+        params: The global model.
+        local: What each client does.
+        told: What it is told beside the model, one vector each.
+        round_num: Round index.
+
+    Attributes:
+        memory: What the client remembers from step to step: tensors of one row.
+        num_steps: Steps it has taken so far; to be set where a training continues from a snapshot.
+
+    Raises:
+        ValueError: A vector has another length than the model.
+    """
+
+    def __init__(
+        self,
+        model: ResidentModel,
+        params: Params,
+        *,
+        local: LocalUpdate,
+        told: Lanes,
+        round_num: int,
+    ) -> None:
+        self._model, self._params, self._local = model, params, local
+        self._round_num, self._short_cut = round_num, short_cut(local)
+        self._told: Memory = {
+            name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
+            for name, values in along_trainable(params.layout, params.vector, told).items()
+        }
+        self.memory = new_memory(local, model.trainable_stack, kept={})
+        self.num_steps = 0
+        self._does_step: bool | None = None  # unknown
+
+    @contextmanager
+    def client(self, kept: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let one client take steps in the block, from the global model into the model's vector.
+
+        Args:
+            kept: What it kept, by name one row: shape [1, n].
+
+        Raises:
+            ValueError: The global model has another layout than the module.
+        """
+        load_kept(self._local, self.memory, kept=kept)
+        self.num_steps = 0
+        with self._model.training(self._params):
+            yield
+
+    def step(self, parts: Iterable[Part], *, num_examples: int) -> Tensor:
+        """Take one step; return the batch's mean loss before it, a scalar.
+
+        Args:
+            parts: The batch, whole or cut.
+            num_examples: Examples of all parts together.
+        """
+        grads, loss = self._model.gradients(parts, num_examples=num_examples)
+        with torch.no_grad():
+            self._update(grads)
+        self.num_steps += 1
+        return loss
+
+    def _update(self, grads: Sequence[Tensor | None]) -> None:
+        """Change what the gradients reach; as in torch.optim, the others are left alone."""
+        own = [grad for grad in grads if grad is not None]
+        is_whole = len(own) == len(grads)
+        moment = Moment(self._round_num, self.num_steps)
+        affine = None if self._short_cut is None else self._short_cut(moment)
+        if affine is not None and affine.keep == 1.0:
+            reached = self._model.trainable if is_whole else _reached(self._model.trainable, grads)
+            torch._foreach_add_(reached, own, alpha=affine.scale)
+            return
+        x: Tensors = self._model.trainable_stack
+        memory: Memory = self.memory
+        told = self._told
+        if not is_whole:
+            places = _reached(range(len(grads)), grads)
+            x, told = _reached(x, grads), along(told, places)
+            memory = along(memory, places)
+        self._step(x, [grad.unsqueeze(0) for grad in own], memory, told=told, moment=moment)
+
+    def _step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Have the rule take a step, and note whether it does: it may be the user's own."""
+        touched = [] if self._does_step else [*x, *chain.from_iterable(memory.values())]
+        before = written(touched)
+        self._local.step(x, grads, memory, told=told, moment=moment)
+        self._does_step = self._does_step or not x or written(touched) > before
+
+    @torch.no_grad()
+    def report(self) -> LocalReport:
+        """Return what the client contributes beside the delta, and what it keeps.
+
+        Raises:
+            ValueError: The local update's steps changed nothing.
+        """
+        if self._does_step is False:
+            raise ValueError(
+                f"{type(self._local).__name__}.step changes nothing: it must write to the tensors "
+                "x that it is given, as by value.sub_(...); what it returns, or puts into the list "
+                "in their place, is not used"
+            )
+        return report_of(
+            self._local,
+            self._model.trainable_stack,
+            self.memory,
+            told=self._told,
+            num_steps=self._model.vector_P.new_full((1,), float(self.num_steps)),
+            layout=self._model.layout,
+        )
+
+
+def _reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:
+    """Return those of the values along the parameters that have a gradient."""
+    return [value for value, grad in zip(values, grads, strict=True) if grad is not None]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients; two may be one tensor, so it is a new one."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def weighted_mean(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float:

@@ -1,23 +1,34 @@
 """A local trainer for any torch module: E epochs of SGD, or as many steps as a client affords."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self, TypeAlias
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from fedlearn.algorithms.local import LocalSgd, batch_positions
+from fedlearn.algorithms.lanes import size_of
+from fedlearn.algorithms.local import (
+    LocalReport,
+    LocalUpdate,
+    LocalWork,
+    batch_positions,
+    read_only,
+)
+from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
+from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.core.collecting import is_sound
+from fedlearn.core.features import Features
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import DataError, ModelMismatch
 from fedlearn.training.keyed_dropout import step_keys
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData
-from fedlearn.training.resident import Part, Precision, ResidentModel, weighted_mean
+from fedlearn.training.resident import Part, Precision, ResidentModel, Training, weighted_mean
 from fedlearn.training.trainer import (
     UNATTENDED,
     LocalEvaluation,
@@ -39,17 +50,16 @@ Pairs: TypeAlias = Dataset[Any]  # Any: labels are tensors or numbers; items are
 class TorchTrainer:
     """Trains a torch module on one client's examples as the coordinator asks.
 
-    Applications make one with :meth:`of`.
+    Applications make one with :meth:`of`, which says what the numbers and classes are.
 
     Args:
         model: What trains; several trainers may share one, a client at a time.
         data: The examples it trains on.
         test: Those it evaluates on; without them, ``data``.
-        gradient_accumulation: k >= 1: a batch goes through the model in parts of a k-th.
-        max_steps: Most steps of one task, >= 1; ``None`` for no limit.
+        gradient_accumulation: As of :meth:`of`, and so the others.
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: A number is below 1, or batches are to be cut whose loss couples the examples.
     """
 
     def __init__(
@@ -60,27 +70,37 @@ class TorchTrainer:
         test: LocalData | None = None,
         gradient_accumulation: int = 1,
         max_steps: int | None = None,
+        local_updates: Collection[type[LocalUpdate]] = (),
     ) -> None:
         if gradient_accumulation < 1:
             raise ValueError(f"gradient_accumulation is {gradient_accumulation}; it is at least 1")
+        if gradient_accumulation > 1 and not model.measures.objective.per_example:
+            raise ValueError(
+                f"gradient_accumulation is {gradient_accumulation}, but the loss couples the "
+                "examples of a batch, and of a batch in parts it would be another loss; set it "
+                "to 1, and let the coordinator ask for smaller batches where memory is short"
+            )
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps is {max_steps}; it is at least 1, or None for no limit")
         self._model, self._data, self._test = model, data, data if test is None else test
         self._num_parts, self._max_steps = gradient_accumulation, max_steps
+        self._local_updates = tuple(local_updates)
 
     @classmethod
     def of(
         cls,
         make_model: Callable[[], nn.Module],
-        examples: Tensor | Pairs,
+        examples: Features | Pairs,
         labels: Tensor | None = None,
         *,
-        test: tuple[Tensor, Tensor] | Pairs | None = None,
+        test: tuple[Features, Tensor] | Pairs | None = None,
         objective: Objective | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         device: str = "auto",
         precision: str = "float32",
         gradient_accumulation: int = 1,
         max_steps: int | None = None,
+        local_updates: Collection[type[LocalUpdate]] = (),
     ) -> Self:
         """Return the trainer of a model on tensors or on a dataset.
 
@@ -91,21 +111,29 @@ class TorchTrainer:
         Args:
             make_model: Builds the network, as the coordinator does.
             examples: Features [n, ...], or a map-style dataset of pairs (features, label) that
-                is read batch by batch and may be larger than memory.
+                is read batch by batch and may be larger than memory. Features that are a tuple
+                of tensors are the positional, a dict the keyword arguments of the forward.
             labels: Shape [n, ...], with features; none with a dataset.
             test: What the global model is evaluated on when the coordinator asks, as
                 (features, labels) or as a dataset; without it, the training examples.
             objective: What is minimised; without one, cross-entropy.
+            metrics: What else the model is measured by when it is evaluated, by name: see
+                :class:`~fedlearn.algorithms.metrics.Metric`.
             device: "auto" (a GPU where there is one), or a name such as "cpu" or "cuda:1".
             precision: "float32", or "bfloat16" for automatic mixed precision.
             gradient_accumulation: k >= 1: the coordinator's batch goes through the model in
                 parts of a k-th, of which one is in memory at a time, and together they make
-                the step of the whole batch. (BatchNorm alone sees the parts.)
+                the step of the whole batch. (BatchNorm alone sees the parts.) 1 for a loss
+                that couples the examples of a batch.
             max_steps: Most steps of one task, >= 1, where all epochs would take too long.
+            local_updates: Classes of your own that the coordinator may ask for by their names.
 
         Raises:
+            ConfigError: The objective does not declare its measures, or a metric's name is
+                malformed or taken.
             DataError: There are no examples, or not one label each.
-            ValueError: The device or the precision is unknown, or a number is below 1.
+            ValueError: The device or the precision is unknown, a number is below 1, or batches are
+                to be cut whose loss couples the examples.
 
         Example:
             >>> features, labels = torch.randn(30, 4), torch.randint(0, 3, (30,))
@@ -123,20 +151,31 @@ class TorchTrainer:
         """
         if precision not in tuple(Precision):
             raise ValueError(f'precision is {precision!r}; it is "float32" or "bfloat16"')
-        place = _device(device)
+        place, test_data = _device(device), None
+        if test is not None:
+            test_data = _data(place, *test) if isinstance(test, tuple) else _data(place, test)
         model = ResidentModel(
             make_model,
             CrossEntropy() if objective is None else objective,
             device=place,
             precision=Precision(precision),
+            metrics=metrics,
         )
+        if (dtypes := model.layout.dtypes()) is not None:
+            structlog.get_logger(__name__).info("model_dtypes", note=f"the model {dtypes}")
         return cls(
             model,
-            _data(examples, labels, place),
-            test=None if test is None else _test_data(test, place),
+            _data(place, examples, labels),
+            test=test_data,
             gradient_accumulation=gradient_accumulation,
             max_steps=max_steps,
+            local_updates=local_updates,
         )
+
+    @property
+    def honours(self) -> Collection[str]:
+        """All settings of the updates that it knows; another one is an error by itself."""
+        return settings_names(self._local_updates)
 
     @property
     def num_examples(self) -> int:
@@ -156,20 +195,26 @@ class TorchTrainer:
 
         Raises:
             Cancelled: The task was called off; no further batch is computed.
-            ValueError: The settings are not those of :class:`~fedlearn.algorithms.local.LocalSgd`.
+            SettingsRefused: The settings are those of no update that it knows.
             ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
-        local = LocalSgd.from_settings(context.settings)
+        local = update_from(context.settings, known=self._local_updates)
         params = self._params(tensors)
-        velocity = self._velocity(local, context.state)
-        with self._model.training(params):
-            losses, sizes = self._run(params, velocity, local=local, context=context)
+        told = {name: value.to(params.vector) for name, value in context.told.items()}
+        unwritten = read_only((params.vector, *told.values()), who=f"{type(local).__name__}.step")
+        training = Training(
+            self._model, params, local=local, told=told, round_num=context.round_num
+        )
+        with unwritten, training.client(self._kept(local, context.state)):
+            losses, sizes = self._run(training, local.work, context)
+            report = training.report()
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
             num_examples=min(len(self._data), sum(sizes)),
             metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
-            state=self._kept(velocity, context.state) if local.keep_momentum else {},
+            state=_state(report, context.state),
+            lanes={name: rows[0] for name, rows in report.lanes.items()},
         )
 
     def evaluate(
@@ -177,14 +222,18 @@ class TorchTrainer:
     ) -> LocalEvaluation:
         """Return the loss and metrics of the model in ``tensors`` on the test examples.
 
+        A loss that couples examples and a metric of whole sets are taken over all of them at once.
+
         Raises:
             Cancelled: The task was called off; no further batch is computed.
             ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
-        values = self._model.measure_batches(self._params(tensors), self._test_batches(control))
-        means = {name: float(each.mean(dtype=torch.float64)) for name, each in values.items()}
-        return LocalEvaluation(num_examples=len(self._test), metrics=means)
+        measures = self._model.measures
+        found = self._model.measure_batches(self._params(tensors), self._test_batches(control))
+        means = {n: float(each.mean(dtype=torch.float64)) for n, each in found.by_example.items()}
+        values = means | measures.whole(found.outputs, found.labels)
+        return LocalEvaluation(num_examples=len(self._test), metrics=values)
 
     def try_out(self) -> None:
         """Put a first few examples, of training and of test, through the model.
@@ -195,14 +244,16 @@ class TorchTrainer:
         Raises:
             Exception: What the model, the objective or the dataset raises.
         """
-        layout = self._model.layout
+        layout, objective = self._model.layout, self._model.measures.objective
         vector = torch.linspace(0.01, 0.1, layout.size).to(self._model.vector_P)
         params = Params(layout, vector, {})
         for data in (self._data, self._test):
             rows = np.arange(min(len(data), _TRIED))
-            self._model.measure_batches(params, [data.batch(rows, key=0)])
+            found = self._model.measure_batches(params, [data.batch(rows, key=0)])
+            if not objective.per_example:  # metrics may be undefined on so few
+                objective.losses(found.outputs, found.labels)
 
-    def _test_batches(self, control: TaskControl) -> Iterator[tuple[Tensor, Tensor]]:
+    def _test_batches(self, control: TaskControl) -> Iterator[tuple[Features, Tensor]]:
         """Read the test examples batch by batch; the task can be called off before each."""
         rows = np.arange(len(self._test))
         for start in range(0, len(rows), _EVALUATION_BATCH):
@@ -216,61 +267,46 @@ class TorchTrainer:
         constants = {name: t for name, t in tensors.items() if name not in layout.by_name}
         return Params(layout, vector, constants)
 
-    def _velocity(self, local: LocalSgd, state: Mapping[str, Tensor]) -> list[Tensor]:
-        velocity = self._model.new_velocity() if local.momentum else []
-        if local.keep_momentum and state:
-            for name, value in zip(self._model.trainable_names, velocity, strict=True):
-                value.copy_(state[name])
-        return velocity
-
-    def _kept(
-        self, velocity: Sequence[Tensor], state: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        # A velocity that diverged would spoil every later round; what it was is kept.
-        if not all(is_sound(value) for value in velocity):
-            return state
-        return dict(zip(self._model.trainable_names, velocity, strict=True))
+    def _kept(self, local: LocalUpdate, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this client kept, as the update declares it: another one's is dropped."""
+        kept = [name for name, spec in local.memory.items() if spec.is_kept]
+        sizes = [(size_of(local.memory[name].over, self._model.layout),) for name in kept]
+        if [state[name].shape for name in kept if name in state] != sizes:
+            return {}  # one without the other would be a memory that never was
+        return {name: state[name].to(self._model.vector_P)[None] for name in kept}
 
     def _run(
-        self, params: Params, velocity: Sequence[Tensor], *, local: LocalSgd, context: TrainContext
+        self, training: Training, work: LocalWork, context: TrainContext
     ) -> tuple[Tensor, list[int]]:
         """Take the steps that are left; return each step's loss, [steps], and examples."""
         control, num_parts = context.control, self._num_parts
-        num_steps = self._num_steps(local)
-        part_size = -(-(local.batch_size or len(self._data)) // num_parts)
+        num_steps = int(work.num_steps(np.asarray([len(self._data)]))[0])
+        if self._max_steps is not None:
+            num_steps = min(self._max_steps, num_steps)
+        part_size = -(-(work.batch_size or len(self._data)) // num_parts)
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
-        done = self._restore(control.saved(), velocity, losses)
+        done = self._restore(control.saved(), training, losses)
         masks = context.seed.derive("masks", context.round_num, context.client_id)
         keys = step_keys([masks], num_steps * num_parts)[0].tolist()
-        anchor, sizes = self._model.anchor(params, local), list[int]()
-        for step, rows in enumerate(islice(self._batches(local, context), num_steps)):
-            sizes.append(len(rows))
-            if step < done:
-                continue
-            own_keys = keys[step * num_parts : (step + 1) * num_parts]
-            losses[step] = self._model.step(
-                self._parts(rows, own_keys, size=part_size, control=control),
-                num_examples=len(rows),
-                local=local,
-                anchor=anchor,
-                velocity=velocity,
-            )
-            control.save(self._snapshot(velocity, losses, step + 1))
-            control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
-        return losses, sizes
-
-    def _num_steps(self, local: LocalSgd) -> int:
-        of_epochs = int(local.num_steps(np.asarray([len(self._data)]))[0])
-        return of_epochs if self._max_steps is None else min(self._max_steps, of_epochs)
-
-    def _batches(self, local: LocalSgd, context: TrainContext) -> Iterator[NDArray[np.int64]]:
-        return batch_positions(
-            local,
+        sizes = list[int]()
+        batches = batch_positions(
+            work,
             seed=context.seed,
             round_num=context.round_num,
             client_id=context.client_id,
             num_examples=len(self._data),
         )
+        for step, rows in enumerate(islice(batches, num_steps)):
+            sizes.append(len(rows))
+            if step < done:
+                continue
+            own_keys = keys[step * num_parts : (step + 1) * num_parts]
+            losses[step] = training.step(
+                self._parts(rows, own_keys, size=part_size, control=control), num_examples=len(rows)
+            )
+            control.save(self._snapshot(training, losses))
+            control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
+        return losses, sizes
 
     def _parts(
         self, rows: NDArray[np.int64], keys: Sequence[int], *, size: int, control: TaskControl
@@ -286,25 +322,40 @@ class TorchTrainer:
         num_elements = self._model.layout.size
         return torch.tensor([len(self._data), len(losses), self._num_parts, num_elements])
 
-    def _snapshot(self, velocity: Sequence[Tensor], losses: Tensor, done: int) -> dict[str, Tensor]:
-        names = self._model.trainable_names
-        velocities = {f"velocity.{n}": v for n, v in zip(names, velocity, strict=False)}
-        progress = {"losses": losses[:done], "plan": self._plan(losses)}
-        return self._model.snapshot() | velocities | progress
+    def _snapshot(self, training: Training, losses: Tensor) -> dict[str, Tensor]:
+        progress = {"losses": losses[: training.num_steps], "plan": self._plan(losses)}
+        return self._model.snapshot() | _memory(training) | progress
 
-    def _restore(
-        self, saved: Mapping[str, Tensor], velocity: Sequence[Tensor], losses: Tensor
-    ) -> int:
+    def _restore(self, saved: Mapping[str, Tensor], training: Training, losses: Tensor) -> int:
         """Take back a snapshot of this task, if there is one; return the steps it has done."""
         plan = saved.get("plan")
         if plan is None or not torch.equal(plan.cpu(), self._plan(losses)):
             return 0
         self._model.restore(saved)
-        for name, value in zip(self._model.trainable_names, velocity, strict=False):
-            value.copy_(saved[f"velocity.{name}"])
-        done = len(saved["losses"])
-        losses[:done] = saved["losses"]
-        return done
+        for name, value in _memory(training).items():
+            value.copy_(saved[name])
+        training.num_steps = len(saved["losses"])
+        losses[: training.num_steps] = saved["losses"]
+        return training.num_steps
+
+
+def _memory(training: Training) -> dict[str, Tensor]:
+    """Return what the client remembers, as a snapshot names it."""
+    return {
+        f"memory.{name}.{place}": value
+        for name, values in training.memory.items()
+        for place, value in enumerate(values)
+    }
+
+
+def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what the client keeps for its next round.
+
+    What diverged would spoil every later round: then it is what it was.
+    """
+    if not all(is_sound(rows) for rows in report.kept.values()):
+        return before
+    return {name: rows[0] for name, rows in report.kept.items()}
 
 
 def _require_same_model(tensors: Mapping[str, Tensor], layout: Layout) -> None:
@@ -334,17 +385,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _data(examples: Tensor | Pairs, labels: Tensor | None, device: torch.device) -> LocalData:
-    if isinstance(examples, Tensor):
+def _data(
+    device: torch.device, examples: Features | Pairs, labels: Tensor | None = None
+) -> LocalData:
+    if isinstance(examples, Tensor | tuple | Mapping):
         if labels is None:
             raise DataError("features without labels; give both, or a dataset of pairs")
         return TensorData(examples, labels, device=device)
     if labels is not None:
         raise DataError("a dataset has its labels in its items; give none beside it")
     return DatasetData(examples, device=device)
-
-
-def _test_data(test: tuple[Tensor, Tensor] | Pairs, device: torch.device) -> LocalData:
-    if isinstance(test, tuple):
-        return TensorData(*test, device=device)
-    return DatasetData(test, device=device)

@@ -1,7 +1,7 @@
 """The seam an application fills in: how one client trains and evaluates."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -79,6 +79,8 @@ class TrainContext:
         settings: How the coordinator asks to train.
         seed: Public seed of everything random that need not be secret.
         state: What this client returned as its state the last time; empty at first.
+        told: What the strategy tells beside the model, by name one vector over the trainable
+            parameters.
         control: How the task hears that it is called off, and tells how far it is.
     """
 
@@ -87,6 +89,7 @@ class TrainContext:
     settings: Settings
     seed: Seed
     state: Mapping[str, Tensor]
+    told: Mapping[str, Tensor] = field(default_factory=dict)
     control: TaskControl = UNATTENDED
 
 
@@ -99,22 +102,19 @@ class LocalResult:
         num_examples: Examples trained on.
         metrics: Local metrics by name; ``loss`` is the mean training loss.
         state: What this client keeps for its next round; it never leaves the client.
+        lanes: What it contributes beside the model, by lane one vector: shape [n].
     """
 
     tensors: Mapping[str, Tensor]
     num_examples: int
     metrics: Mapping[str, float]
     state: Mapping[str, Tensor]
+    lanes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEvaluation:
-    """What local evaluation produced.
-
-    Attributes:
-        num_examples: Examples evaluated.
-        metrics: Means over them, by name.
-    """
+    """What local evaluation produced: how many examples there were, and means over them by name."""
 
     num_examples: int
     metrics: Mapping[str, float]
@@ -122,6 +122,15 @@ class LocalEvaluation:
 
 class LocalTrainer(Protocol):
     """Trains and evaluates on this client's data."""
+
+    @property
+    def honours(self) -> Collection[str]:
+        """Names of the settings that :meth:`train` acts on.
+
+        A request with a setting that would change the training and is not among them is refused,
+        not answered as if it had been obeyed: such as ``proximal``, or ``epochs`` by a trainer
+        that has none.
+        """
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Return the model trained from ``tensors``; must not modify them."""

@@ -1,7 +1,10 @@
 """The one interface that differs between a simulation and a deployment."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from mmap import mmap
 from typing import Protocol
 
@@ -13,6 +16,7 @@ from fedlearn.core.messages import (
     Reply,
     Request,
     SecureReply,
+    SecureTrainRequest,
     TrainReply,
 )
 from fedlearn.errors import ProtocolError
@@ -20,39 +24,120 @@ from fedlearn.errors import ProtocolError
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """One reply, and when it came.
-
-    Attributes:
-        client_id: Whose.
-        reply: The answer, or a :class:`~fedlearn.core.messages.Failure`.
-        elapsed_s: Seconds since the requests were sent.
-    """
+    """One client's reply, and when it came: seconds since the exchange was asked first."""
 
     client_id: ClientId
     reply: Reply
     elapsed_s: float
 
 
+class Exchange(Protocol):
+    """Questions to clients and their answers, until it is closed; for one thread.
+
+    Time is that of the channel's clock, in seconds since the first :meth:`ask`: what is sent
+    later is due by the same deadline. A client has one open task at a time. It may be asked again
+    once its answer has been returned, and hears of that only then.
+    """
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Send every request; clients may be asked as long as the exchange is not closed.
+
+        Raises:
+            ValueError: The exchange is closed, or a client is asked whose answer to an earlier
+                request has not been returned by :meth:`next`; nobody has been asked.
+        """
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply, in order of arrival, as soon as it is there.
+
+        A client that fails answers with :class:`~fedlearn.core.messages.Failure`. With the next
+        call of this exchange, whichever it is, the reply counts as taken.
+
+        Args:
+            until_s: How long to wait, in seconds since the first :meth:`ask`; infinite: until the
+                deadline. What has arrived at exactly that time is returned.
+
+        Returns:
+            ``None`` if no reply has come by then or by the deadline, and at once if nobody who
+            was asked is still to answer.
+        """
+
+    def close(self) -> None:
+        """Take no more replies: those that come later, or were not read, are late. Idempotent."""
+
+
 class Channel(Protocol):
     """How the coordinator reaches its clients.
 
-    A protocol of several messages calls :meth:`exchange` several times in a round; what a
+    A protocol of several stages opens several exchanges in a round, one after the other; what a
     client must remember between them is the client's (or its transport's) to keep.
     """
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Send every request and yield replies as they arrive.
+    def open(self, *, deadline_s: float) -> Exchange:
+        """Open an exchange in which nobody has been asked yet.
 
-        Stops when all have answered or ``deadline_s`` seconds after the call, whichever is
-        first. A client that has not answered by then is absent from the result; one that
-        fails answers with :class:`~fedlearn.core.messages.Failure`. The caller may stop
-        iterating early: the round is closed.
+        Args:
+            deadline_s: When it ends, in seconds after its first question; infinite: not before
+                it is closed. Clients are told, and may give up then.
         """
+
+
+def ask_once(
+    channel: Channel, requests: Mapping[ClientId, Request], *, deadline_s: float
+) -> Iterator[Arrival]:
+    """Ask in an exchange of its own and yield replies as they arrive.
+
+    Ends when all have answered, or after ``deadline_s``, which may be infinite: whoever has not
+    answered by then is absent. The exchange closes with the iteration, also if the caller leaves
+    it early.
+    """
+    with closing(channel.open(deadline_s=deadline_s)) as exchange:
+        exchange.ask(requests)
+        yield from iter(partial(exchange.next, until_s=math.inf), None)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a cohort is asked, so that what is alike is encoded and kept once."""
+
+    shared: Sequence[Request]  # the different ones, without what is for one client alone
+    places: Mapping[ClientId, int]  # by client that of its own among them
+    personal: Mapping[ClientId, bytes]  # by client its packets of secure aggregation, if it has any
+
+    @classmethod
+    def of(cls, requests: Mapping[ClientId, Request]) -> "Asked":
+        """Take requests apart; those that are one object, or have one to train on, are alike."""
+        shared: dict[tuple[type[Request], int], tuple[int, Request]] = {}
+        places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
+        for client_id, request in requests.items():
+            common, same = request, id(request)
+            if isinstance(request, SecureTrainRequest):
+                personal[client_id] = request.message
+                common, same = replace(request, message=b""), id(request.train)
+            place, _ = shared.setdefault((type(request), same), (len(shared), common))
+            places[client_id] = place
+        return cls([request for _, request in shared.values()], places, personal)
+
+
+def require_free(
+    awaited: Container[ClientId], requests: Iterable[ClientId], *, is_open: bool
+) -> None:
+    """Check that an exchange may ask, for those who implement one.
+
+    Raises:
+        ValueError: See :meth:`Exchange.ask`.
+    """
+    if not is_open:
+        raise ValueError("this exchange is closed; open another one to ask")
+    for client_id in requests:
+        if client_id in awaited:
+            raise ValueError(
+                f"client {client_id} is asked again before its answer has been returned; ask it "
+                "once `next` has returned it, or leave it out"
+            )
 
 
 def as_reply(data: bytes | mmap) -> Reply:

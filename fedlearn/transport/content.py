@@ -1,4 +1,4 @@
-"""What requests and replies are called on the wire: the digest of their bytes, by BLAKE3.
+"""What requests and replies are called on the wire, by BLAKE3, and what a client signs of them.
 
 A client signs the digest of its reply, and a coordinator computes that of every upload anew. By
 SHA-256 this would take nearly as long as to receive and decrypt it: where a core with AVX-512 and
@@ -9,10 +9,14 @@ References:
     O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3: one function, fast everywhere" (2020).
 """
 
-from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from blake3 import blake3
+
+from fedlearn.transport import wire_pb2
+
+_REPLY_DOMAIN = b"fedlearn.v1 reply blake3"
+_ENROLMENT_DOMAIN = b"fedlearn.v1 enrolment"
 
 #: Bytes of a digest.
 DIGEST_BYTES = 32
@@ -21,47 +25,98 @@ DIGEST_BYTES = 32
 _STRIDE = 1 << 20
 
 
-class Digester:
-    """Computes the digest of bytes that come piece by piece."""
+class TaskKey(NamedTuple):
+    """Which question of which round: a ``TaskKey`` of ``wire.proto``, as a value.
 
-    def __init__(self) -> None:
-        self._hash = blake3()
+    Attributes:
+        run_id: Unique to the run for ever.
+        kind: Of the request.
+        round_num: Round index, from 0.
+        attempt: How often the round was tried before.
+        exchange: Questions of this kind before it in the attempt.
+    """
 
-    def update(self, data: bytes | memoryview) -> None:
-        """Go on with ``data``; other threads run meanwhile."""
-        self._hash.update(data)
+    run_id: str
+    kind: str
+    round_num: int
+    attempt: int
+    exchange: int
 
-    def update_from(self, stream: BinaryIO) -> None:
-        """Go on with what is left in ``stream``.
+    @classmethod
+    def of(cls, key: wire_pb2.TaskKey) -> "TaskKey":
+        """Return the key in a message, whatever its texts are."""
+        return cls(key.run_id, key.kind, key.round_num, key.attempt, key.exchange)
 
-        Raises:
-            OSError: It cannot be read.
-        """
-        while data := stream.read(_STRIDE):
-            self._hash.update(data)
+    def message(self) -> wire_pb2.TaskKey:
+        """Return the key for the wire."""
+        return wire_pb2.TaskKey(**self._asdict())
 
-    def digest(self) -> bytes:
-        """Return the digest of all that has come."""
-        return self._hash.digest()
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What grows from one question of a kind to the next."""
+        return self.round_num, self.attempt, self.exchange
+
+    @property
+    def folder(self) -> str:
+        """Name of a coordinator's folder for replies. Only for a key of its own making."""
+        return f"{self.kind}-{self.round_num:06d}-{self.attempt}-{self.exchange}"
+
+    @classmethod
+    def of_folder(cls, run_id: str, name: str) -> "TaskKey":
+        """Return the key whose folder has this name."""
+        kind, *numbers = name.split("-")
+        round_num, attempt, exchange = map(int, numbers)
+        return cls(run_id, kind, round_num, attempt, exchange)
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return the digest of ``data``.
-
-    Example:
-        >>> digest_of(b"").hex()[:16]
-        'af1349b9f5f9a1a6'
-    """
+    """Return the digest of ``data``."""
     return blake3(data).digest()
 
 
-def file_digest(path: Path) -> bytes:
-    """Return the digest of a file's bytes.
+def hashed(stream: BinaryIO) -> blake3:
+    """Return the hash of what is left in ``stream``: its ``digest()``, or to ``update`` it.
 
     Raises:
         OSError: It cannot be read.
     """
-    digester = Digester()
-    with path.open("rb", buffering=0) as stream:
-        digester.update_from(stream)
-    return digester.digest()
+    found = blake3()
+    while data := stream.read(_STRIDE):
+        found.update(data)
+    return found
+
+
+def signed_bytes(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
+    """Return what a client signs of a reply: for which task, whose, and which bytes.
+
+    Guarantees:
+        Different arguments never give the same bytes (every field is of fixed length or
+        preceded by its length), nor do they give those of :func:`enrolment_bytes`.
+
+    Args:
+        key: The task, all of it: a signature is of no use in another run, round or attempt.
+        client_id: In [0, 2**64).
+        digest: Of the reply.
+    """
+    return b"".join(
+        (
+            _sized(_REPLY_DOMAIN),
+            _sized(key.run_id.encode()),
+            _sized(key.kind.encode()),
+            *(_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
+            _sized(digest),
+        )
+    )
+
+
+def enrolment_bytes(token: bytes, csr_pem: bytes) -> bytes:
+    """Return what a client signs when it enrols, to show that it holds its identity key."""
+    return _sized(_ENROLMENT_DOMAIN) + _sized(token) + _sized(csr_pem)
+
+
+def _sized(content: bytes) -> bytes:
+    return _number(len(content)) + content
+
+
+def _number(number: int) -> bytes:
+    return number.to_bytes(8, "big")

@@ -1,7 +1,7 @@
 """The client's end of the gRPC door: one connection, its session, and what is moved beside it.
 
 Nothing here decides anything: when to connect, what to train and what to keep is the client
-runtime's. A call that breaks raises, in one of three ways:
+runtime's. Every call that breaks raises, in one of three ways:
 
 * :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Try later.
 * :class:`~fedlearn.errors.ConnectionRefused`: the coordinator does not hear this client.
@@ -12,15 +12,9 @@ Cancelling a coroutine closes the call that it is in.
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-)
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
@@ -34,10 +28,10 @@ from fedlearn.errors import (
     EnrolmentRefused,
     ProtocolError,
 )
+from fedlearn.identity.identity import SERVER_NAME, Identity, Invitation
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
-from fedlearn.transport.content import file_digest
-from fedlearn.transport.identity import Identity, Invitation, enrolment_bytes
+from fedlearn.transport.content import enrolment_bytes, hashed
 
 #: How a client without a certificate says who it is; heard by a door without TLS only.
 NAME_METADATA = "fedlearn-client"
@@ -72,24 +66,23 @@ T = TypeVar("T")
 class Credentials:
     """What a client shows, and whom it believes, in mutual TLS.
 
+    The coordinator's certificate carries the name :data:`fedlearn.identity.identity.SERVER_NAME`.
+
     Attributes:
         ca_pem: The deployment's certificate authority; no other is trusted.
         certificate_pem: The client's, from :func:`enrol`.
         tls_key_pem: Its key. Never printed.
-        server_name: The name that the coordinator's certificate must carry.
     """
 
     ca_pem: bytes = field(repr=False)
     certificate_pem: bytes = field(repr=False)
     tls_key_pem: bytes = field(repr=False)
-    server_name: str
 
 
 class DoorSession:
-    """The stream of one connected client; tasks may send and one may receive at a time.
+    """The stream of one connected client, from the coordinator's welcome on.
 
-    Attributes:
-        welcome: What the coordinator answered to the hello.
+    Several tasks may send, and one may receive at a time.
     """
 
     def __init__(self, call: "_Call", *, welcome: wire_pb2.Welcome) -> None:
@@ -97,25 +90,14 @@ class DoorSession:
         self._call = call
 
     async def send(self, message: wire_pb2.FromClient) -> None:
-        """Send one message; returns when the transport has taken it.
-
-        Raises:
-            ConnectionError: The session has ended or is stalled.
-            ConnectionRefused: The coordinator has turned the client away.
-        """
+        """Send one message; returns when the transport has taken it."""
         await self._call.write(message)
 
     async def receive(self) -> wire_pb2.FromCoordinator | None:
         """Return the next message, however long it takes; None: the coordinator ended the stream.
 
-        The reason in it is short and printable, whatever was sent.
-
-        Cancelling it ends the session: to wait for something else as well, keep the task.
-
-        Raises:
-            ConnectionError: The session was cut.
-            ConnectionRefused: The coordinator has turned the client away.
-            ProtocolError: It is not a message.
+        The reason in it is short and printable, whatever was sent. Cancelling it ends the session:
+        to wait for something else as well, keep the task.
         """
         message = await self._call.read(wire_pb2.FromCoordinator)
         if message is not None and (what := message.WhichOneof("what")) in _WITH_A_REASON:
@@ -151,31 +133,38 @@ class DoorConnection:
         """
         self._address = address
         self._channel = _channel(address, credentials)
-        self._metadata = () if credentials else ((NAME_METADATA, name),)
+        self._metadata = ((NAME_METADATA, name),) if name and not credentials else ()
         self._stall_timeout_s = stall_timeout_s
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    def session(self, hello: wire_pb2.Hello) -> AbstractAsyncContextManager[DoorSession]:
+    @asynccontextmanager
+    async def session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
         """Say hello, and return the session once the coordinator has answered with a welcome.
 
         Leaving the context ends the session.
 
         Raises:
-            ConnectionError: The coordinator is not there, or does not answer.
-            ConnectionRefused: It does not hear this client, or speaks another version.
-            ProtocolError: It answers something else.
+            ConnectionRefused: The coordinator also speaks another version.
         """
-        return self._session(hello)
+        with self._call("Session") as call:
+            await call.write(wire_pb2.FromClient(hello=hello))
+            first = await call.read(wire_pb2.FromCoordinator, patiently=False)
+            yield DoorSession(call, welcome=self._welcome(first))
+
+    async def enrol(self, request: wire_pb2.EnrolRequest) -> wire_pb2.EnrolReply:
+        """Ask for a certificate as :func:`enrol` does, which checks what comes."""
+        with self._call("Enrol", service=wire.ENROLMENT) as call:
+            await call.write(request)
+            await call.end_writing()
+            reply = await call.read(wire_pb2.EnrolReply, patiently=False)
+        if reply is None:
+            raise ConnectionError(f"{self._address} ended the enrolment without an answer")
+        return reply
 
     async def download(self, digest: bytes, *, num_bytes: int, path: Path) -> None:
         """Get a request's bytes into ``path``, from where the bytes that are there end.
@@ -190,8 +179,6 @@ class DoorConnection:
             path: The partial file, or where there is none yet; its folder exists.
 
         Raises:
-            ConnectionError: Cut, stalled, or no longer served: try later.
-            ConnectionRefused: The coordinator does not hear this client.
             ProtocolError: The bytes are not those; the file is removed.
             DeploymentError: The file cannot be written.
         """
@@ -213,9 +200,6 @@ class DoorConnection:
             path: A file of ``envelope.num_bytes`` bytes.
 
         Raises:
-            ConnectionError: Cut, stalled, or ended without a receipt: try again.
-            ConnectionRefused: The coordinator does not hear this client.
-            ProtocolError: It answers something else.
             DeploymentError: The file cannot be read.
         """
         with self._call("Upload") as call:
@@ -234,13 +218,6 @@ class DoorConnection:
             finally:
                 call.cancel()
                 await asyncio.gather(answer, return_exceptions=True)
-
-    @asynccontextmanager
-    async def _session(self, hello: wire_pb2.Hello) -> AsyncIterator[DoorSession]:
-        with self._call("Session") as call:
-            await call.write(wire_pb2.FromClient(hello=hello))
-            first = await call.read(wire_pb2.FromCoordinator, patiently=False)
-            yield DoorSession(call, welcome=self._welcome(first))
 
     async def _complete(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Append what is missing from ``offset`` on; what is not what was asked for is removed."""
@@ -271,11 +248,10 @@ class DoorConnection:
                     stream.flush()  # here, where a full disk is reported as such
 
     @contextmanager
-    def _call(self, method: str) -> Iterator["_Call"]:
-        path = f"/{wire.DOOR}/{method}"
+    def _call(self, method: str, *, service: str = wire.DOOR) -> Iterator["_Call"]:
         call = _Call(
             self._channel,
-            path,
+            f"/{service}/{method}",
             address=self._address,
             metadata=self._metadata,
             stall_timeout_s=self._stall_timeout_s,
@@ -327,9 +303,7 @@ async def enrol(
         The client's certificate, PEM, and its client id.
 
     Raises:
-        ConnectionError: The coordinator is not there, or does not answer: try later.
-        EnrolmentRefused: It does not take the invitation, or the keys.
-        ProtocolError: It answers something else.
+        EnrolmentRefused: The coordinator does not take the invitation, or the keys.
         DeploymentError: Without a certificate authority, the address is another machine's.
     """
     csr_pem = identity.csr_pem(invitation.name)
@@ -343,30 +317,12 @@ async def enrol(
     )
     credentials = None
     if invitation.ca_pem:
-        credentials = Credentials(
-            ca_pem=invitation.ca_pem,
-            certificate_pem=b"",
-            tls_key_pem=b"",
-            server_name=invitation.server_name,
-        )
-    async with _channel(address, credentials) as channel:
-        call = _Call(
-            channel,
-            f"/{wire.ENROLMENT}/Enrol",
-            address=address,
-            metadata=(),
-            stall_timeout_s=_STALL_TIMEOUT_S,
-        )
-        try:
-            await call.write(request)
-            await call.end_writing()
-            reply = await call.read(wire_pb2.EnrolReply, patiently=False)
-        except ConnectionRefused as error:
-            raise EnrolmentRefused(str(error)) from error
-        finally:
-            call.cancel()
-    if reply is None:
-        raise ConnectionError(f"{address} ended the enrolment without an answer")
+        credentials = Credentials(ca_pem=invitation.ca_pem, certificate_pem=b"", tls_key_pem=b"")
+    try:
+        async with DoorConnection(address, credentials) as connection:
+            reply = await connection.enrol(request)
+    except ConnectionRefused as error:
+        raise EnrolmentRefused(str(error)) from error
     if credentials and not identity.is_subject_of(reply.certificate_pem):
         raise ProtocolError(f"the certificate from {address} is not for this client's key")
     return reply.certificate_pem, reply.client_id
@@ -400,7 +356,7 @@ class _Call:
         self._call.add_done_callback(self._remember)
 
     async def write(self, message: Message) -> None:
-        """Send one message; raises as :meth:`DoorSession.send`."""
+        """Send one message."""
         await self.write_bytes(message.SerializeToString())
 
     async def write_bytes(self, data: bytes) -> None:
@@ -415,12 +371,7 @@ class _Call:
             await self._call.done_writing()
 
     async def read(self, kind: type[M], *, patiently: bool = True) -> M | None:
-        """Return the next message, None at the end; raises as :meth:`DoorSession.receive`.
-
-        Args:
-            kind: What it must be.
-            patiently: Whether it may take as long as it takes.
-        """
+        """Return the next message, None at the end; ``patiently``: however long it takes."""
         try:
             with self._failures():
                 async with asyncio.timeout(None if patiently else self._stall_timeout_s):
@@ -488,14 +439,10 @@ async def _send_file(
     call: _Call, path: Path, *, offset: int, until: "asyncio.Task[wire_pb2.UploadStatus | None]"
 ) -> None:
     """Send ``path`` from ``offset`` on; stop when the coordinator has answered ``until``."""
-    with _local(path):
-        stream = path.open("rb")
-    with stream:
-        with _local(path):
-            stream.seek(offset)
+    with _local(path), path.open("rb") as stream:
+        stream.seek(offset)
         while not until.done():
-            with _local(path):
-                data = stream.read(wire.CHUNK_BYTES)
+            data = stream.read(wire.CHUNK_BYTES)
             try:
                 if not data:
                     await call.end_writing()
@@ -522,8 +469,8 @@ def _remove(path: Path) -> None:
 
 
 def _check(path: Path, *, digest: bytes) -> None:
-    with _local(path):
-        found = file_digest(path)
+    with _local(path), path.open("rb", buffering=0) as stream:
+        found = hashed(stream).digest()
     if found != digest:
         raise ProtocolError(
             f"{path} was downloaded with digest {found.hex()}, asked for {digest.hex()}: it is "
@@ -552,5 +499,5 @@ def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
         private_key=credentials.tls_key_pem or None,
         certificate_chain=credentials.certificate_pem or None,
     )
-    options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    options.append(("grpc.ssl_target_name_override", SERVER_NAME))
     return grpc.aio.secure_channel(address, tls, options)

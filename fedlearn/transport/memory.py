@@ -1,13 +1,14 @@
 """Clients in this process: real sessions through the real wire format.
 
 The channel of tests and of users' own tests: bytes in, bytes out, arrivals in virtual
-time, and a drawer per client for the state it keeps between messages.
+time, and a store for each client for the state it keeps between messages.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, Reply, Request
-from fedlearn.transport.base import Arrival, as_reply
+from fedlearn.transport.base import Arrival, as_reply, require_free
 
 #: One message in, one out, with the client's state before and after.
 Handler = Callable[[bytes, bytes], tuple[bytes, bytes]]
@@ -29,8 +30,6 @@ class MemoryChannel:
     """Calls each client's handler in order of virtual arrival, through the wire format.
 
     Attributes:
-        handlers: One byte-level handler per client.
-        latency: When each reply arrives.
         clock: Advanced to each arrival.
         states: Per client the state that its last message left behind; empty at first.
     """
@@ -44,39 +43,76 @@ class MemoryChannel:
         """Return all clients."""
         return tuple(self.handlers)
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Yield replies in order of virtual arrival (then of asking), until the deadline."""
-        start_s = self.clock.now_s()
-        clients = list(requests)
-        latencies_s = self._latencies_s(requests)
-        encoded: dict[int, bytes] = {}  # one serialised copy for all that are sent the same
-        uses = Counter(map(id, requests.values()))
-        for index in np.argsort(latencies_s, kind="stable").tolist():
-            arrival_s = float(latencies_s[index])
-            if not arrival_s <= deadline_s or math.isinf(arrival_s):
-                break
-            self.clock.sleep(start_s + arrival_s - self.clock.now_s())
-            request = requests[clients[index]]
-            data = encoded.get(id(request)) or encode(request)
-            if uses[id(request)] > 1:
-                encoded[id(request)] = data
-            reply = self._ask(clients[index], data)
-            yield Arrival(clients[index], reply, arrival_s)
+    def open(self, *, deadline_s: float) -> "MemoryExchange":
+        """Open an exchange; a client's handler is called when its reply is read."""
+        return MemoryExchange(self, deadline_s)
 
-    def _latencies_s(self, requests: Mapping[ClientId, Request]) -> NDArray[np.float64]:
-        """Return when each reply arrives, asking the model once per distinct request."""
-        latencies_s = np.zeros(len(requests))
-        places: dict[int, list[int]] = {}
-        for place, request in enumerate(requests.values()):
-            places.setdefault(id(request), []).append(place)
-        clients, messages = list(requests), list(requests.values())
-        for group in places.values():
-            latencies_s[group] = self.latency([clients[p] for p in group], messages[group[0]])
-        return latencies_s
-
-    def _ask(self, client_id: ClientId, data: bytes) -> Reply:
+    def reply(self, client_id: ClientId, data: bytes) -> Reply:
+        """Have a client answer, and keep its state."""
         state = self.states.get(client_id, b"")
         reply, self.states[client_id] = self.handlers[client_id](data, state)
         return as_reply(reply)
+
+
+class MemoryExchange:
+    """An :class:`fedlearn.transport.base.Exchange` in virtual time.
+
+    Replies come in order of arrival, then of asking; the clock is that of the last one. A client
+    that is late is never asked in truth: its state stays as it was.
+    """
+
+    def __init__(self, channel: MemoryChannel, deadline_s: float) -> None:
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._start_s = channel.clock.now_s()
+        self._elapsed_s = 0.0
+        self._awaited: set[ClientId] = set()
+        #: A heap: when, which of the questions, to whom, and what returns its bytes.
+        self._due: list[tuple[float, int, ClientId, Callable[[], bytes]]] = []
+        self._num_asked = 0
+        self._is_open = True
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Send every request, now in virtual time; raises as the protocol says."""
+        require_free(self._awaited, requests, is_open=self._is_open)
+        if self._num_asked == 0:
+            self._start_s = self._channel.clock.now_s()
+        alike: dict[int, list[ClientId]] = {}
+        for client_id, request in requests.items():
+            alike.setdefault(id(request), []).append(client_id)
+        places = {client_id: self._num_asked + place for place, client_id in enumerate(requests)}
+        for clients in alike.values():
+            request = requests[clients[0]]
+            # Kept as long as one is still to be sent it.
+            encoded: Callable[[], bytes] = cache(partial(encode, request))
+            latencies_s = self._channel.latency(clients, request).tolist()
+            for client_id, latency_s in zip(clients, latencies_s, strict=True):
+                arrival_s = self._elapsed_s + latency_s
+                if math.isfinite(arrival_s):
+                    heappush(self._due, (arrival_s, places[client_id], client_id, encoded))
+        self._awaited |= requests.keys()
+        self._num_asked += len(requests)
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply; without one by ``until_s``, that is the time then."""
+        if not self._awaited:
+            return None
+        if not self._due or self._due[0][0] > min(until_s, self._deadline_s):
+            if until_s < self._deadline_s:
+                self._pass_to(max(until_s, self._elapsed_s))
+            return None
+        arrival_s, _, client_id, encoded = heappop(self._due)
+        self._pass_to(arrival_s)
+        self._awaited.discard(client_id)
+        return Arrival(client_id, self._channel.reply(client_id, encoded()), self._elapsed_s)
+
+    def close(self) -> None:
+        """Forget who is still to answer."""
+        self._is_open = False
+        self._awaited.clear()
+        self._due.clear()
+
+    def _pass_to(self, elapsed_s: float) -> None:
+        clock = self._channel.clock
+        clock.sleep(max(0.0, self._start_s + elapsed_s - clock.now_s()))
+        self._elapsed_s = elapsed_s

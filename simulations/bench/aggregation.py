@@ -13,18 +13,23 @@ import math
 import resource
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.lanes import DELTA, Updates
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Block, RoundRequest, Status
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
@@ -33,6 +38,7 @@ from fedlearn.transport.base import Arrival, as_reply
 #: Different updates; the cohort sends them again and again.
 NUM_DISTINCT = 4
 MEAN = WeightedMean(by_examples=True)
+STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))
 NOTES = {
     "fedlearn": "decode, validate, aggregate",
     "fedlearn, reduction": "deltas that are decoded and validated",
@@ -81,13 +87,38 @@ class Replay:
         """Return all clients."""
         return [ClientId(i) for i in range(self.num_clients)]
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Yield everyone's reply at once."""
-        for client_id in requests:
-            data = self.updates[client_id % len(self.updates)]
-            yield Arrival(client_id, as_reply(data), min(deadline_s, 0.0))
+    def open(self, *, deadline_s: float) -> "Replaying":
+        """Open an exchange in which everyone has answered already."""
+        return Replaying(self.updates)
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """An exchange in which everyone has answered already.
+
+    Attributes:
+        updates: As of :class:`Replay`.
+        asked: Who is still to be read.
+    """
+
+    updates: Sequence[bytes]
+    asked: deque[ClientId] = field(default_factory=deque)
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Note who is asked."""
+        self.asked.extend(requests)
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply."""
+        if not self.asked:
+            return None
+        client_id = self.asked.popleft()
+        data = self.updates[client_id % len(self.updates)]
+        return Arrival(client_id, as_reply(data), min(until_s, 0.0))
+
+    def close(self) -> None:
+        """Forget who was asked."""
+        self.asked.clear()
 
 
 def model(size: int, *, tensors: int) -> Params:
@@ -98,11 +129,11 @@ def model(size: int, *, tensors: int) -> Params:
 
 def encoded(params: Params, num_examples: int) -> bytes:
     """Return an update of random numbers as a client sends it."""
-    delta = params.layout.views(torch.randn(params.layout.size))
-    return encode(TrainReply(round_num=0, delta=delta, num_examples=num_examples, metrics={}))
+    lanes = {DELTA.name: torch.randn(params.layout.size)}
+    return encode(TrainReply(round_num=0, lanes=lanes, num_examples=num_examples, metrics={}))
 
 
-def collector_of(channel: Replay, *, slab_bytes: int) -> PlainCollector[WeightedSum]:
+def collector_of(channel: Replay, *, slab_bytes: int) -> PlainCollector:
     """Return what a coordinator collects with, when it wants everybody."""
     policy = StragglerPolicy(
         num_wanted=channel.num_clients,
@@ -112,28 +143,31 @@ def collector_of(channel: Replay, *, slab_bytes: int) -> PlainCollector[Weighted
         below_minimum=BelowMinimum.FAIL,
         max_retries=0,
     )
-    return PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=slab_bytes)
+    return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
 
 
-def collect(collector: PlainCollector[WeightedSum], params: Params) -> None:
+def collect(collector: PlainCollector, params: Params) -> None:
     """Run the collection of one round.
 
     Raises:
         SystemExit: A reply was not accepted, so the figure would mean nothing.
     """
-    request = RoundRequest(round_num=0, attempt=0, params=params, settings={}, seed=0)
+    request = RoundRequest(
+        round_num=0, attempt=0, params=params, strategy=STRATEGY, told={}, seed=0
+    )
     collected = collector.collect(collector.available(), request)
-    MEAN.finalize(collected.aggregate)
     if collected.count(Status.REPORTED) != len(collected.participations):
         raise SystemExit(f"replies were refused: {collected.participations[0]}")
 
 
 def reduce_slabs(slab_RP: torch.Tensor, params: Params, *, updates: int) -> None:
     """Aggregate so many rows, a slab at a time, as a collector does."""
-    state = MEAN.init(params.layout, device=slab_RP.device)
+    state = MEAN.init([DELTA], params.layout, device=slab_RP.device)
     for start in range(0, updates, len(slab_RP)):
         rows_BP = list(slab_RP[: updates - start])
-        state = MEAN.accumulate(state, Block(rows_BP, torch.ones(len(rows_BP))))
+        client_ids = [ClientId(i) for i in range(len(rows_BP))]
+        updates_B = Updates(client_ids, torch.ones(len(rows_BP)), {DELTA.name: rows_BP})
+        state = MEAN.accumulate(state, updates_B)
     MEAN.finalize(state)
 
 

@@ -14,10 +14,10 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import TrainReply
 from fedlearn.door.authority import Authority
+from fedlearn.identity.identity import Identity, certificate_fingerprint
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession
-from fedlearn.transport.identity import SERVER_NAME, Identity, fingerprint, signed_bytes
 
 #: Clients that connect at the same time.
 _CONNECTING = 64
@@ -54,7 +54,7 @@ def enrol(num: int, folder: Path) -> list[Client]:
 
     The coordinator finds both in ``folder``.
     """
-    authority = Authority.open(folder / AUTHORITY, host_names=())
+    authority = Authority(folder / AUTHORITY, host_names=())
     clients, listed = list[Client](), list[dict[str, str]]()
     for client_id in range(num):
         name, identity = f"client-{client_id}", Identity.create()
@@ -65,7 +65,6 @@ def enrol(num: int, folder: Path) -> list[Client]:
             ca_pem=authority.ca_pem,
             certificate_pem=certificate_pem,
             tls_key_pem=identity.tls_key_pem,
-            server_name=SERVER_NAME,
         )
         client = Client(client_id=client_id, name=name, identity=identity, credentials=credentials)
         clients.append(client)
@@ -73,7 +72,7 @@ def enrol(num: int, folder: Path) -> list[Client]:
             {
                 "name": name,
                 "identity_key": identity.public_key.hex(),
-                "fingerprint": fingerprint(certificate_pem),
+                "fingerprint": certificate_fingerprint(certificate_pem),
             }
         )
     (folder / CLIENTS).write_text(json.dumps(listed))
@@ -204,6 +203,7 @@ async def connected(clients: Sequence[Client], address: str, answer: Answer) -> 
 
 def encoded_update(size: int, *, tensors: int, round_num: int) -> bytes:
     """Return an update of fixed numbers as a client sends it."""
-    layout = model(size, tensors=tensors).layout
-    delta = layout.views(torch.full((layout.size,), 1e-3))
-    return encode(TrainReply(round_num=round_num, delta=delta, num_examples=10, metrics={}))
+    delta = torch.full((model(size, tensors=tensors).layout.size,), 1e-3)
+    return encode(
+        TrainReply(round_num=round_num, lanes={"delta": delta}, num_examples=10, metrics={})
+    )

@@ -19,10 +19,9 @@ import structlog
 import torch
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
@@ -31,14 +30,14 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
-from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+from fedlearn.testing.registry import FreshRegistry
+from fedlearn.transport.base import ask_once
 
 #: Where ``door.py`` leaves the certificate authority and the list of clients.
 AUTHORITY, CLIENTS = "authority", "clients.json"
-
-_MEAN = WeightedMean(by_examples=True)
 
 
 def model(size: int, *, tensors: int) -> Params:
@@ -47,9 +46,9 @@ def model(size: int, *, tensors: int) -> Params:
     return Params.of(nn.ParameterList(parts))
 
 
-def registry_of(clients: Sequence[Mapping[str, str]], clock: SystemClock) -> MemoryRegistry:
+def registry_of(clients: Sequence[Mapping[str, str]], clock: SystemClock) -> FreshRegistry:
     """Return a registry of clients that have their certificates already."""
-    registry = MemoryRegistry(clock)
+    registry = FreshRegistry(clock)
     for client in clients:
         signed = (b"", client["fingerprint"], "2999-01-01T00:00:00Z")
         registry.redeem(
@@ -65,7 +64,7 @@ def _certified(signed: tuple[bytes, str, str], _: ClientId) -> tuple[bytes, str,
     return signed
 
 
-def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan[WeightedSum]:
+def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan:
     """Return rounds that ask so many clients and wait for all of them."""
     policy = StragglerPolicy(
         num_wanted=cohort,
@@ -75,13 +74,17 @@ def round_plan(channel: DoorChannel, *, cohort: int) -> RoundPlan[WeightedSum]:
         below_minimum=BelowMinimum.FAIL,
         max_retries=0,
     )
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
-        sampler=UniformSampler(),
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(0),
+        ),
         policy=policy,
-        collector=PlainCollector(channel=channel, aggregator=_MEAN, policy=policy, slab_bytes=0),
-        local=LocalSgd(epochs=1, batch_size=10, learning_rate=0.1),
-        aggregator=_MEAN,
-        server_optimizer=ServerSgd(learning_rate=1.0, momentum=0.0),
+        collector=collector,
+        strategy=FedAvg(LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)),
         seed=Seed(0),
     )
 
@@ -119,7 +122,7 @@ class Coordinator:
         seconds, reported = list[float](), 0
         for _ in range(num):
             started_s = self.clock.now_s()
-            state, collected = run_round(state, plan, attempt=0)
+            state, collected, _ = run_round(state, plan, attempt=0)
             self.channel.forget(state.round_num)
             seconds.append(self.clock.now_s() - started_s)
             reported += collected.count(Status.REPORTED)
@@ -128,16 +131,18 @@ class Coordinator:
 
     def receive(self, *, num: int, size: int) -> dict[str, object]:
         """Ask clients with a request of so many elements; take what they send and drop it."""
+        params = model(size, tensors=1)
         request = TrainRequest(
             round_num=self._next_round,
             attempt=0,
-            tensors=model(size, tensors=1).named(),
+            tensors=params.named(),
+            order=tuple(spec.name for spec in params.layout.specs),
             settings={},
             seed=0,
         )
         self._next_round += 1
         cohort: list[ClientId] = list(self.channel.available())[:num]
-        arrivals = self.channel.exchange(dict.fromkeys(cohort, request), deadline_s=math.inf)
+        arrivals = ask_once(self.channel, dict.fromkeys(cohort, request), deadline_s=math.inf)
         received = sum(1 for _ in arrivals)
         self.channel.forget(self._next_round)
         return {"received": received}
@@ -175,7 +180,7 @@ def main() -> None:
         registry=registry_of(clients, clock),
         run_id="0" * 32,
         spool_dir=folder / ("spool-insecure" if arguments.insecure else "spool"),
-        authority=None if arguments.insecure else Authority.open(folder / AUTHORITY, host_names=()),
+        authority=None if arguments.insecure else Authority(folder / AUTHORITY, host_names=()),
         eligible=lambda _client, _told: True,
         is_leader=lambda: True,
         clock=clock,

@@ -15,8 +15,8 @@ from door_coordinator import AUTHORITY
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.door.authority import Authority
+from fedlearn.identity.identity import SERVER_NAME
 from fedlearn.transport import wire
-from fedlearn.transport.identity import SERVER_NAME
 
 _METHOD = "/bench.Plain/Upload"
 _OPTIONS = [("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES)]
@@ -56,7 +56,7 @@ async def _drop(requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext[byte
 
 
 async def _serve(folder: Path) -> None:
-    key_and_chain = Authority.open(folder / AUTHORITY, host_names=()).server_certificate()
+    key_and_chain = Authority(folder / AUTHORITY, host_names=()).server_certificate()
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(_drop)
     service, method = _METHOD.strip("/").split("/")
     server = grpc.aio.server(options=_OPTIONS)

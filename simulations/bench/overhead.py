@@ -13,7 +13,7 @@ training. One worker, so that nothing hides behind another process.
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,14 +24,15 @@ from ours import Stopwatch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.build import Simulation, around
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Block
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.experiment.simulate import config_around, new_record
+from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.run import train
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.simulation.engine import Engine
@@ -47,14 +48,14 @@ class Stopwatches:
     Attributes:
         population: Who has the examples.
         executor: What trains.
-        aggregator: What adds up.
+        aggregation: What adds up.
         clock: Real time.
         work_s: The sum so far.
     """
 
     population: Population
     executor: Executor
-    aggregator: WeightedMean
+    aggregation: WeightedMean
     clock: SystemClock
     work_s: float = 0.0
     _started_s: float = 0.0
@@ -80,27 +81,23 @@ class Stopwatches:
         return trained
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """The aggregator's."""
-        return self.aggregator.weigh(num_examples_B)
+        """The aggregation's."""
+        return self.aggregation.weigh(num_examples_B)
 
-    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
-        """The aggregator's."""
-        return self.aggregator.init(layout, device=device)
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        """The aggregation's."""
+        return self.aggregation.init(lanes, layout, device=device)
 
-    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
-        """The aggregator's, under the watch."""
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+        """The aggregation's, under the watch."""
         started_s = self.clock.now_s()
-        state = self.aggregator.accumulate(state, block)
+        state = self.aggregation.accumulate(state, updates)
         self.work_s += self.clock.now_s() - started_s
         return state
 
-    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
-        """The aggregator's."""
-        return self.aggregator.merge(left, right)
-
-    def finalize(self, state: WeightedSum) -> Tensor:
-        """The aggregator's."""
-        return self.aggregator.finalize(state)
+    def finalize(self, state: LaneSums) -> Aggregate:
+        """The aggregation's."""
+        return self.aggregation.finalize(state)
 
 
 DEVICES: Mapping[str, Mapping[str, object]] = {
@@ -108,7 +105,10 @@ DEVICES: Mapping[str, Mapping[str, object]] = {
         "stragglers": {"over_selection": 1.0, "deadline_s": "none"},
         "devices": {"kind": "ideal"},
     },
-    "lognormal": {"stragglers": {"over_selection": 1.3, "deadline_s": 60.0}},
+    "lognormal": {
+        "stragglers": {"over_selection": 1.3, "deadline_s": 60.0},
+        "devices": {"kind": "lognormal"},
+    },
 }
 
 
@@ -155,20 +155,20 @@ def measure(rounds: int, devices: str) -> None:
         resolved = resolve(
             pieces(rounds, devices), clock=clock, environ=os.environ, cache_dir=runs_dir / "cache"
         )
-        plan, params = assemble(
-            resolved.simulation, Alone(), device=torch.device("cpu"), clock=clock
-        )
+        plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=clock)
         engine = plan.round.collector
         assert isinstance(engine, Engine)
-        aggregator = resolved.simulation.algorithm.aggregator
-        timed = Stopwatches(engine.population, engine.executor, aggregator, clock)
-        engine = replace(engine, population=timed, executor=timed, aggregator=timed)
+        aggregation = plan.round.strategy.aggregation
+        assert isinstance(aggregation, WeightedMean)
+        timed = Stopwatches(engine.population, engine.executor, aggregation, clock)
+        engine = replace(engine, population=timed, executor=timed, summing=timed)
         plan = replace(plan, round=replace(plan.round, collector=engine))
         with Database.open(sqlite_url(runs_dir / "runs.db"), runs_dir=runs_dir) as database:
-            stored = database.create_named(new_record(resolved.simulation, extra={}), seed=Seed(0))
+            stored = database.create_named(new_record(resolved, extra={}), seed=Seed(0))
             progress.start(stored.record, stored.path, resolved.notes)
+            after_round = AfterRound(Alone(), progress.round, (), resolved.make_model)
             started = clock.now_s()
-            train(plan, params, checkpoint=None, store=stored, progress=progress.round)
+            train(plan, params, checkpoint=None, store=stored, after_round=after_round)
             seconds = clock.now_s() - started
     work = timed.work_s
     print(

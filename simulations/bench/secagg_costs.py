@@ -166,8 +166,7 @@ def _lane(size: int) -> Lane:
         "delta",
         size=size,
         bound=8.0,
-        quantisation_bits=25,
-        weight_bits=0,
+        modulus_bits=32,
         num_clients=100,
         weighted=True,
     )

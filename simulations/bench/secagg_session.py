@@ -20,11 +20,11 @@ from fedlearn.secagg.client_state import ClientState, Shared
 from fedlearn.secagg.fixed_point import vector_lane, weight_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.policy import Policy
+from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import (
     Confirming,
     Masking,
-    Outcome,
+    SessionOutcome,
     Sharing,
     Unmasking,
     open_session,
@@ -59,14 +59,12 @@ def terms_for(num_clients: int, size: int) -> Terms:
         sigma_bits=_SIGMA_BITS,
         eta_bits=_ETA_BITS,
     )
-    carries = (num_clients - 1).bit_length()
     lanes = (
         vector_lane(
             "delta",
             size=size,
             bound=_BOUND,
-            quantisation_bits=_MODULUS_BITS - carries,
-            weight_bits=0,
+            modulus_bits=_MODULUS_BITS,
             num_clients=num_clients,
             weighted=True,
         ),
@@ -149,7 +147,8 @@ class StandIn:
     def _packet_key(
         self, session: Session, way: tuple[ClientId, ClientId], *, peer: ClientId
     ) -> SecretBytes:
-        agreed = keys.KeyAgreement(self.packet_secret).agree(session.by_id[peer].packet_key)
+        theirs = session.by_id[peer].packet_key
+        agreed = keys.KeyAgreement(self.packet_secret).agree(theirs, owner=peer)
         return keys.packet_key(agreed, session=session.id, way=way)
 
 
@@ -312,7 +311,7 @@ class _Session:
             self._deliver(stage, i, signature, kind, confirming.receive)
         return self._serve(stage, confirming.close)
 
-    def _unmask(self, signatures: messages.Signatures, unmasking: Unmasking) -> Outcome:
+    def _unmask(self, signatures: messages.Signatures, unmasking: Unmasking) -> SessionOutcome:
         stage, kind = Stage.UNMASK, messages.Release
         own = self._ask(stage, signatures, kind)
         self._deliver(stage, self._own, own, kind, unmasking.receive)
@@ -329,9 +328,9 @@ class _Session:
             shares[owner] = SecretBytes(pair[:half] if owner in alive else pair[half:])
         return messages.Release(session=session.id, shares=shares)
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: SessionOutcome) -> None:
         lane, weight = self._terms.lanes[0], self._contribution.weight
-        mean = outcome.total.mean(lane)
+        mean = outcome.total.weighted_sum(lane) / outcome.total.weight
         error = float(np.abs(mean - self._contribution.values[lane.name]).max())
         if not error <= 1.01 * lane.step * _MAX_WEIGHT / weight:
             raise SystemExit(f"the sum is off by {error:g}, so the figures would mean nothing")
@@ -341,11 +340,12 @@ class _Session:
         data = self._serve(stage, lambda: messages.encode(down))
         started_s = self._now_s()
         reply, self._state = self._client.handle(
-            data, self._state, contribute=lambda _: self._contribution
+            messages.decode(data), self._state, contribute=lambda _: self._contribution
         )
+        sent = messages.encode(reply)
         self._client_s[stage] += self._now_s() - started_s
-        self._upload_bytes += len(reply)
-        answer = messages.decode(reply)
+        self._upload_bytes += len(sent)
+        answer = messages.decode(sent)
         assert isinstance(answer, kind)
         return answer
 
@@ -375,10 +375,10 @@ class _Session:
         return result
 
 
-def _policy(terms: Terms) -> Policy:
+def _policy(terms: Terms) -> TermsPolicy:
     """Return what these terms satisfy, and no more."""
     sparse = terms.topology is Topology.SPARSE
-    return Policy(
+    return TermsPolicy(
         adversary=terms.adversary,
         allow_sparse=sparse,
         corruption=_SPARSE_CORRUPTION if sparse else _COMPLETE_CORRUPTION,

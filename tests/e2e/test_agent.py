@@ -27,9 +27,9 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.identity import Invitation
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport.grpc_client import enrol
-from fedlearn.transport.identity import Invitation
 
 WAIT_S = 120.0
 #: For a training that is to come to nothing: time to begin.
@@ -55,6 +55,8 @@ HERE = Path(__file__).parent
 class Trainer:
     num_examples = 5
     device = "cpu"
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         if (HERE / "crash").exists():
@@ -101,11 +103,15 @@ def large():
     return hospital(7)
 
 class Deaf(Trainer):
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors, *, context):
         (HERE / "begun-at-0").touch()
         time.sleep(3600)
 
 class Prefetching(Trainer):
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors, *, context):
         if not (HERE / "worker").exists():
             fork = multiprocessing.get_context("fork")
@@ -252,7 +258,7 @@ def test_an_application_takes_part_after_consent_and_not_before(
             application.free()
         reply = replies.result()["laptop"]
         assert isinstance(reply, TrainReply)
-        assert reply.delta["weight"].tolist() == [1.0] * 4
+        assert reply.lanes["delta"].tolist() == [1.0] * 4
         application.wait_for(EventKind.ACCEPTED)
         eventually(lambda: agent.status().num_accepted == 1)
         threads, niceness = (application.folder / "threads").read_text().split()
@@ -545,13 +551,13 @@ def test_an_offline_client_is_quiet(
     if verbosity is not None:
         monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
     home, invitation = Home(application.home), coordinator.invite("laptop")
-    invited, identity = Invitation.load(invitation), home.coming_identity()
+    invited, identity = Invitation.load(invitation), home.keys.coming_identity()
     certificate_pem, client_id = asyncio.run(
         enrol(invited.enrolment_addresses[0], invited, identity)
     )
     with something_between() as (address, visits):
         moved = replace(invited, addresses=(address,))
-        home.enrol(moved, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+        home.keys.enrol(moved, certificate_pem=certificate_pem, client_id=ClientId(client_id))
         with application.agent(invitation) as agent:
             agent.give_consent()
             application.wait_for(EventKind.OFFLINE)
@@ -559,6 +565,10 @@ def test_an_offline_client_is_quiet(
                 visits.get(timeout=WAIT_S)
     assert ("Handshake failed" in capfd.readouterr().err) is (verbosity is not None)
     assert "GRPC_VERBOSITY" not in os.environ or verbosity is not None
+
+
+def has_thread(name: str) -> bool:
+    return any(thread.name.startswith(name) for thread in threading.enumerate())
 
 
 def test_a_callback_that_fails_does_no_harm(
@@ -583,6 +593,24 @@ def test_a_callback_that_fails_does_no_harm(
         agent.give_consent()
         assert heard.get(timeout=WAIT_S)
     assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
+    eventually(lambda: not has_thread("fedlearn-progress"))  # the last report is this test's, too
+
+
+def test_a_probe_that_fails_is_reported_and_asked_again(
+    application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the training process lives."""
+    reported: queue.Queue[threading.ExceptHookArgs] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", reported.put)
+
+    def broken() -> bool:
+        raise RuntimeError("the application's own")
+
+    home, trainer = Home(application.home), f"{application.trainer}:slow"
+    home.set_consent(granted=True)
+    with Agent(home.folder, trainer=trainer, probes=Probes(idle=broken)):
+        assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
+    eventually(lambda: not has_thread("fedlearn-probes"))  # the last report is this test's, too
 
 
 def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Application) -> None:
@@ -653,6 +681,8 @@ def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
     script.write_text(f"""
 from fedlearn.client import Agent
 class Trainer:
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 agent = Agent({str(application.home)!r}, trainer=__file__ + ":Trainer",

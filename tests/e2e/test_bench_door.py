@@ -52,7 +52,6 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.xdist_group("flower")
 def test_a_superlink_does_the_same_work(tmp_path: Path) -> None:
     """One node and one round that counts."""
     found = figures(

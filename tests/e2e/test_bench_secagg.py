@@ -46,7 +46,6 @@ def test_every_part_measures_something() -> None:
     assert "times as fast as Flower" not in found["fold"]
 
 
-@pytest.mark.xdist_group("flower")
 def test_flowers_functions_do_the_same_work() -> None:
     """They recover the secrets from their shares, and send twice as many bytes."""
     found = figures("--flower-server-turns", "1")

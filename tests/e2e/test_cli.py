@@ -1,19 +1,20 @@
 """The command line as a user has it: real processes, real runs, kill -9."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 
-from fedlearn.cli.app import main
+from tests.processes import Launcher
 
 END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
 LONG = [
@@ -23,10 +24,6 @@ LONG = [
     *("--set", "store.checkpoint_every_s=0"),
 ]
 
-#: Its processes have imported what commands need: most of the time of most commands.
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["fedlearn.cli.commands"])
-
 pytestmark = pytest.mark.xdist_group("cli")  # the runs of a module-wide fixture are shared
 
 
@@ -34,6 +31,7 @@ pytestmark = pytest.mark.xdist_group("cli")  # the runs of a module-wide fixture
 class Shell:
     """A working directory to type commands in, with nothing set from outside."""
 
+    launcher: Launcher
     folder: Path
 
     @property
@@ -59,14 +57,13 @@ class Shell:
     def type(self, *arguments: str, code: int = 0) -> "Typed":
         """Run a command in a process of its own that need not import everything first."""
         with TemporaryDirectory() as printed:
-            out, err = Path(printed, "out"), Path(printed, "err")
-            process = WARM.Process(target=_run, args=(self, arguments, out, err))
-            process.start()
-            process.join(timeout=300)
-            process.kill()
-            process.join()
-            typed = Typed(out.read_text(), err.read_text())
-        assert process.exitcode == code, f"exit code {process.exitcode}\n{typed}"
+            process = self.launcher.launch(
+                Path(printed, "typed.log"), *arguments, environ=self.environ, cwd=self.folder
+            )
+            with closing(process):
+                found = process.wait()
+                typed = Typed(process.out(), process.err())
+        assert found == code, f"exit code {found}\n{typed}"
         return typed
 
     def kill_after_round(self, number: int, *arguments: str) -> None:
@@ -79,15 +76,6 @@ class Shell:
                     break
             process.communicate()
         assert process.returncode == -signal.SIGKILL
-
-
-def _run(shell: Shell, arguments: tuple[str, ...], out: Path, err: Path) -> None:
-    for descriptor, file in ((1, out), (2, err)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.chdir(shell.folder)
-    os.environ.clear()
-    os.environ.update(shell.environ)
-    sys.exit(main(arguments))
 
 
 @dataclass(frozen=True)
@@ -103,15 +91,15 @@ class Typed:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
+def shell(launcher: Launcher, tmp_path: Path) -> Shell:
     """An empty working directory."""
-    return Shell(tmp_path)
+    return Shell(launcher, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
+def main_job(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[Shell, Typed]:
     """The main job, run once and named, and a second run beside it."""
-    shell = Shell(tmp_path_factory.mktemp("main-job"))
+    shell = Shell(launcher, tmp_path_factory.mktemp("main-job"))
     with shell.popen("simulate", "--json", "--name", "first") as process:
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -263,6 +251,28 @@ def test_check_prints_what_would_run_and_runs_nothing(shell: Shell) -> None:
     file.write_text(printed)
     assert tomllib.loads(shell.type("check", str(file)).out) == tree
     assert list(shell.folder.iterdir()) == [file]
+
+
+def test_a_file_of_ones_own_runs_with_the_few_clients_that_it_has(shell: Shell) -> None:
+    """Three of 600 examples: all report, and `check` says so before. The control: the deadline."""
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(3), 600)
+    labels = rng.integers(0, 2, len(owners))
+    features = (rng.normal(size=(len(owners), 6)) + labels[:, None]).astype(np.float32)
+    np.savez(shell.folder / "mine.npz", x=features, y=labels, who=owners)
+    (shell.folder / "mine.toml").write_text(
+        'num_rounds = 2\n[data]\nsource = "npz"\npath = "mine.npz"\ngroups = "who"\n'
+        "test_fraction = 0.2\n"
+    )
+    checked = shell.type("check", "mine.toml").out
+    assert checked.startswith("# cohort 3 of 3 clients, no deadline, ideal devices: ")
+    tree = tomllib.loads(checked)
+    assert (tree["cohort"]["num_wanted"], tree["stragglers"]["deadline_s"]) == ("auto", "auto")
+    done = shell.type("simulate", "mine.toml").out
+    assert done.count("reported=3 late=0 failed=0") == 2
+    slow = ("--set", "devices.kind=lognormal", "--set", "stragglers.deadline_s=1.0")
+    refused = shell.type("simulate", "mine.toml", *slow, code=3)
+    assert "3 late" in refused.err
 
 
 # ---- Mistakes -----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
 from fedlearn.build import deployment
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import load
@@ -22,10 +21,12 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Request
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer
+from fedlearn.transport.base import ask_once
 from fedlearn.transport.memory import MemoryChannel
 
 ROOT = Path(__file__).parents[2]
@@ -75,24 +76,26 @@ class App:
         )
         collector = PlainCollector(
             channel=channel,
-            aggregator=pieces.algorithm.aggregator,
             policy=pieces.policy,
             slab_bytes=0,
         )
-        plan: RoundPlan[WeightedSum] = RoundPlan(
-            sampler=pieces.sampler,
+        plan = RoundPlan(
+            opening=SampledOpening(
+                sampler=pieces.sampler,
+                available=channel.available,
+                policy=pieces.policy,
+                seed=pieces.seed,
+            ),
             policy=pieces.policy,
             collector=collector,
-            local=pieces.algorithm.local,
-            aggregator=pieces.algorithm.aggregator,
-            server_optimizer=pieces.algorithm.server_optimizer,
+            strategy=pieces.algorithm,
             seed=pieces.seed,
         )
         torch.manual_seed(0)
         state = plan.init(Params.of(pieces.make_model()))
         found = [accuracy(channel, state.params)]
         for _ in range(num_rounds):
-            state, collected = run_round(state, plan, attempt=0)
+            state, collected, _ = run_round(state, plan, attempt=0)
             assert collected.count(Status.REPORTED) == pieces.policy.num_wanted
             found.append(accuracy(channel, state.params))
         return found
@@ -101,7 +104,7 @@ class App:
 def accuracy(channel: MemoryChannel, params: Params) -> float:
     request = EvaluateRequest(round_num=0, tensors=params.named())
     requests = dict.fromkeys(channel.available(), request)
-    replies = [arrival.reply for arrival in channel.exchange(requests, deadline_s=1.0)]
+    replies = [arrival.reply for arrival in ask_once(channel, requests, deadline_s=1.0)]
     num_correct, num_examples = 0.0, 0
     for reply in replies:
         assert isinstance(reply, EvaluateReply), reply

@@ -1,12 +1,9 @@
 """``fedlearn join`` under its own file: what it refuses, where it says so."""
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,12 @@ import pytest
 from torch import nn
 
 import fedlearn as fl
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.testing import FakeCoordinator
+from tests.processes import LONG_S, Launcher, Process
 
-LONG_S = 180.0
-SETTINGS = fl.LocalSgd(epochs=3, batch_size=10, learning_rate=0.1).settings()
+SETTINGS = settings_of(fl.LocalSgd(epochs=3, batch_size=10, learning_rate=0.1))
 TRAINER = """
 import torch
 from torch import nn
@@ -32,42 +30,26 @@ def trainer():
 pytestmark = pytest.mark.slow
 
 
-@dataclass
-class Joined:
-    """What a client's process has written when it is over."""
-
-    told: str = ""
-    log: str = ""
-
-    def lines(self, event: str) -> list[Mapping[str, Any]]:  # Any: of JSON
-        found = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
-        return [each for each in found if each["event"] == event]
-
-
 @contextmanager
-def joined(folder: Path, coordinator: FakeCoordinator, *options: str) -> Iterator[Joined]:
-    """Run ``fedlearn join`` until the block ends."""
+def joined(
+    launcher: Launcher, folder: Path, coordinator: FakeCoordinator, *options: str
+) -> Iterator[Process]:
+    """Run ``fedlearn join``; it has ended when the block has."""
     (folder / "trainer.py").write_text(TRAINER)
     invitation = coordinator.invite("clinic-a")
     arguments = ("join", str(invitation), "--task", "trainer.py:trainer", "--home", "home")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fedlearn", *arguments, *options],
-        cwd=folder,
-        env=dict(os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = Joined()
+    process = launcher.launch(folder / "joined.log", *arguments, *options, environ=os.environ)
     try:
         coordinator.wait_for(1, timeout_s=LONG_S)
-        yield said
-        process.terminate()
-        said.told, said.log = process.communicate(timeout=LONG_S)
+        yield process
+        process.send(signal.SIGTERM)
+        process.wait()
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
+
+
+def lines(process: Process, event: str) -> list[dict[str, Any]]:  # Any: of JSON
+    return [each for each in process.log() if each["event"] == event]
 
 
 @pytest.mark.parametrize(
@@ -85,21 +67,21 @@ def joined(folder: Path, coordinator: FakeCoordinator, *options: str) -> Iterato
     ],
 )
 def test_what_a_client_refuses_is_in_its_file_and_its_log(
-    tmp_path: Path, text: str, options: tuple[str, ...], rule: str | None
+    launcher: Launcher, tmp_path: Path, text: str, options: tuple[str, ...], rule: str | None
 ) -> None:
     """Control: the second case. The option wins over the file."""
     (tmp_path / "client.toml").write_text(text)
     own = ("--config", "client.toml", *options)
-    with FakeCoordinator() as coordinator, joined(tmp_path, coordinator, *own) as said:
+    with FakeCoordinator() as coordinator, joined(launcher, tmp_path, coordinator, *own) as process:
         reply = coordinator.train(nn.Linear(4, 3), SETTINGS, deadline_s=LONG_S)["clinic-a"]
-    (start,) = said.lines("policy_in_force")
+    (start,) = lines(process, "policy_in_force")
     assert start["policy"]["secure_aggregation"]["required"] == (rule is not None and "req" in rule)
     if rule is None:
         assert isinstance(reply, TrainReply)
-        assert said.lines("refused_by_policy") == []
+        assert lines(process, "refused_by_policy") == []
         return
     assert isinstance(reply, Failure)
     assert f"`{rule}`" in reply.reason
-    (line,) = said.lines("refused_by_policy")
+    (line,) = lines(process, "refused_by_policy")
     assert (line["level"], line["rule"], line["round_num"]) == ("warning", rule, 0)
-    assert f"round 1: policy: {reply.reason}" in said.told
+    assert f"round 1: policy: {reply.reason}" in process.out()

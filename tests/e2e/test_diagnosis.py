@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.client import diagnosis
+from fedlearn.client import live_session
 from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
+from fedlearn.identity.identity import Invitation, expires_unix_s
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import Invitation, expires_unix_s
 
 SOURCE = """
 class Trainer:
     num_examples = {num_examples}
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 """
@@ -63,10 +65,10 @@ def found(
 def enrolled(invitation: Path, tmp_path: Path) -> Home:
     """Redeem an invitation, as a client does that joins."""
     home, invited = Home(tmp_path / "home"), Invitation.load(invitation)
-    identity = home.coming_identity()
+    identity = home.keys.coming_identity()
     address = invited.enrolment_addresses[0]
     certificate_pem, client_id = asyncio.run(enrol(address, invited, identity))
-    home.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+    home.keys.enrol(invited, certificate_pem=certificate_pem, client_id=ClientId(client_id))
     return home
 
 
@@ -94,7 +96,7 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
     ]
     assert all(finding.is_fine for finding in findings.values()), findings
     assert "17 examples" in findings["data"].message
-    assert Home(tmp_path / "home").enrolment() is None
+    assert Home(tmp_path / "home").keys.enrolment() is None
 
 
 def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_a_look_changes_nothing(
                 seen.append(await asyncio.to_thread(coordinator.connected))
                 yield session
 
-    monkeypatch.setattr(diagnosis, "DoorConnection", Watched)
+    monkeypatch.setattr(live_session, "DoorConnection", Watched)
     assert found(invitation, tmp_path)["session"].is_fine
     assert seen == [[]]
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o755
@@ -221,7 +223,7 @@ def test_a_certificate_that_ends_soon_is_a_warning(
     """With the remedy; a new invitation is one for the client that is enrolled."""
     invitation = coordinator.invite("laptop")
     home = enrolled(invitation, tmp_path)
-    enrolment = home.enrolment()
+    enrolment = home.keys.enrolment()
     assert enrolment is not None
     left_s = expires_unix_s(enrolment.certificate_pem) - SystemClock().unix_s()
     clock = WrongClock(left_s - 10 * 86_400.0)

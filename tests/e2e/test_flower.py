@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,41 +17,42 @@ from numpy.typing import NDArray
 
 from fedlearn import build
 from fedlearn.client.flower import Node
-from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.rounds import run_over
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
-from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.session.session import ClientSession
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
+from tests.processes import until
 
+# A worker has the SuperLinks of this module.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 
 APP = Path(__file__).parents[2] / "server" / "flower"
 BIN = Path(sys.executable).parent
 NUM_NODES = 3
-START_TIMEOUT_S = 180.0
-RUN_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 900
 
 
 @dataclass
 class Federation:
-    """Processes of one federation, and where their files are.
+    """A SuperLink, what has run on it, and its nodes.
 
     Attributes:
         folder: Everything; removed by the test runner.
         port: The SuperLink's.
-        processes: By name.
+        recorded: Names of the runs that were looked at.
     """
 
     folder: Path
     port: int
-    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    recorded: set[str] = field(default_factory=set)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,65 +62,96 @@ class Federation:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FEDLEARN_RUNS_DIR": str(self.folder / "runs"),
+            "OMP_NUM_THREADS": "1",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
 
-    def start(self, name: str, *command: str) -> None:
-        """Start a process that logs to a file of its name."""
-        with (self.folder / f"{name}.log").open("w") as log:
-            self.processes[name] = subprocess.Popen(
+    def start(self, log: Path, *command: str) -> "subprocess.Popen[str]":
+        """Start a process that logs to a file."""
+        with log.open("w") as out:
+            return subprocess.Popen(
                 [BIN / command[0], *command[1:]],
-                cwd=self.folder,
+                cwd=log.parent,
                 env=self.environment,
-                stdout=log,
+                stdout=out,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
 
-    def stop(self) -> None:
-        """Stop all processes, nodes first, each by its id."""
-        for process in reversed(self.processes.values()):
-            process.terminate()
-            try:
-                process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    @contextmanager
+    def nodes(
+        self, folder: Path, num_nodes: int, *, folder_of: Container[int] = ()
+    ) -> Iterator[list["subprocess.Popen[str]"]]:
+        """Have nodes, which log to files of theirs, until the block ends.
 
-    def flwr_run(self, *options: str) -> "subprocess.Popen[str]":
-        """Start ``flwr run`` on the app."""
-        return subprocess.Popen(
-            [BIN / "flwr", "run", APP, "lab", "--stream", *options],
+        Args:
+            folder: Of the files.
+            num_nodes: How many.
+            folder_of: Which nodes have a folder for their identity, ``client-N``.
+        """
+        running: list[subprocess.Popen[str]] = []
+        try:
+            for number in range(num_nodes):
+                config = f"partition-id={number} num-partitions={num_nodes}"
+                if number in folder_of:
+                    config += f' identity="{folder}/client-{number}"'
+                node = self.start(
+                    folder / f"node{number}.log",
+                    *("flower-supernode", "--insecure"),
+                    *("--superlink", f"127.0.0.1:{self.port}"),
+                    *("--host", "127.0.0.1", "--port", str(free_port())),
+                    *("--node-config", config),
+                )
+                running.append(node)
+            yield running
+        finally:
+            end(*running)
+
+    @contextmanager
+    def flwr_run(self, *options: str) -> Iterator["subprocess.Popen[str]"]:
+        """Start ``flwr run`` on the app; it has ended when the block has."""
+        command = [str(BIN / "flwr"), "run", str(APP), "lab", "--stream", *options]
+        with subprocess.Popen(
+            [*command, "-c", f"patience-s={RUN_TIMEOUT_S}"],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )
+        ) as run:
+            try:
+                yield run
+            finally:
+                run.kill()
 
-    def database(self) -> Database:
+    def finished(self, run: "subprocess.Popen[str]") -> StoredRun:
+        """Wait for ``flwr run`` and return what the run left."""
+        output, _ = run.communicate(timeout=RUN_TIMEOUT_S)
+        assert run.returncode == 0, output
         runs_dir = self.folder / "runs"
-        return Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir)
+        with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
+            (record,) = [each for each in database.runs() if each.name not in self.recorded]
+            self.recorded.add(record.name)
+            assert record.status is RunStatus.DONE, f"{record.error}\n{output}"
+            return database.run(record.name)
+
+
+def end(*processes: "subprocess.Popen[str]") -> None:
+    """Stop processes, each by its id."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def free_port() -> int:
     (address,) = free_addresses(1)
     return int(address.rpartition(":")[2])
-
-
-def wait_for(port: int) -> None:
-    """Return once something listens."""
-    clock = SystemClock()
-    end_s = clock.now_s() + START_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-        except OSError:
-            assert clock.now_s() < end_s, f"nothing listens on port {port}"
-            clock.sleep(0.2)
-        else:
-            return
 
 
 @contextmanager
@@ -131,45 +163,36 @@ def federation(folder: Path, *options: str) -> Iterator[Federation]:
         f'[superlink.lab]\naddress = "127.0.0.1:{found.port}"\ninsecure = true\n'
     )
     address = ("--host", "127.0.0.1", "--port", str(found.port))
+    log = folder / "superlink.log"
+    superlink = found.start(log, "flower-superlink", "--insecure", *address, *options)
+
+    def listens() -> bool:
+        assert superlink.poll() is None, log.read_text()
+        try:
+            socket.create_connection(("127.0.0.1", found.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
     try:
-        found.start("superlink", "flower-superlink", "--insecure", *address, *options)
-        wait_for(found.port)
+        until(listens, within_s=RUN_TIMEOUT_S, told=log.read_text)
         yield found
     finally:
-        found.stop()
+        end(superlink)
 
 
-def start_nodes(found: Federation, *, num_nodes: int = NUM_NODES, more: str = "") -> None:
-    """Start nodes; ``more`` is added to each node's configuration, with its number for ``{}``."""
-    for number in range(num_nodes):
-        config = f"partition-id={number} num-partitions={num_nodes} {more.format(number)}"
-        found.start(
-            f"node{number}",
-            "flower-supernode",
-            "--insecure",
-            *("--superlink", f"127.0.0.1:{found.port}"),
-            *("--host", "127.0.0.1", "--port", str(free_port())),
-            *("--node-config", config),
-        )
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """A SuperLink for nodes that are processes; those of a test leave with it, or lie dead."""
+    with federation(tmp_path_factory.mktemp("deployed")) as found:
+        yield found
 
 
-def wait_for_line(path: Path, words: str, *, count: int) -> None:
-    """Return once a log has so many lines with these words."""
-    clock = SystemClock()
-    end_s = clock.now_s() + RUN_TIMEOUT_S
-    while path.read_text().count(words) < count:
-        assert clock.now_s() < end_s, f"{path} does not say {words!r} {count} times"
-        clock.sleep(0.1)
-
-
-def finished(found: Federation, run: "subprocess.Popen[str]") -> StoredRun:
-    """Wait for ``flwr run`` and return what the run left."""
-    output, _ = run.communicate(timeout=RUN_TIMEOUT_S)
-    assert run.returncode == 0, output
-    with found.database() as database:
-        (record,) = database.runs()
-        assert record.status is RunStatus.DONE, f"{record.error}\n{output}"
-        return database.run(record.name)
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """A SuperLink with Flower's simulation runtime."""
+    with federation(tmp_path_factory.mktemp("simulated"), "--simulation") as found:
+        yield found
 
 
 @dataclass
@@ -213,10 +236,16 @@ def replayed(
         node.client_id: ClientSession(node.client_id, partition_trainer(node, folder)).handle
         for node in nodes
     }
+    channel = MemoryChannel(handlers, latency, VirtualClock())
     state = run_over(
-        MemoryChannel(handlers, latency, VirtualClock()),
+        channel,
         pieces,
-        sampler=pieces.sampler,
+        opening=SampledOpening(
+            sampler=pieces.sampler,
+            available=channel.available,
+            policy=pieces.policy,
+            seed=pieces.seed,
+        ),
         store=Forgetful(),
         checkpoint=None,
         clock=VirtualClock(),
@@ -233,60 +262,48 @@ def assert_equals_memory(stored: StoredRun, run_config: Settings) -> None:
         assert torch.equal(checkpoint.tensors[f"params/{name}"], value), name
 
 
-def test_stock_processes_train_the_model_of_the_simulation(tmp_path: Path) -> None:
+def test_stock_processes_train_the_model_of_the_simulation(
+    deployed: Federation, tmp_path: Path
+) -> None:
     """``flwr run`` on a SuperLink and three SuperNodes: the model of memory, bit for bit.
 
-    The clients keep their momentum in ``Context.state`` from round to round. Then a node is
-    killed, and the round closes at its deadline without it.
+    The clients keep their momentum in ``Context.state`` from round to round. After the second
+    round a node is killed, and the third one closes at its deadline with those who reported.
     """
-    run_config: dict[str, Scalar] = {
-        "config": "run.toml",
-        "overrides": "client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1",
-        "num-rounds": 3,
-    }
-    with federation(tmp_path) as found:
-        start_nodes(found)
-        run = found.flwr_run(
-            *("-c", f'overrides="{run_config["overrides"]}"', "-c", "num-rounds=3")
-        )
-        stored = finished(found, run)
-        rounds = stored.rounds()
-        assert [record.count(Status.REPORTED) for record in rounds] == [3, 3, 3]
-        assert rounds[-1].metrics["accuracy"] > 0.85
-        assert_equals_memory(stored, run_config)
-
-
-def test_a_killed_node_does_not_delay_a_round_past_its_deadline(tmp_path: Path) -> None:
-    """SIGKILL between two rounds: the next one closes with those who reported in time."""
-    deadline_s = 75.0
-    with federation(tmp_path) as found:
-        start_nodes(found)
-        run = found.flwr_run(
-            *("-c", f'overrides="stragglers.deadline_s={deadline_s}"', "-c", "num-rounds=2")
-        )
+    deadline_s = 150.0  # a round of processes that import everything, beside other tests
+    overrides = (
+        f"client.momentum=0.5;client.keep_momentum=true;client.learning_rate=0.1;"
+        f"stragglers.deadline_s={deadline_s}"
+    )
+    run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "num-rounds": 3}
+    with (
+        deployed.nodes(tmp_path, NUM_NODES) as nodes,
+        deployed.flwr_run("-c", f'overrides="{overrides}"', "-c", "num-rounds=3") as run,
+    ):
         assert run.stdout is not None
         lines = []
-        while not (line := run.stdout.readline()).startswith("round 1/2"):
+        while not (line := run.stdout.readline()).startswith("round 2/3"):
             lines.append(line)
             assert line, "".join(lines)
-        found.processes["node0"].kill()
-        first, second = finished(found, run).rounds()
-        assert first.count(Status.REPORTED) == 3
-        assert second.outcome is Outcome.AGGREGATED
-        assert second.count(Status.REPORTED) == 2
-        assert second.duration_s <= deadline_s + 1.0
+        nodes[0].kill()
+        stored = deployed.finished(run)
+    rounds = stored.rounds()
+    assert [record.count(Status.REPORTED) for record in rounds] == [3, 3, 2]
+    assert rounds[-1].outcome is Outcome.AGGREGATED
+    assert rounds[-1].duration_s <= deadline_s + 1.0
+    assert rounds[-1].metrics["accuracy"] > 0.85
+    assert_equals_memory(stored, run_config)
 
 
-def test_flowers_simulation_runtime_trains_the_same_model(tmp_path: Path) -> None:
+def test_flowers_simulation_runtime_trains_the_same_model(simulated: Federation) -> None:
     """Three virtual nodes on Ray: bit for bit again."""
     run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": "", "num-rounds": 3}
-    with federation(tmp_path, "--simulation") as found:
-        run = found.flwr_run(
-            *("-c", "num-rounds=3", "--federation-config", f"num-supernodes={NUM_NODES}")
-        )
-        stored = finished(found, run)
-        assert stored.rounds()[-1].metrics["accuracy"] > 0.9
-        assert_equals_memory(stored, run_config)
+    with simulated.flwr_run(
+        *("-c", "num-rounds=3", "--federation-config", f"num-supernodes={NUM_NODES}")
+    ) as run:
+        stored = simulated.finished(run)
+    assert stored.rounds()[-1].metrics["accuracy"] > 0.9
+    assert_equals_memory(stored, run_config)
 
 
 # ---- Secure aggregation -------------------------------------------------------------------
@@ -307,12 +324,12 @@ NUM_SECURE_NODES = 4
 NUM_SECURE_ROUNDS = 2
 
 
-def assert_equals_plain(stored: StoredRun, *, num_rounds: int = NUM_SECURE_ROUNDS) -> None:
+def assert_equals_plain(stored: StoredRun) -> None:
     """The model is that of the same clients' plain rounds in memory, but for fixed point.
 
     Rounding in one round moves what the next trains on, and float32 adds up in another order.
     """
-    config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": num_rounds}
+    config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": NUM_SECURE_ROUNDS}
     expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
     folder = APP / "federation"
     pieces = build.deployment(
@@ -320,7 +337,7 @@ def assert_equals_plain(stored: StoredRun, *, num_rounds: int = NUM_SECURE_ROUND
     )
     plan, layout = pieces.secure, Params.of(pieces.make_model()).layout
     assert plan is not None
-    total = QuantisationError.of_sum(plan.lanes(layout)[0], num_clients=NUM_SECURE_NODES).largest
+    total = plan.lanes(layout)[0].largest_error(NUM_SECURE_NODES)
     fewest = 3 * 300  # clients in a sum, and examples of each
     error = total * plan.max_examples / fewest
     assert 0.0 < error < 1e-6
@@ -331,54 +348,50 @@ def assert_equals_plain(stored: StoredRun, *, num_rounds: int = NUM_SECURE_ROUND
         assert float((found - value).abs().max()) <= 20 * error + 1e-5, name
 
 
-def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(tmp_path: Path) -> None:
+def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
+    deployed: Federation, tmp_path: Path
+) -> None:
     """Four SuperNodes, a process a message; one is killed as it gets the model of round 2.
 
-    The model is that of plain rounds with the same clients.
+    Two have keys, pins and state on disk instead of in their memory: each of a round's five
+    messages is another process, which finds what the last one has left. The model is that of
+    plain rounds with the same clients.
     """
-    with federation(tmp_path) as found:
-        start_nodes(found, num_nodes=NUM_SECURE_NODES)
-        run = found.flwr_run(
+    in_folders = (1, 2)
+    with (
+        deployed.nodes(tmp_path, NUM_SECURE_NODES, folder_of=in_folders) as nodes,
+        deployed.flwr_run(
             *("-c", f'overrides="{SECURE}"', "-c", f"num-rounds={NUM_SECURE_ROUNDS}")
-        )
+        ) as run,
+    ):
         # Of a round's five messages, the third asks to train.
-        wait_for_line(tmp_path / "node3.log", "Receiving: train message", count=5 + 3)
-        found.processes["node3"].kill()
-        stored = finished(found, run)
-        first, second = stored.rounds()
-        assert first.count(Status.REPORTED) == 4
-        assert second.outcome is Outcome.AGGREGATED
-        assert second.count(Status.REPORTED) == 3
-        (lost,) = [p for p in second.participations if p.status is not Status.REPORTED]
-        assert lost.client_id == 3
-        assert "at the stage `mask`" in lost.reason  # late, or Flower says that the node is gone
-        assert_equals_plain(stored)
-
-
-def test_nodes_with_folders_add_up_in_secret(tmp_path: Path) -> None:
-    """Keys, pins and state lie on disk instead of in the nodes' memory.
-
-    Each of a round's five messages is another process, which finds what the last one has left.
-    """
-    with federation(tmp_path) as found:
-        start_nodes(found, num_nodes=NUM_SECURE_NODES, more=f'identity="{tmp_path}/client-{{}}"')
-        run = found.flwr_run("-c", f'overrides="{SECURE}"', "-c", "num-rounds=1")
-        stored = finished(found, run)
-        assert [record.count(Status.REPORTED) for record in stored.rounds()] == [4]
-        assert_equals_plain(stored, num_rounds=1)
-        for number in range(NUM_SECURE_NODES):
-            folder = tmp_path / f"client-{number}"
-            names = {path.name for path in folder.iterdir()}
-            assert {"identity.pem", "coordinator.key", "pins.json", "state"} <= names
-
-
-def test_flowers_simulation_runtime_adds_up_in_secret(tmp_path: Path) -> None:
-    """Four virtual nodes on Ray."""
-    with federation(tmp_path, "--simulation") as found:
-        run = found.flwr_run(
-            *("-c", f'overrides="{SECURE}"', "-c", f"num-rounds={NUM_SECURE_ROUNDS}"),
-            *("--federation-config", f"num-supernodes={NUM_SECURE_NODES}"),
+        log = tmp_path / "node3.log"
+        until(
+            lambda: log.read_text().count("Receiving: train message") >= 5 + 3,
+            within_s=RUN_TIMEOUT_S,
         )
-        stored = finished(found, run)
-        assert [record.count(Status.REPORTED) for record in stored.rounds()] == [4, 4]
-        assert_equals_plain(stored)
+        nodes[3].kill()
+        stored = deployed.finished(run)
+    first, second = stored.rounds()
+    assert first.count(Status.REPORTED) == 4
+    assert second.outcome is Outcome.AGGREGATED
+    assert second.count(Status.REPORTED) == 3
+    (lost,) = [p for p in second.participations if p.status is not Status.REPORTED]
+    assert lost.client_id == 3
+    assert "at the stage `mask`" in lost.reason  # late, or Flower says that the node is gone
+    assert_equals_plain(stored)
+    assert sorted(each.name for each in tmp_path.glob("client-*")) == ["client-1", "client-2"]
+    for number in in_folders:
+        names = {path.name for path in (tmp_path / f"client-{number}").iterdir()}
+        assert {"identity.pem", "coordinator.key", "pins.json", "state"} <= names
+
+
+def test_flowers_simulation_runtime_adds_up_in_secret(simulated: Federation) -> None:
+    """Four virtual nodes on Ray."""
+    with simulated.flwr_run(
+        *("-c", f'overrides="{SECURE}"', "-c", f"num-rounds={NUM_SECURE_ROUNDS}"),
+        *("--federation-config", f"num-supernodes={NUM_SECURE_NODES}"),
+    ) as run:
+        stored = simulated.finished(run)
+    assert [record.count(Status.REPORTED) for record in stored.rounds()] == [4, 4]
+    assert_equals_plain(stored)

@@ -12,9 +12,10 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.errors import ConfigError, StoreError
+from fedlearn.core.collecting import Status
+from fedlearn.errors import ConfigError, RoundError, StoreError
 from fedlearn.experiment.comparison import Summary
-from fedlearn.experiment.simulate import Site, resume
+from fedlearn.experiment.simulate import Site, resume, run_config
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 ALGORITHM = fl.FedAvg(
@@ -41,9 +42,11 @@ class Quiet:
 
     def __init__(self, break_after: int | None = None) -> None:
         self.break_after, self.num_rounds, self.ended = break_after, 0, False
+        self.notes: Sequence[str] = ()
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
-        """Say nothing."""
+        """Say nothing, and keep the notes."""
+        self.notes = notes
 
     def round(self, record: RoundRecord) -> None:
         """Count the round; interrupt the run where that is due."""
@@ -62,16 +65,19 @@ def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and tables
+def run(progress: Quiet | None = None, **settings: Any) -> fl.Run:  # Any: keys and pieces
     """Run eight rounds with every round durable."""
     everything: dict[str, Any] = {
+        "make_model": make_model,
+        "data": settings.get("data") or data(),
+        "algorithm": ALGORITHM,
         "num_rounds": 8,
         "cohort": {"num_wanted": 4},
         "store": {"checkpoint_every_s": 0.0},
         "engine": {"num_workers": 1},
         **settings,
     }
-    return fl.simulate(make_model, data(), ALGORITHM, progress=progress or Quiet(), **everything)
+    return fl.simulate(progress=progress or Quiet(), **everything)
 
 
 def test_a_run_learns_and_leaves_its_history() -> None:
@@ -81,6 +87,38 @@ def test_a_run_learns_and_leaves_its_history() -> None:
     assert finished.history[-1].metrics["accuracy"] > 0.95
     assert finished.record.status is RunStatus.DONE
     assert all(record.outcome is Outcome.AGGREGATED for record in finished.history)
+
+
+@pytest.mark.parametrize("num_clients", [1, 3, 12])
+def test_a_first_script_on_data_of_its_own_waits_for_everybody(num_clients: int) -> None:
+    """Clients of 600 examples, however few: nobody is late, and the run says and keeps why."""
+    owners = np.repeat(np.arange(num_clients), 600)
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, len(owners))
+    features = rng.normal(size=(len(owners), 6)) + 2.0 * labels[:, None]
+    mine = fl.from_arrays(
+        features, labels, groups=owners, partition=fl.Natural(), test_fraction=0.2, seed=0
+    )
+    local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+    progress = Quiet()
+    finished = fl.simulate(make_model, mine, fl.FedAvg(local), progress=progress, num_rounds=2)
+    num_asked = min(10, num_clients)
+    for record in finished.history:
+        assert len(record.participations) == record.participations.num(Status.REPORTED) == num_asked
+    assert progress.notes[0].startswith(
+        f"cohort {num_asked} of {num_clients} clients, no deadline, ideal devices: "
+    )
+    assert finished.record.config["cohort"] == {"sampling": "uniform", "num_wanted": num_asked}
+    assert finished.record.config["devices"] == {"kind": "ideal"}
+
+
+def test_stragglers_are_there_where_they_are_asked_for() -> None:
+    """The control: the main job's devices and deadline, on clients that are too slow for it."""
+    asked: dict[str, Any] = {"stragglers": {"deadline_s": 0.5}, "devices": {"kind": "lognormal"}}
+    progress = Quiet()
+    with pytest.raises(RoundError, match=r"4 late"):
+        run(progress, **asked)
+    assert progress.notes[0].startswith("cohort 4 of 12 clients, deadline 0.5 s, lognormal devices")
 
 
 def test_the_loaded_model_has_the_recorded_accuracy() -> None:
@@ -125,6 +163,38 @@ def test_an_interrupted_run_goes_on_to_the_same_bits() -> None:
     assert len(resumed.history) == 8
     for name, tensor in whole.weights(best=False).items():
         assert torch.equal(tensor, resumed.weights(best=False)[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_rounds": 9}, "num_rounds is 9, but broken was started with 8"),
+        ({"seed": 3}, "seed is 3, but"),
+        ({"cohort": {"num_wanted": 5}}, r"cohort\.num_wanted is 5, but"),
+        ({"devices": {"kind": "lognormal"}}, r"devices\.kind is lognormal, but"),
+        ({"algorithm": fl.FedProx(ALGORITHM.local, proximal=1.0)}, "algorithm is .*proximal"),
+        ({"data": data(num_clients=11)}, "data is 11 clients"),
+        ({"make_model": lambda: nn.Linear(6, 2)}, "model is Linear"),
+        ({"objective": fl.MeanSquaredError()}, "objective is MeanSquaredError"),
+        ({"metrics": {"f1": fl.Metric(fl.BinaryF1(), direction="max")}}, "metrics is .*f1"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], told: str) -> None:
+    """They would be ignored, or make it a run of two kinds; nothing is done to the run."""
+    with pytest.raises(KeyboardInterrupt):
+        run(Quiet(break_after=3), name="broken")
+    with pytest.raises(ConfigError, match=told):
+        run(resume="broken", **settings)
+    assert len(run(resume="broken").history) == 8
+
+
+def test_a_run_that_no_python_started_is_resumed_from_its_record() -> None:
+    """Its model and data are described there; those of the arguments would take their place."""
+    environ = dict[str, str]()
+    site = Site(resolve_addresses(Config(), environ=environ), environ, SystemClock(), Quiet())
+    run_config(Config().model_copy(update={"name": "toml", "num_rounds": 1}), site)
+    with pytest.raises(ConfigError, match="`fedlearn resume toml`"):
+        run(resume="toml")
 
 
 def test_the_same_run_twice_has_the_same_bits() -> None:
@@ -177,7 +247,7 @@ def test_a_cohort_above_the_population_is_refused_before_anything_is_written(
 ) -> None:
     """The error gives both numbers; no run is left behind."""
     with pytest.raises(ConfigError, match=r"13 clients are asked .* have 12"):
-        run(cohort={"num_wanted": 10})
+        run(cohort={"num_wanted": 13})
     assert not (tmp_path / "runs").exists()
 
 
@@ -194,3 +264,22 @@ def test_resume_from_the_record_alone_needs_the_pieces() -> None:
     site = Site(resolve_addresses(Config(), environ={}), {}, SystemClock(), Quiet())
     with pytest.raises(ConfigError, match="started from Python"):
         resume(name, site, from_previous=False)
+
+
+@pytest.mark.parametrize("transport", ["engine", "memory"])
+def test_a_model_in_bfloat16_trains_as_such_and_a_note_tells(transport: str) -> None:
+    """A model in float32 has no such note."""
+    for make, dtype in ((lambda: make_model().bfloat16(), "bfloat16"), (make_model, "float32")):
+        told = Quiet()
+        run = fl.simulate(
+            make,
+            data(),
+            ALGORITHM,
+            num_rounds=2,
+            cohort={"num_wanted": 4},
+            engine={"transport": transport},
+            progress=told,
+        )
+        assert {str(p.dtype) for p in run.load_model(make).parameters()} == {f"torch.{dtype}"}
+        notes = [note for note in told.notes if "dtypes: torch.bfloat16 ('0.weight'" in note]
+        assert len(notes) == (dtype == "bfloat16")

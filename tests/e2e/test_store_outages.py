@@ -24,7 +24,7 @@ from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deploy, deployment
-from fedlearn.store.patience import PatientStore
+from fedlearn.store.patience import Patience
 from fedlearn.store.runs import Database, StoredRun, unguarded
 from tests.records import RUN
 
@@ -180,13 +180,11 @@ def checkpoint_after(round_num: int) -> Checkpoint:
     return Checkpoint(round_num=round_num, tensors={"params/w": torch.ones(1)}, values={})
 
 
-def patient_run(run: StoredRun, *, give_up_s: float) -> PatientStore:
-    return PatientStore(
-        store=run, clock=SystemClock(), give_up_s=give_up_s, log=structlog.get_logger()
-    )
+def commit_patiently(run: StoredRun, *, give_up_s: float) -> None:
+    patiently = Patience(clock=SystemClock(), give_up_s=give_up_s, log=structlog.get_logger())
+    patiently(lambda: run.commit(checkpoint_after(1)))
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_commit_whose_answer_was_lost_counts_once(database: Database, proxy: Proxy) -> None:
     """The second attempt finds what the first has written."""
     run = database.run(RUN.name)
@@ -204,7 +202,6 @@ def test_a_commit_whose_answer_was_lost_counts_once(database: Database, proxy: P
     assert [file.round_num for file in run.checkpoints()] == [1, 2]
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_more_rounds_may_follow_before_a_lost_commit_is_repeated(
     database: Database, proxy: Proxy
 ) -> None:
@@ -219,7 +216,6 @@ def test_more_rounds_may_follow_before_a_lost_commit_is_repeated(
     assert [record.round_num for record in run.rounds()] == [0, 1]
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_commit_that_never_arrived_is_made_later(database: Database, proxy: Proxy) -> None:
     """Nothing of it is missing, whatever was tried in between."""
     run = database.run(RUN.name)
@@ -233,24 +229,22 @@ def test_a_commit_that_never_arrived_is_made_later(database: Database, proxy: Pr
     assert [record.round_num for record in run.rounds()] == [0]
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_run_waits_for_a_server_that_is_away(database: Database, proxy: Proxy) -> None:
     """And gives up in time; reading says the same."""
     run = database.run(RUN.name)
     run.append(ROUND)
     proxy.cut()
     with pytest.raises(StoreUnavailable):
-        patient_run(run, give_up_s=0.3).commit(checkpoint_after(1))
+        commit_patiently(run, give_up_s=0.3)
     with pytest.raises(StoreUnavailable):
         run.rounds()
     back = Timer(0.7, proxy.restore)
     back.start()
-    patient_run(run, give_up_s=60.0).commit(checkpoint_after(1))
+    commit_patiently(run, give_up_s=60.0)
     back.join()
     assert len(run.rounds()) == 1
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_round_whose_opening_was_not_answered_is_opened_once(
     database: Database, proxy: Proxy
 ) -> None:
@@ -264,7 +258,6 @@ def test_a_round_whose_opening_was_not_answered_is_opened_once(
     assert journal.last() == opened
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_holder_keeps_its_lease_through_an_outage(database: Database, proxy: Proxy) -> None:
     """Nobody could take it over meanwhile; it doubts until it has renewed."""
     clock = SystemClock()
@@ -284,7 +277,6 @@ def test_a_holder_keeps_its_lease_through_an_outage(database: Database, proxy: P
     assert lease.is_held()
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_an_acquisition_whose_answer_was_lost_is_repeated(database: Database, proxy: Proxy) -> None:
     """The lease is its own by then: it does not wait for itself to fall silent."""
     lease = Lease(database, RUN.name, holder="one", ttl_s=60.0, clock=SystemClock())
@@ -372,7 +364,6 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
     assert [file.round_num for file in shared.run(RUN.name).checkpoints()] == [0, 7]
 
 
-@pytest.mark.xdist_group("postgresql")
 def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
     postgresql_url: str, tmp_path: Path
 ) -> None:

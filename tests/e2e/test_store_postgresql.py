@@ -14,8 +14,6 @@ from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.runs import Database
 from tests.records import RUN
 
-pytestmark = pytest.mark.xdist_group("postgresql")
-
 ROUND = RoundRecord(
     round_num=0,
     attempt=0,

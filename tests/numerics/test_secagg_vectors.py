@@ -51,7 +51,7 @@ def test_agreements_are_those_of_rfc_7748() -> None:
     for record in records("asymmetric/X25519/rfc7748.txt"):
         if "input_scalar" in record:
             scalar, u = (bytes.fromhex(record[name]) for name in ("input_scalar", "input_u"))
-            shared = keys.KeyAgreement(SecretBytes(scalar)).agree(u)
+            shared = keys.KeyAgreement(SecretBytes(scalar)).agree(u, owner=ClientId(1))
             assert shared.reveal().hex() == record["output_u"]
             count += 1
     assert count >= 2
@@ -196,7 +196,7 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
     assert ours.public_key.hex() == ALICE_PUBLIC
     assert theirs.public_key.hex() == BOB_PUBLIC
     for one, other in ((ours, theirs), (theirs, ours)):
-        assert one.agree(other.public_key).reveal().hex() == SHARED
+        assert one.agree(other.public_key, owner=ClientId(1)).reveal().hex() == SHARED
 
 
 def test_masks_are_the_counter_stream_of_nist_gcm() -> None:

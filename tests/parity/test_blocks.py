@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
@@ -27,9 +28,7 @@ from fedlearn.training.resident import Precision
 
 SIZES = [9, 14, 3, 11, 12, 1, 15, 6, 8, 10, 5, 23]
 NUM_CLIENTS = len(SIZES)
-KEEPING = LocalSgd(
-    epochs=2, batch_size=4, learning_rate=0.1, momentum=0.9, proximal=0.1, keep_momentum=True
-)
+KEEPING = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.9, keep_momentum=True)
 POLICY = StragglerPolicy(
     num_wanted=9,
     over_selection=1.0,
@@ -66,7 +65,7 @@ def run(
     block_size: int,
     *,
     make_model: Callable[[], nn.Module] = make_model,
-    local: LocalSgd = KEEPING,
+    local: LocalUpdate = KEEPING,
 ) -> tuple[ServerState, list[int]]:
     """Run three rounds and return the state and the heights of the blocks."""
     generator, num_examples = torch.Generator().manual_seed(1), sum(SIZES)
@@ -77,11 +76,13 @@ def run(
         num_classes=3,
     )
     torch.manual_seed(0)
-    params, algorithm = Params.of(make_model()), FedAvg(local)
+    params = Params.of(make_model())
     job = Job(
         make_model=make_model,
         objective=CrossEntropy(),
+        metrics={},
         local=local,
+        told={},
         population=population,
         params=params,
         precision=Precision.FLOAT32,
@@ -89,26 +90,29 @@ def run(
         seed=Seed(5),
     )
     executor = Counting(make_executor(job, kind))
-    plan = RoundPlan(
-        sampler=UniformSampler(),
+    collector = Engine(
+        population=population,
+        behaviour=Instant(),
+        executor=executor,
         policy=POLICY,
-        collector=Engine(
-            population=population,
-            behaviour=Instant(),
-            executor=executor,
-            aggregator=algorithm.aggregator,
+        cluster=Alone(),
+        block_size=block_size,
+    )
+    plan = RoundPlan(
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
             policy=POLICY,
-            cluster=Alone(),
-            block_size=block_size,
+            seed=Seed(5),
         ),
-        local=local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        policy=POLICY,
+        collector=collector,
+        strategy=FedAvg(local),
         seed=Seed(5),
     )
     state = plan.init(params)
     for _ in range(3):
-        state, _ = run_round(state, plan, attempt=0)
+        state = run_round(state, plan, attempt=0).state
     return state, executor.heights
 
 

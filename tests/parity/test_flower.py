@@ -4,51 +4,60 @@ With secure aggregation it does so within the error of fixed point: rounding dra
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import Message
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.collecting import Collector, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg
+from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
-from fedlearn.core.collecting import Collector, RoundRequest, Status
+from fedlearn.core.collecting import Status
+from fedlearn.core.features import only
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.identity.identity import Identity
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
-from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
+from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.secure import SimulatedIdentities
-from fedlearn.simulation.sessions import session_channel
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
 from fedlearn.transport.flower import FlowerChannel
-from fedlearn.transport.identity import Identity
+from tests.grid import LocalGrid
 
 SIZES = [8, 14, 3, 11, 12, 7]
 NUM_ROUNDS = 3
@@ -94,73 +103,39 @@ def make_model() -> nn.Module:
 class Spread:
     """Devices whose replies are a second apart, in an order of their own each round."""
 
-    def durations_s(
-        self,
-        client_ids: NDArray[np.int64],
-        *,
-        round_num: int,
-        attempt: int,
-        num_examples_processed: NDArray[np.int64],
-        download_bytes: int,
-        upload_bytes: int,
-        seed: Seed,
-    ) -> NDArray[np.float64]:
-        return 1.0 + ((client_ids * 5 + round_num * 7) % len(SIZES)).astype(np.float64)
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        places = (asked.client_ids * 5 + asked.round_num * 7) % len(SIZES)
+        return 1.0 + places.astype(np.float64)
 
-    def failures(
-        self, client_ids: NDArray[np.int64], *, round_num: int, attempt: int, seed: Seed
-    ) -> NDArray[np.bool_]:
-        return np.zeros(len(client_ids), bool)
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        return np.zeros(len(asked.client_ids), bool)
 
 
 @dataclass
-class LocalGrid:
-    """Nodes in this process; their replies are there when the behaviour says.
+class MortalGrid(LocalGrid):
+    """Nodes that take as long as their devices, and may die.
 
     Attributes:
-        clock: Which is virtual.
-        app: What answers.
         dies_at: The stages of a session, by the class of the message, in which a client's node
             dies: it never answers again.
         forgets: Whether nodes lose what sessions keep between messages.
+        dead: Clients whose nodes have died.
     """
 
-    clock: VirtualClock
-    app: ClientApp
     dies_at: Mapping[int, type] = field(default_factory=dict)
     forgets: bool = False
     dead: set[int] = field(default_factory=set)
-    contexts: dict[int, Context] = field(default_factory=dict)
-    replies: dict[str, tuple[float, Message]] = field(default_factory=dict)
 
-    def get_node_ids(self) -> Iterable[int]:
-        return [1000 + client for client in range(len(SIZES))]
-
-    def push_messages(self, messages: Iterable[Message]) -> Sequence[str]:
-        return [self._push(message) for message in messages]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        now_s = self.clock.now_s()
-        ready = [each for each in message_ids if self.replies[each][0] <= now_s]
-        return [self.replies.pop(each)[1] for each in ready]
-
-    def _push(self, message: Message) -> str:
-        node_id = message.metadata.dst_node_id
-        client, message_id = node_id - 1000, f"message-{len(self.replies)}-{node_id}"
-        message.metadata.__dict__["_message_id"] = message_id
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
         if self._dies(client, message):
-            self.replies[message_id] = (math.inf, message)
-            return message_id
-        fresh = Context(7, node_id, {"partition-id": client}, RecordDict(), {})
-        context = self.contexts.setdefault(node_id, fresh)
-        reply = self.app(message, context)
+            return math.inf, message
+        _, reply = super().answered(client, message)
         if self.forgets:
-            context.state.config_records["fedlearn.state"].pop("state", None)
-        latency_s, header = 0.0, message.content.config_records["fedlearn"]
-        if header["kind"] == "TrainRequest":
-            latency_s = self._latency_s(client, header["round_num"])
-        self.replies[message_id] = (self.clock.now_s() + latency_s, reply)
-        return message_id
+            kept = self.context(message.metadata.dst_node_id).state
+            kept.config_records["fedlearn.state"].pop("state", None)
+        header = message.content.config_records["fedlearn"]
+        trains = header["kind"] == "TrainRequest"
+        return self._latency_s(client, header["round_num"]) if trains else 0.0, reply
 
     def _dies(self, client: int, message: Message) -> bool:
         payload = message.content.array_records["fedlearn.payload"]["message"].data
@@ -175,8 +150,8 @@ class LocalGrid:
 
     def _latency_s(self, client: int, round_num: object) -> float:
         assert isinstance(round_num, int)
-        durations_s = Spread().durations_s(
-            np.asarray([client]),
+        asked = DeviceRound(
+            client_ids=np.asarray([client]),
             round_num=round_num,
             attempt=0,
             num_examples_processed=np.zeros(1, np.int64),
@@ -184,7 +159,7 @@ class LocalGrid:
             upload_bytes=0,
             seed=Seed(0),
         )
-        return float(durations_s[0])
+        return float(Spread().durations_s(asked)[0])
 
 
 def population() -> ArrayPopulation:
@@ -202,16 +177,23 @@ def resident() -> ResidentModel:
     return ResidentModel(make_model, OBJECTIVE, device=cpu, precision=Precision.FLOAT32)
 
 
-def grid_of_nodes() -> LocalGrid:
+def grid_of_nodes(
+    around: Callable[[TorchTrainer], LocalTrainer] = lambda trainer: trainer,
+) -> MortalGrid:
     data = population()
 
-    def make_trainer(node: Node) -> TorchTrainer:
+    def make_trainer(node: Node) -> LocalTrainer:
         rows = data.load(np.asarray([node.client_id]))
         index = torch.from_numpy(rows.rows)
-        features, labels = rows.features[index], rows.labels[index]
-        return TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
+        features, labels = only(rows.features)[index], rows.labels[index]
+        trainer = TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
+        return around(trainer)
 
-    return LocalGrid(VirtualClock(), client_app(make_trainer, policy_of=lambda _: Policy()))
+    return MortalGrid(
+        VirtualClock(),
+        client_app(make_trainer, policy_of=lambda _: Policy()),
+        nodes={1000 + client: client for client in range(len(SIZES))},
+    )
 
 
 def channel_over(grid: LocalGrid, *, coordinator_key: bytes = b"") -> FlowerChannel:
@@ -226,19 +208,16 @@ def channel_over(grid: LocalGrid, *, coordinator_key: bytes = b"") -> FlowerChan
     )
 
 
-def over_flower(algorithm: Algorithm) -> Collector[WeightedSum]:
-    channel = channel_over(grid_of_nodes())
-    return PlainCollector(
-        channel=channel, aggregator=algorithm.aggregator, policy=POLICY, slab_bytes=0
-    )
+def over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> Collector:
+    channel = channel_over(grid or grid_of_nodes())
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
-def securely_over_flower(algorithm: Algorithm, grid: LocalGrid | None = None) -> SecureCollector:
+def securely_over_flower(algorithm: Strategy, grid: LocalGrid | None = None) -> SecureCollector:
     signer = Identity.create()
     channel = channel_over(grid or grid_of_nodes(), coordinator_key=signer.public_key)
     return SecureCollector(
         channel=channel,
-        aggregator=algorithm.aggregator,
         policy=POLICY,
         plan=SECURE,
         run_id=bytes(16),
@@ -250,11 +229,16 @@ def securely_over_flower(algorithm: Algorithm, grid: LocalGrid | None = None) ->
     )
 
 
-def securely_in_memory(algorithm: Algorithm) -> Collector[WeightedSum]:
+def securely_in_memory(algorithm: Strategy) -> Collector:
     identities = SimulatedIdentities(len(SIZES), SECURE)
     return SecureCollector(
-        channel=session_channel(population(), Spread(), resident(), identities=identities),
-        aggregator=algorithm.aggregator,
+        channel=SimulatedSessions(
+            population(),
+            Spread(),
+            trainers_on(resident()),
+            work=algorithm.local.work,
+            identities=identities,
+        ).channel(),
         policy=POLICY,
         plan=SECURE,
         run_id=bytes(16),
@@ -266,49 +250,57 @@ def securely_in_memory(algorithm: Algorithm) -> Collector[WeightedSum]:
     )
 
 
-def in_memory(algorithm: Algorithm) -> Collector[WeightedSum]:
+def in_memory(algorithm: Strategy) -> Collector:
     return PlainCollector(
-        channel=session_channel(population(), Spread(), resident()),
-        aggregator=algorithm.aggregator,
+        channel=SimulatedSessions(
+            population(), Spread(), trainers_on(resident()), work=algorithm.local.work
+        ).channel(),
         policy=POLICY,
         slab_bytes=0,
     )
 
 
-def by_the_engine(algorithm: Algorithm) -> Collector[WeightedSum]:
+def by_the_engine(algorithm: Strategy) -> Collector:
     return Engine(
         population=population(),
         behaviour=Spread(),
         executor=SequentialExecutor(resident()),
-        aggregator=algorithm.aggregator,
         policy=POLICY,
         cluster=Alone(),
         block_size=1,
     )
 
 
-def run(algorithm: Algorithm, collector: Collector[WeightedSum]) -> tuple[Params, list[int]]:
+def run(algorithm: Strategy, collector: Collector) -> tuple[Params, list[int]]:
     """Return the model after some rounds, and who reported, in order."""
-    plan: RoundPlan[WeightedSum] = RoundPlan(
-        sampler=UniformSampler(),
+    state, reported = ran(algorithm, collector)
+    return state.params, reported
+
+
+def ran(algorithm: Strategy, collector: Collector) -> tuple[ServerState, list[int]]:
+    """Return all that passes on after some rounds, and who reported, in order."""
+    plan: RoundPlan = RoundPlan(
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=POLICY,
+            seed=Seed(5),
+        ),
         policy=POLICY,
         collector=collector,
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        strategy=algorithm,
         seed=Seed(5),
     )
     torch.manual_seed(0)
     state, reported = plan.init(Params.of(make_model())), list[int]()
     for _ in range(NUM_ROUNDS):
-        state, collected = run_round(state, plan, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         reported += [ClientId(p.client_id) for p in collected.participations]
-    return state.params, reported
+    return state, reported
 
 
 @pytest.fixture(autouse=True)
-def _in_a_server_app() -> None:
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
+def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
@@ -322,13 +314,37 @@ def _in_a_server_app() -> None:
     ids=["kept momentum", "fedadam"],
 )
 def test_flower_gives_the_same_model_bit_for_bit(
-    algorithm: Algorithm, other: Callable[[Algorithm], Collector[WeightedSum]]
+    algorithm: Strategy, other: Callable[[Strategy], Collector]
 ) -> None:
     """With dropout layers, shuffles, and momentum that lies in Context.state between rounds."""
     expected, order = run(algorithm, other(algorithm))
     found, found_order = run(algorithm, over_flower(algorithm))
     assert found_order == order
     assert torch.equal(found.vector, expected.vector)
+
+
+class Telling:
+    """A trainer that tells more of its training than the loss."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        self._trainer, self.honours = trainer, trainer.honours
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        result = self._trainer.train(tensors, context=context)
+        return replace(result, metrics={**result.metrics, "half": result.metrics["loss"] / 2})
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return self._trainer.evaluate(tensors, control=control)
+
+
+def test_training_metrics_of_any_name_travel_over_flower() -> None:
+    """Weighted by examples over the reports, as the loss is."""
+    algorithm = FedAvg(LOCAL)
+    collector = over_flower(algorithm, grid_of_nodes(Telling))
+    cohort = list(collector.available())[:COHORT]
+    collected = collector.collect(cohort, request_of(algorithm))
+    half = collected.participations.mean_loss() / 2
+    assert collected.train_metrics == {"half": pytest.approx(half)}
 
 
 def test_state_that_is_lost_would_be_noticed() -> None:
@@ -345,25 +361,26 @@ def test_state_that_is_lost_would_be_noticed() -> None:
 def rounding_error() -> float:
     """Return how far fixed point may move the mean of a round."""
     lane = SECURE.lanes(Params.of(make_model()).layout)[0]
-    total = QuantisationError.of_sum(lane, num_clients=COHORT).largest
+    total = lane.largest_error(COHORT)
     return total * SECURE.max_examples / (SECURE.min_survivors * min(SIZES))
 
 
-def request_of(algorithm: Algorithm) -> RoundRequest:
+def request_of(algorithm: Strategy) -> RoundRequest:
     """Return what a first round asks."""
     torch.manual_seed(0)
     return RoundRequest(
         round_num=0,
         attempt=0,
         params=Params.of(make_model()),
-        settings=algorithm.local.settings(),
+        strategy=algorithm,
+        told={},
         seed=3,
     )
 
 
 @pytest.mark.parametrize("other", [in_memory, securely_in_memory])
 def test_a_secure_run_over_flower_is_that_of_memory(
-    other: Callable[[Algorithm], Collector[WeightedSum]],
+    other: Callable[[Strategy], Collector],
 ) -> None:
     """The plain one, and the secure one; with momentum beside the session in Context.state.
 
@@ -396,10 +413,10 @@ def test_a_node_that_dies_in_a_session_drops_out_of_the_sum(stage: type) -> None
     reported = [p.client_id for p in collected.participations if p.status is Status.REPORTED]
     assert sorted(reported) == counted
     expected = plain.collect(counted, asked).aggregate
-    mean = algorithm.aggregator.finalize(collected.aggregate)
-    assert torch.allclose(
-        mean, algorithm.aggregator.finalize(expected), atol=2 * rounding_error() + 1e-6, rtol=0.0
-    )
+    assert expected is not None
+    assert collected.aggregate is not None
+    found, wanted = (each.lanes["delta"] for each in (collected.aggregate, expected))
+    assert torch.allclose(found, wanted, atol=2 * rounding_error() + 1e-6, rtol=0.0)
 
 
 def test_a_session_that_is_lost_between_messages_ends() -> None:

@@ -1,8 +1,8 @@
 """The fused executor equals the sequential reference, and knows which models it can train."""
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.lanes import LaneSpec
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Memory, MemorySpec, Tensors
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.core.features import only
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.executors.base import Trained, Work
-from fedlearn.simulation.executors.fused.chain import Chain, FlattenLayer, NotAChain, as_chain
+from fedlearn.simulation.executors.fused.chain import Chain, Layer, NotAChain, as_chain
 from fedlearn.simulation.executors.fused.executor import FusedExecutor, misfit, preferred_block
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.population import ClientRows
@@ -102,7 +105,7 @@ def chain_of(module: nn.Module) -> Chain:
 
 
 def work_for(
-    model: str, local: LocalSgd, *, num_examples: list[int], dtype: torch.dtype, seed: int = 0
+    model: str, local: LocalUpdate, *, num_examples: list[int], dtype: torch.dtype, seed: int = 0
 ) -> Work:
     make, shape = MODELS[model]
     torch.manual_seed(seed)
@@ -114,7 +117,7 @@ def work_for(
     chosen = np.random.default_rng(seed).integers(0, NUM_ROWS, offsets[-1])
     client_ids = np.arange(len(sizes)) * 3
     plan = schedule(
-        local,
+        local.work,
         ClientRows(features, labels, chosen, offsets),
         client_ids,
         round_num=2,
@@ -132,7 +135,9 @@ def work_for(
         schedule=plan,
         round_num=2,
         seed=Seed(seed),
-        velocity_KQ=kept if local.keep_momentum else None,
+        rows_K=np.split(chosen, offsets[1:-1]),
+        told={},
+        kept={"velocity": kept} if any(spec.is_kept for spec in local.memory.values()) else {},
     )
 
 
@@ -161,23 +166,23 @@ def difference(one: Trained, other: Trained) -> float:
         (one.deltas_KP - other.deltas_KP).abs().max().item(),
         float(np.abs(one.losses_K - other.losses_K).max()),
     ]
-    assert (one.velocity_KQ is None) == (other.velocity_KQ is None)
-    if one.velocity_KQ is not None and other.velocity_KQ is not None:
-        found.append((one.velocity_KQ - other.velocity_KQ).abs().max().item())
+    assert one.kept.keys() == other.kept.keys()
+    found += [(one.kept[name] - other.kept[name]).abs().max().item() for name in one.kept]
     return max(found)
 
 
-RULES = {
+RULES: dict[str, LocalUpdate] = {
     "plain": PLAIN,
     "epochs": replace(PLAIN, epochs=3),
     "in order": replace(PLAIN, shuffle=False, epochs=2),
     "all at once": replace(PLAIN, batch_size=None, epochs=2),
     "weight decay": replace(PLAIN, weight_decay=0.3),
     "momentum": replace(PLAIN, momentum=0.7, epochs=2),
-    "proximal": replace(PLAIN, proximal=0.5, epochs=2),
+    "proximal": Proximal(inner=replace(PLAIN, epochs=2), proximal=0.5),
     "kept velocity": replace(PLAIN, momentum=0.7, keep_momentum=True),
-    "everything": replace(
-        PLAIN, momentum=0.5, proximal=0.2, weight_decay=0.1, keep_momentum=True, epochs=2
+    "everything": Proximal(
+        inner=replace(PLAIN, momentum=0.5, weight_decay=0.1, keep_momentum=True, epochs=2),
+        proximal=0.2,
     ),
 }
 
@@ -201,19 +206,28 @@ def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str)
         learning_rate=st.floats(0.01, 0.5),
         momentum=st.sampled_from([0.0, 0.5]),
         weight_decay=st.sampled_from([0.0, 0.1]),
-        proximal=st.sampled_from([0.0, 0.4]),
         shuffle=st.booleans(),
     ),
+    proximal=st.sampled_from([0.0, 0.4]),
     num_examples=st.lists(st.integers(1, 15), min_size=1, max_size=6),
     seed=st.integers(0, 99),
 )
 def test_any_ragged_block_equals_the_reference_in_float64(
-    model: str, local: LocalSgd, num_examples: list[int], seed: int
+    model: str, local: LocalSgd, proximal: float, num_examples: list[int], seed: int
 ) -> None:
     """In float64 rounding is so small that any other difference would show."""
-    work = work_for(model, local, num_examples=num_examples, dtype=torch.float64, seed=seed)
+    pulled = Proximal(inner=local, proximal=proximal) if proximal else local
+    work = work_for(model, pulled, num_examples=num_examples, dtype=torch.float64, seed=seed)
     trained = fused_executor(model, work).train(work)
     assert difference(trained, by_reference(model, work)) <= 1e-12
+
+
+def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUpdate:
+    """Return the rule with another SGD in it."""
+    if isinstance(rule, Proximal):
+        return replace(rule, inner=changed(rule.inner, wrong))
+    assert isinstance(rule, LocalSgd)
+    return wrong(rule)
 
 
 @pytest.mark.parametrize("rule", ["plain", "everything"])
@@ -230,8 +244,9 @@ def test_the_comparison_would_notice_a_wrong_update(
     rule: str, wrong: Callable[[LocalSgd], LocalSgd]
 ) -> None:
     """The control: a learning rate that is wrong by a thousandth is far outside the tolerance."""
-    right = work_for("mlp", RULES[rule], num_examples=[9, 5], dtype=torch.float32)
-    work = work_for("mlp", wrong(RULES[rule]), num_examples=[9, 5], dtype=torch.float32)
+    known = RULES[rule]
+    right = work_for("mlp", known, num_examples=[9, 5], dtype=torch.float32)
+    work = work_for("mlp", changed(known, wrong), num_examples=[9, 5], dtype=torch.float32)
     trained = fused_executor("mlp", work).train(work)
     assert difference(trained, by_reference("mlp", right)) > 1e-5
 
@@ -254,14 +269,43 @@ def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
     assert torch.equal(executor.train(work).deltas_KP, first)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counting(LocalSgd):
+    """SGD that reports how many steps it took, and keeps the sum."""
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        return (LaneSpec(name="steps", over=1, weighted=False, bound=None),)
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"total": MemorySpec(over=1, is_kept=True)}
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        memory["total"][0].add_(num_steps[:, None])
+        return {"steps": [num_steps[:, None]]}
+
+
+def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:
+    """A step that multiplies and adds may belong to an update that does more than step."""
+    local = Counting(epochs=2, batch_size=4, learning_rate=0.1)
+    work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
+    work = replace(work, kept={"total": torch.tensor([[10.0], [20.0]])})
+    trained, expected = fused_executor("mlp", work).train(work), by_reference("mlp", work)
+    assert difference(trained, expected) <= 1e-6
+    assert trained.kept["total"].tolist() == [[16.0], [24.0]]
+    assert trained.lanes["steps"].tolist() == expected.lanes["steps"].tolist() == [[6.0], [4.0]]
+
+
 def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:
     """What the executor is given is the caller's."""
     work = work_for("mlp", RULES["everything"], num_examples=[9, 5], dtype=torch.float32)
-    assert work.velocity_KQ is not None
-    before = work.params.vector.clone(), work.velocity_KQ.clone()
+    before = work.params.vector.clone(), work.kept["velocity"].clone()
     fused_executor("mlp", work).train(work)
     assert torch.equal(work.params.vector, before[0])
-    assert torch.equal(work.velocity_KQ, before[1])
+    assert torch.equal(work.kept["velocity"], before[1])
 
 
 def test_weights_may_decay_to_nothing_in_one_step() -> None:
@@ -390,6 +434,26 @@ def test_a_model_that_is_no_chain_is_refused_with_the_reason(case: str) -> None:
     assert re.search(reason, answer.reason), answer.reason
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout, nn.Dropout1d])
+def test_the_dropout_layer_of_a_resident_model_is_named(layer: type[nn.Dropout]) -> None:
+    """By the user's type and place, with the remedy; the control: at rate 0 the rest is a chain."""
+
+    def answer(rate: float) -> Chain | NotAChain:
+        resident = ResidentModel(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer(rate))),
+            CrossEntropy(),
+            device=CPU,
+            precision=Precision.FLOAT32,
+        )
+        return as_chain(resident.module, resident.layout)
+
+    refused = answer(0.5)
+    assert isinstance(refused, NotAChain)
+    assert f"layer 1.1 ({layer.__name__}) draws random masks" in refused.reason
+    assert "at rate 0" in refused.reason
+    assert isinstance(answer(0.0), Chain)
+
+
 def test_examples_that_the_chain_does_not_take_are_named() -> None:
     """The same chain fits some examples, objectives and dtypes, and not others."""
     chain = chain_of(mlp())
@@ -411,7 +475,7 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
     )
     assert "7 features" in str(
         misfit(
-            Chain((FlattenLayer(7), *chain.layers), chain.layout),
+            Chain((Layer(nn.Flatten(), {}, 7), *chain.layers), chain.layout),
             objective=CrossEntropy(),
             features=features,
             labels=labels,
@@ -422,7 +486,7 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
 def test_examples_of_a_wrong_shape_do_not_train() -> None:
     """Who did not ask gets the reason as an error."""
     work = work_for("mlp", PLAIN, num_examples=[3], dtype=torch.float32)
-    wrong = replace(work, features=work.features[:, :11])
+    wrong = replace(work, features=only(work.features)[:, :11])
     with pytest.raises(ValueError, match=r"does not take examples of shape \(11,\)"):
         FusedExecutor(chain_of(mlp())).train(wrong)
 

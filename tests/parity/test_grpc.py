@@ -13,36 +13,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.collecting import Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg
+from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.conditions import Conditions
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
-from fedlearn.client.policy import Policy
+from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, utc
-from fedlearn.core.collecting import Collector, Status
+from fedlearn.core.collecting import Status
+from fedlearn.core.features import only
 from fedlearn.core.messages import EvaluateReply, EvaluateRequest, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import Door, DoorSettings
-from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.identity.identity import Invitation
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
-from fedlearn.simulation.sessions import session_channel
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.testing.registry import FreshRegistry
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.transport.base import Channel
-from fedlearn.transport.identity import Invitation
+from fedlearn.transport.base import Channel, ask_once
 
 SIZES = [8, 14, 3, 11]
 NUM_ROUNDS = 3
@@ -82,12 +86,14 @@ class OneAtATime:
     def __init__(self, client: int) -> None:
         rows = population().load(np.asarray([client]))
         index = torch.from_numpy(rows.rows)
-        features, labels = rows.features[index], rows.labels[index]
+        features, labels = only(rows.features)[index], rows.labels[index]
         self._trainer = TorchTrainer.of(make_model, features, labels, device="cpu")
+        self.honours = self._trainer.honours
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         with _TURN:
-            return self._trainer.train(tensors, context=context)
+            result = self._trainer.train(tensors, context=context)
+        return replace(result, metrics={**result.metrics, "half": result.metrics["loss"] / 2})
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         with _TURN:
@@ -100,31 +106,19 @@ class Replayed:
 
     orders: Sequence[Sequence[int]]
 
-    def durations_s(
-        self,
-        client_ids: NDArray[np.int64],
-        *,
-        round_num: int,
-        attempt: int,
-        num_examples_processed: NDArray[np.int64],
-        download_bytes: int,
-        upload_bytes: int,
-        seed: Seed,
-    ) -> NDArray[np.float64]:
-        place = {client: 1.0 + index for index, client in enumerate(self.orders[round_num])}
-        return np.asarray([place.get(client, 1e9) for client in client_ids.tolist()])
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        place = {client: 1.0 + at for at, client in enumerate(self.orders[asked.round_num])}
+        return np.asarray([place.get(client, 1e9) for client in asked.client_ids.tolist()])
 
-    def failures(
-        self, client_ids: NDArray[np.int64], *, round_num: int, attempt: int, seed: Seed
-    ) -> NDArray[np.bool_]:
-        return np.zeros(len(client_ids), bool)
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        return np.zeros(len(asked.client_ids), bool)
 
 
 @contextmanager
-def door(folder: Path) -> Iterator[tuple[Door, MemoryRegistry, Authority]]:
+def door(folder: Path) -> Iterator[tuple[Door, FreshRegistry, Authority]]:
     clock = SystemClock()
-    registry = MemoryRegistry(clock)
-    authority = Authority.open(folder / "authority", host_names=())
+    registry = FreshRegistry(clock)
+    authority = Authority(folder / "authority", host_names=())
     opened = Door(
         DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
@@ -144,7 +138,7 @@ def door(folder: Path) -> Iterator[tuple[Door, MemoryRegistry, Authority]]:
 
 @contextmanager
 def client(
-    number: int, folder: Path, opened: Door, registry: MemoryRegistry, authority: Authority
+    number: int, folder: Path, opened: Door, registry: FreshRegistry, authority: Authority
 ) -> Iterator[None]:
     """One client's runtime, connected, on a thread with a loop of its own."""
     path = folder / f"{number}.invitation"
@@ -167,11 +161,8 @@ def client(
 
     async def run() -> None:
         runtime = Runtime(
-            home,
+            RuntimeOptions(home=home.folder, trainer="", invitation=path),
             OneAtATime(number),
-            invitation=path,
-            conditions=Conditions(),
-            policy=Policy(),
             on_event=on_event,
         )
         running["it"] = runtime, asyncio.get_running_loop()
@@ -204,30 +195,39 @@ def in_memory(orders: Sequence[Sequence[int]]) -> Channel:
     model = ResidentModel(
         make_model, CrossEntropy(), device=torch.device("cpu"), precision=Precision.FLOAT32
     )
-    return session_channel(population(), Replayed(orders), model)
+    return SimulatedSessions(
+        population(), Replayed(orders), trainers_on(model), work=LOCAL
+    ).channel()
 
 
-def run(algorithm: Algorithm, channel: Channel) -> tuple[Params, list[list[int]]]:
-    """Return the model after some rounds, and who reported in each, in order."""
-    collector: Collector[WeightedSum] = PlainCollector(
-        channel=channel, aggregator=algorithm.aggregator, policy=POLICY, slab_bytes=0
-    )
-    plan: RoundPlan[WeightedSum] = RoundPlan(
-        sampler=UniformSampler(),
-        policy=POLICY,
+def run(
+    algorithm: Strategy, channel: Channel, *, policy: StragglerPolicy = POLICY
+) -> tuple[Params, list[list[int]], list[list[str]]]:
+    """Return the model after some rounds, who reported in each, in order, and what they told."""
+    collector: Collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
+    plan: RoundPlan = RoundPlan(
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(5),
+        ),
+        policy=policy,
         collector=collector,
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        strategy=algorithm,
         seed=Seed(5),
     )
     torch.manual_seed(0)
     state, orders = plan.init(Params.of(make_model())), list[list[int]]()
+    told = list[list[str]]()
     for _ in range(NUM_ROUNDS):
-        state, collected = run_round(state, plan, attempt=0)
+        state, collected, _ = run_round(state, plan, attempt=0)
         rows = collected.participations
+        for half in collected.train_metrics.values():  # of a trainer that tells more than its loss
+            assert half == pytest.approx(rows.mean_loss() / 2)
+        told.append(list(collected.train_metrics))
         orders.append([row.client_id for row in rows if row.status is Status.REPORTED])
-    return state.params, orders
+    return state.params, orders, told
 
 
 @pytest.fixture(autouse=True)
@@ -243,12 +243,13 @@ def _one_thread() -> None:
     ],
     ids=["fedavg", "fedadam"],
 )
-def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Algorithm) -> None:
+def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Strategy) -> None:
     """With dropout layers and over-selection: real sessions, TLS, signatures and uploads."""
     with over_grpc(tmp_path) as channel:
-        found, orders = run(algorithm, channel)
+        found, orders, told = run(algorithm, channel)
     assert [len(order) for order in orders] == [3, 3, 3]
-    expected, replayed = run(algorithm, in_memory(orders))
+    assert told == [["half"]] * 3, "metrics of any name travel"
+    expected, replayed, _ = run(algorithm, in_memory(orders))
     assert replayed == orders
     assert torch.equal(found.vector, expected.vector)
 
@@ -256,8 +257,8 @@ def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Al
 def test_another_order_of_arrival_would_be_noticed(tmp_path: Path) -> None:
     """The control: sums of floats depend on their order, and on who is in them."""
     orders = [[0, 1, 2], [1, 2, 3], [3, 0, 1]]
-    found, _ = run(FedAvg(LOCAL), in_memory(orders))
-    other, _ = run(FedAvg(LOCAL), in_memory([orders[0], orders[1], [1, 0, 3]]))
+    found, _, _ = run(FedAvg(LOCAL), in_memory(orders))
+    other, _, _ = run(FedAvg(LOCAL), in_memory([orders[0], orders[1], [1, 0, 3]]))
     assert not torch.equal(found.vector, other.vector)
 
 
@@ -272,18 +273,19 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
                 round_num=0,
                 attempt=0,
                 tensors=params.named(),
-                settings=KEEPING.settings(),
+                order=tuple(params.layout.by_name),
+                settings=settings_of(KEEPING),
                 seed=3,
             )
             requests = dict.fromkeys(channel.available(), request)
             deltas = {}
-            for arrival in channel.exchange(requests, deadline_s=LONG_S):
+            for arrival in ask_once(channel, requests, deadline_s=LONG_S):
                 assert isinstance(arrival.reply, TrainReply)
-                deltas[int(arrival.client_id)] = arrival.reply.delta["0.weight"].clone()
+                deltas[int(arrival.client_id)] = arrival.reply.lanes["delta"].clone()
             first.append(deltas)
         evaluation = EvaluateRequest(round_num=0, tensors=params.named())
         cohort = dict.fromkeys(channel.available(), evaluation)
-        arrivals = channel.exchange(cohort, deadline_s=LONG_S)
+        arrivals = ask_once(channel, cohort, deadline_s=LONG_S)
         replies = [arrival.reply for arrival in arrivals]
         assert all(isinstance(reply, EvaluateReply) for reply in replies)
         assert len(replies) == len(SIZES)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fedlearn import build
+from fedlearn.algorithms.recipes import FedMedian
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.rounds.round import run_round
-from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.simulation.cluster import Alone
 
 MEMORY = "engine.transport=memory"
@@ -34,19 +34,20 @@ def trained(*overrides: str) -> tuple[Tensor, float]:
     """Return the model after two rounds, and how far one round's mean may be off."""
     config = load(None, overrides=[*overrides, *EVERYONE])
     pieces = build.simulation(config, data_dir=Path())
-    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path()).simulation
+    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")
     plan, params = assemble(resolved, Alone(), device=cpu, clock=SystemClock())
     state, error = plan.round.init(params), 0.0
     for _ in range(NUM_ROUNDS):
-        state, collected = run_round(state, plan.round, attempt=0)
+        state, collected, _ = run_round(state, plan.round, attempt=0)
         assert collected.count(Status.REPORTED) == 10
         secure = resolved.secure
         if secure is not None:
             lane = secure.lanes(params.layout)[0]
-            total = QuantisationError.of_sum(lane, num_clients=10).largest
+            total = lane.largest_error(10)
             scale = secure.max_examples if secure.by_examples else 1
-            error = max(error, total * scale / float(collected.aggregate.weight))
+            weight = collected.participations.num_examples.sum() if secure.by_examples else 10
+            error = max(error, total * scale / float(weight))
     return state.params.vector, error
 
 
@@ -82,10 +83,10 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
         overrides = [ON, *variant, *PRECISE, *EVERYONE_BUT_CLIP, tight]
         config = load(None, overrides=overrides)
         pieces = build.simulation(config, data_dir=Path())
-        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path()).simulation
+        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
         before = plan.round.init(params)
-        after, _ = run_round(before, plan.round, attempt=0)
+        after = run_round(before, plan.round, attempt=0).state
         found.append(after.params.vector - before.params.vector)
     assert float(torch.linalg.vector_norm(found[0])) <= 0.1 + 1e-4
     assert torch.allclose(found[0], found[1], atol=1e-5)
@@ -103,7 +104,8 @@ def test_a_rule_that_must_see_each_update_is_refused() -> None:
     """Only a weighted mean is a function of the sum."""
     config = load(None, overrides=[ON, MODULAR])
     pieces = build.simulation(config, data_dir=Path())
+    local = pieces.algorithm.local
     with pytest.raises(ConfigError, match="must see each update"):
-        build.secure_plan(config, pieces.policy, object())
+        build.secure_plan(config, pieces.policy, FedMedian(local))
     off = replace(pieces, config=load(None, overrides=[]))
-    assert build.secure_plan(off.config, off.policy, object()) is None
+    assert build.secure_plan(off.config, off.policy, FedMedian(local)) is None

@@ -4,8 +4,9 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,32 +15,31 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
-from fedlearn.client.policy import Policy
+from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime
-from fedlearn.core.clock import SystemClock, utc
-from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
-from fedlearn.deployment.identities import EnrolledKeys
-from fedlearn.door.authority import Authority
-from fedlearn.door.server import Door, DoorSettings
-from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.deployment.coordinator import enrolled_keys
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
+from fedlearn.store.patience import Patience
+from fedlearn.testing.local_door import LocalDoor
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire
-from fedlearn.transport.identity import Invitation
 
 NUM_CLIENTS = 4
 #: Too large to travel with a task.
 PARAMS = Params.of(nn.Linear(3, 40_000))
-LONG_S, VALID_S = 60.0, 600.0
+LONG_S = 60.0
 POLICY = StragglerPolicy(
     num_wanted=NUM_CLIENTS,
     over_selection=1.0,
@@ -88,6 +88,8 @@ class Watching:
     home: Home
     spool: Spool
     before: Callable[[], None]
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         self.before()
@@ -143,11 +145,8 @@ class Member:
     async def _run(self, before: Callable[[], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self.runtime = Runtime(
-            self.home,
+            RuntimeOptions(home=self.home.folder, trainer="", invitation=self.invitation),
             Watching(self.number, self.home, self.spool, before),
-            invitation=self.invitation,
-            conditions=Conditions(),
-            policy=Policy(),
             on_event=self._on_event,
         )
         await self.runtime.run()
@@ -160,120 +159,93 @@ class Member:
 
 
 @dataclass
-class Site:
-    """A door with certificates, its clients, and a collector of sums."""
+class Cohort:
+    """A door, the clients that were invited to it, and a collector of their sums."""
 
-    door: Door
+    local: LocalDoor
     members: list[Member]
     spool: Spool
     collector: SecureCollector
 
-    def collect(self) -> Collected[WeightedSum]:
-        request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings={}, seed=0)
-        channel = self.door.channel()
-        channel.wait_for(NUM_CLIENTS, lambda: None)
-        return self.collector.collect(channel.available(), request)
+    def collect(self) -> Collected:
+        self.local.wait_for(NUM_CLIENTS)
+        request = RoundRequest(
+            round_num=0,
+            attempt=0,
+            params=PARAMS,
+            strategy=FedAvg(OwnTraining()),
+            told={},
+            seed=0,
+        )
+        return self.collector.collect(self.local.door.channel().available(), request)
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Site]:
-    clock = SystemClock()
-    registry = MemoryRegistry(clock)
-    authority = Authority.open(folder / "authority", host_names=())
-    door = Door(
-        DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
-        registry=registry,
-        run_id="parity",
-        spool_dir=folder / "spool",
-        authority=authority,
-        eligible=lambda _client, _told: True,
-        is_leader=lambda: True,
-        clock=clock,
-    )
-    door.start()
-    with ExitStack() as stack:
-        stack.callback(door.stop, grace_s=0.5)
-        spool = Spool(folder / "spool")
+def opened(folder: Path) -> Iterator[Cohort]:
+    with LocalDoor(folder) as local:
+        spool = Spool(folder / "spool" / local.run_id)
         members = []
         for number in range(NUM_CLIENTS):
-            token = registry.invite(f"client-{number}", tags=(), valid_s=VALID_S)
+            path = folder / f"{number}.invitation"
+            local.invitation(f"client-{number}").save(path)
             home = Home(folder / f"home-{number}")
-            path = invitation(number, folder, door, authority, token)
             home.set_consent(granted=True)
             members.append(Member(number, home, path, spool))
+        patiently = Patience(clock=SystemClock(), give_up_s=LONG_S, log=structlog.get_logger())
         collector = SecureCollector(
-            channel=door.channel(),
-            aggregator=WeightedMean(by_examples=True),
+            channel=local.door.channel(),
             policy=POLICY,
             plan=PLAN,
             run_id=bytes(16),
-            signer=authority.signer,
-            directory=EnrolledKeys(
-                registry=registry,
-                clock=SystemClock(),
-                give_up_s=LONG_S,
-                log=structlog.get_logger(),
-            ),
+            signer=local.authority.signer,
+            directory=partial(enrolled_keys, local.registry, patiently=patiently),
             sends_directory=True,
             stage_deadline_s=LONG_S,
             num_threads=2,
         )
-        yield Site(door, members, spool, collector)
-
-
-def invitation(number: int, folder: Path, door: Door, authority: Authority, token: bytes) -> Path:
-    path = folder / f"{number}.invitation"
-    Invitation(
-        name=f"client-{number}",
-        addresses=(door.address,),
-        enrolment_addresses=(door.enrolment_address,),
-        ca_pem=authority.ca_pem,
-        token=token,
-        expires_utc=utc(SystemClock().unix_s() + VALID_S),
-        coordinator_key=authority.coordinator_key,
-    ).save(path)
-    return path
+        yield Cohort(local, members, spool, collector)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def cohort(tmp_path: Path) -> Iterator[Cohort]:
     with opened(tmp_path) as found:
         yield found
         for member in found.members:
             member.stop()
 
 
-def mean_of(collected: Collected[WeightedSum]) -> Tensor:
-    return WeightedMean(by_examples=True).finalize(collected.aggregate)
+def mean_of(collected: Collected) -> Tensor:
+    assert collected.aggregate is not None
+    return collected.aggregate.lanes["delta"]
 
 
 EXPECTED = torch.tensor(sum((i + 1) / 10 for i in range(NUM_CLIENTS)) / NUM_CLIENTS)
 
 
-def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(site: Site) -> None:
+def test_a_cohort_has_one_model_on_the_coordinators_disk_and_downloads_that(cohort: Cohort) -> None:
     """And every client has expanded its masks before the model came."""
-    for member in site.members:
+    for member in cohort.members:
         member.start()
     with capture_logs() as logs:
-        collected = site.collect()
+        collected = cohort.collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert torch.allclose(mean_of(collected), EXPECTED, atol=1e-3)
-    assert len(set(site.spool.hashes)) == 1
-    assert site.spool.models == [[site.spool.hashes[0]]] * NUM_CLIENTS
+    assert len(set(cohort.spool.hashes)) == 1
+    assert cohort.spool.models == [[cohort.spool.hashes[0]]] * NUM_CLIENTS
     assert 4 * PARAMS.layout.size > wire.MAX_INLINE_BYTES
-    assert site.door.counters.downloads == NUM_CLIENTS
+    assert cohort.local.door.counters.downloads == NUM_CLIENTS
     assert [log["event"] for log in logs].count("masks_were_ready") == NUM_CLIENTS
 
 
-def test_a_client_that_restarts_between_download_and_reply_goes_on(site: Site) -> None:
+def test_a_client_that_restarts_between_download_and_reply_goes_on(cohort: Cohort) -> None:
     """Its packets come again with the task, its model is on its disk, its masks it expands anew."""
-    last, others = site.members[-1], site.members[:-1]
+    last, others = cohort.members[-1], cohort.members[:-1]
     for member in others:
         member.start()
     last.start(before=last.end_in_training)
-    collecting: list[Collected[WeightedSum]] = []
+    collecting: list[Collected] = []
     with capture_logs() as logs:
-        thread = threading.Thread(target=lambda: collecting.append(site.collect()))
+        thread = threading.Thread(target=lambda: collecting.append(cohort.collect()))
         thread.start()
         assert last.thread is not None
         last.thread.join(LONG_S)
@@ -282,5 +254,5 @@ def test_a_client_that_restarts_between_download_and_reply_goes_on(site: Site) -
     (collected,) = collecting
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert torch.allclose(mean_of(collected), EXPECTED, atol=1e-3)
-    assert site.door.counters.downloads == NUM_CLIENTS
+    assert cohort.local.door.counters.downloads == NUM_CLIENTS
     assert [log["event"] for log in logs].count("masks_were_ready") == NUM_CLIENTS - 1

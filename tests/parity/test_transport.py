@@ -8,29 +8,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.collecting import Collected, Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg, FedAvgM, FedProx
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Collected, Collector, Status
+from fedlearn.core.collecting import Status
+from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import (
     Behaviour,
-    Dropout,
     LognormalBandwidth,
-    LognormalSpeed,
 )
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
-from fedlearn.simulation.sessions import session_channel
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.training.resident import Precision, ResidentModel
 
 NUM_ROUNDS = 4
@@ -46,9 +46,10 @@ POLICY = StragglerPolicy(
     max_retries=0,
 )
 BEHAVIOUR = Behaviour(
-    speed=LognormalSpeed(median_ms_per_example=20.0, sigma=0.8),
+    median_ms_per_example=20.0,
+    speed_sigma=0.8,
     bandwidth=LognormalBandwidth(median_mbit_per_s=0.1, sigma=0.5),
-    dropout=Dropout(rate=0.2),
+    dropout_rate=0.2,
     round_jitter_sigma=0.3,
 )
 
@@ -69,6 +70,20 @@ class Functional(nn.Module):
         return outputs
 
 
+class Mixed(nn.Module):
+    """Parameters and statistics of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7).bfloat16()
+        self.head = nn.Linear(7, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.body(x.float())).bfloat16())
+        outputs: Tensor = self.head(hidden.double())
+        return outputs
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)),
     "dropout": lambda: nn.Sequential(
@@ -79,6 +94,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "double": lambda: nn.Sequential(
         nn.Linear(5, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3)
     ).double(),
+    "bfloat16": lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).bfloat16(),
+    "mixed": Mixed,
 }
 ALGORITHMS = {
     "fedavg": FedAvg(LOCAL),
@@ -112,41 +129,45 @@ class Case:
             precision=Precision.FLOAT32,
         )
 
-    def engine(self, block_size: int = 1) -> Collector[WeightedSum]:
+    def engine(self, block_size: int = 1) -> Collector:
         return Engine(
             population=self.population,
             behaviour=self.behaviour,
             executor=SequentialExecutor(self.model()),
-            aggregator=self.algorithm.aggregator,
             policy=self.policy,
             cluster=Alone(),
             block_size=block_size,
         )
 
-    def sessions(self, *, slab_bytes: int = 0) -> Collector[WeightedSum]:
+    def sessions(self, *, slab_bytes: int = 0) -> Collector:
         return PlainCollector(
-            channel=session_channel(self.population, self.behaviour, self.model()),
-            aggregator=self.algorithm.aggregator,
+            channel=SimulatedSessions(
+                self.population,
+                self.behaviour,
+                trainers_on(self.model()),
+                work=self.algorithm.local.work,
+            ).channel(),
             policy=self.policy,
             slab_bytes=slab_bytes,
         )
 
-    def run(
-        self, collector: Collector[WeightedSum]
-    ) -> tuple[ServerState, list[Collected[WeightedSum]]]:
-        plan: RoundPlan[WeightedSum] = RoundPlan(
-            sampler=UniformSampler(),
+    def run(self, collector: Collector) -> tuple[ServerState, list[Collected]]:
+        plan: RoundPlan = RoundPlan(
+            opening=SampledOpening(
+                sampler=UniformSampler(),
+                available=collector.available,
+                policy=self.policy,
+                seed=Seed(5),
+            ),
             policy=self.policy,
             collector=collector,
-            local=self.algorithm.local,
-            aggregator=self.algorithm.aggregator,
-            server_optimizer=self.algorithm.server_optimizer,
+            strategy=self.algorithm,
             seed=Seed(5),
         )
         torch.manual_seed(0)
         state, rounds = plan.init(Params.of(self.make_model())), []
         for _ in range(NUM_ROUNDS):
-            state, collected = run_round(state, plan, attempt=0)
+            state, collected, _ = run_round(state, plan, attempt=0)
             rounds.append(collected)
         return state, rounds
 
@@ -163,9 +184,7 @@ def case(model: str, algorithm: str) -> Case:
     return Case(MODELS[model], ALGORITHMS[algorithm], population)
 
 
-def assert_same_rounds(
-    left: list[Collected[WeightedSum]], right: list[Collected[WeightedSum]]
-) -> None:
+def assert_same_rounds(left: list[Collected], right: list[Collected]) -> None:
     """Same reports and failures in the same order, the same clients late, the same times."""
     for one, other in zip(left, right, strict=True):
         assert settled(one) == settled(other)
@@ -173,11 +192,11 @@ def assert_same_rounds(
         assert one.duration_s == other.duration_s
 
 
-def settled(collected: Collected[WeightedSum]) -> list[str]:
+def settled(collected: Collected) -> list[str]:
     return [repr(p) for p in collected.participations if p.status is not Status.LATE]
 
 
-def late(collected: Collected[WeightedSum]) -> set[int]:
+def late(collected: Collected) -> set[int]:
     return {p.client_id for p in collected.participations if p.status is Status.LATE}
 
 
@@ -188,6 +207,8 @@ def late(collected: Collected[WeightedSum]) -> set[int]:
         *[("dropout", algorithm) for algorithm in ALGORITHMS if algorithm != "kept momentum"],
         ("batch norm", "fedadam"),
         ("double", "fedadam"),
+        ("bfloat16", "fedprox"),
+        ("mixed", "fedprox"),
     ],
 )
 def test_the_engine_equals_sessions_bit_for_bit(model: str, algorithm: str) -> None:
@@ -197,8 +218,8 @@ def test_the_engine_equals_sessions_bit_for_bit(model: str, algorithm: str) -> N
     found, engine = simulated.run(simulated.engine())
     assert torch.equal(found.params.vector, expected.params.vector)
     assert found.params.constants.keys() == expected.params.constants.keys()
-    for name, value in expected.optimizer_state.items():
-        assert torch.equal(found.optimizer_state[name], value)
+    for name, value in expected.strategy_state.items():
+        assert torch.equal(found.strategy_state[name], value)
     assert_same_rounds(engine, sessions)
     statuses = {p.status for collected in engine for p in collected.participations}
     assert statuses == set(Status), "the case has reports, late and failed clients"
@@ -235,14 +256,14 @@ def test_a_slab_of_replies_differs_by_rounding_alone(num_rows: int) -> None:
 def test_diverging_clients_are_quarantined_alike(diverging: int) -> None:
     """Examples of 1e30 overflow in training: both sides name the same clients."""
     simulated = case("mlp", "fedavg")
-    features = simulated.population.features.clone()
+    features = only(simulated.population.features).clone()
     offsets = np.cumsum([0, *SIZES])
     for client in range(diverging):
         features[offsets[client] : offsets[client + 1]] *= 1e30
     wild = replace(
         simulated,
         population=replace(simulated.population, features=features),
-        behaviour=replace(BEHAVIOUR, dropout=Dropout(rate=0.0)),
+        behaviour=replace(BEHAVIOUR, dropout_rate=0.0),
         policy=replace(POLICY, over_selection=2.4, deadline_s=100.0),
     )
     expected, sessions = wild.run(wild.sessions())
@@ -261,9 +282,10 @@ def test_clients_that_arrive_together_are_recorded_alike() -> None:
         simulated,
         population=replace(simulated.population, partition=partition),
         behaviour=Behaviour(
-            speed=LognormalSpeed(median_ms_per_example=10.0, sigma=0.0),
+            median_ms_per_example=10.0,
+            speed_sigma=0.0,
             bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.0),
-            dropout=Dropout(rate=0.4),
+            dropout_rate=0.4,
             round_jitter_sigma=0.0,
         ),
         policy=replace(POLICY, num_wanted=3, over_selection=3.0),

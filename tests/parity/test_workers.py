@@ -18,20 +18,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fedlearn
+from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import Status
+from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.behaviour import (
     Behaviour,
-    Dropout,
     LognormalBandwidth,
-    LognormalSpeed,
 )
 from fedlearn.simulation.cluster import Cluster, launch
 from fedlearn.simulation.engine import Engine
@@ -89,32 +90,36 @@ class Simulation:
             device=torch.device("cpu"),
             precision=Precision.FLOAT32,
         )
-        plan = RoundPlan(
-            sampler=UniformSampler(),
-            policy=policy,
-            collector=Engine(
-                population=self.clients,
-                behaviour=Behaviour(
-                    speed=LognormalSpeed(median_ms_per_example=15.0, sigma=0.5),
-                    bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
-                    dropout=Dropout(rate=0.1),
-                    round_jitter_sigma=0.2,
-                ),
-                executor=SequentialExecutor(model),
-                aggregator=algorithm.aggregator,
-                policy=policy,
-                cluster=cluster,
-                block_size=2,
+        collector = Engine(
+            population=self.clients,
+            behaviour=Behaviour(
+                median_ms_per_example=15.0,
+                speed_sigma=0.5,
+                bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
+                dropout_rate=0.1,
+                round_jitter_sigma=0.2,
             ),
-            local=algorithm.local,
-            aggregator=algorithm.aggregator,
-            server_optimizer=algorithm.server_optimizer,
+            executor=SequentialExecutor(model),
+            policy=policy,
+            cluster=cluster,
+            block_size=2,
+        )
+        plan = RoundPlan(
+            opening=SampledOpening(
+                sampler=UniformSampler(),
+                available=collector.available,
+                policy=policy,
+                seed=Seed(5),
+            ),
+            policy=policy,
+            collector=collector,
+            strategy=algorithm,
             seed=Seed(5),
         )
         torch.manual_seed(0)
         state, rows, durations_s = plan.init(Params.of(make_model())), [], []
         for _ in range(NUM_ROUNDS):
-            state, collected = run_round(state, plan, attempt=0)
+            state, collected, _ = run_round(state, plan, attempt=0)
             durations_s.append(collected.duration_s)
             rows += [
                 [p.client_id, list(Status).index(p.status), p.duration_s, p.num_examples, p.loss]
@@ -125,7 +130,7 @@ class Simulation:
         evaluators = (
             CentralEvaluator(
                 model=model,
-                features=self.clients.features[sound],
+                features=only(self.clients.features)[sound],
                 labels=self.clients.labels[sound],
                 batch_size=16,
                 cluster=cluster,
@@ -139,15 +144,14 @@ class Simulation:
             ),
         )
         metrics = [e.evaluate(state.params, round_num=NUM_ROUNDS) for e in evaluators]
-        kept = plan.collector.state_tensors()
-        order = torch.argsort(kept["ids"])
+        kept = to_tensors(state.kept)
         return {
             "params": state.params.vector,
             "rows": torch.tensor(rows, dtype=torch.float64),
             "durations_s": torch.tensor(durations_s),
             "metrics": torch.tensor([v for m in metrics for _, v in sorted(m.items())]),
-            "kept": kept["velocity"][order],
-            "kept_ids": kept["ids"][order],
+            "kept": kept["velocity"],
+            "kept_ids": kept["velocity.ids"],
         }
 
 

@@ -45,11 +45,13 @@ messages: st.SearchStrategy[Request | Reply] = st.one_of(
         round_num=numbers,
         attempt=numbers,
         tensors=tensors,
+        order=st.lists(names, max_size=3).map(tuple),
+        told=tensors,
         settings=st.dictionaries(st.text(), scalars, max_size=4),
         seed=numbers,
     ),
     st.builds(EvaluateRequest, round_num=numbers, tensors=tensors),
-    st.builds(TrainReply, round_num=numbers, delta=tensors, num_examples=numbers, metrics=metrics),
+    st.builds(TrainReply, round_num=numbers, lanes=tensors, num_examples=numbers, metrics=metrics),
     st.builds(EvaluateReply, round_num=numbers, num_examples=numbers, metrics=metrics),
     st.builds(Failure, reason=st.text()),
 )
@@ -59,7 +61,7 @@ def parts(message: Request | Reply) -> dict[str, object]:
     """Return the fields as values that compare: tensors as dtype, shape and bytes."""
     fields: dict[str, object] = {}
     for name, value in vars(message).items():
-        if name in ("tensors", "delta"):
+        if name in ("tensors", "told", "lanes"):
             fields[name] = {
                 key: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist())
                 for key, t in value.items()
@@ -143,7 +145,7 @@ def test_lying_tensor_headers_are_refused(
 
 def wire() -> bytes:
     delta = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
-    return encode(TrainReply(round_num=1, delta=delta, num_examples=5, metrics={"loss": 0.5}))
+    return encode(TrainReply(round_num=1, lanes=delta, num_examples=5, metrics={"loss": 0.5}))
 
 
 def test_a_message_cut_anywhere_is_refused() -> None:

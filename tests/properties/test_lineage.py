@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation, ProtocolError
 from fedlearn.identity.lineage import Lineage
+from fedlearn.identity.rosters import KnownKey
 from fedlearn.secagg import keys
-from fedlearn.session.pins import Pin, Pins
+from fedlearn.session.pins import Pins
 
 CLIENT, NUM_KEYS = ClientId(7), 6
 _IDENTITIES = [keys.fresh_signer() for _ in range(NUM_KEYS)]
@@ -33,7 +34,7 @@ def upto(num_rotations: int) -> Lineage:
 
 
 def pins_at(place: int) -> Pins:
-    return Pins(clients={CLIENT: Pin(key=KEYS[place], num_rotations=place)})
+    return Pins(clients={CLIENT: KnownKey(key=KEYS[place], num_rotations=place)})
 
 
 def is_refused(pins: Pins, data: bytes) -> bool:
@@ -51,7 +52,7 @@ def test_a_chain_is_followed_forward_and_never_back(pinned: int, told: int) -> N
     assert is_refused(pins_at(pinned), data) == (told < pinned)
     if told >= pinned:
         after = pins_at(pinned).following({CLIENT: data})
-        assert after.clients[CLIENT] == Pin(key=KEYS[told], num_rotations=told)
+        assert after.clients[CLIENT] == KnownKey(key=KEYS[told], num_rotations=told)
 
 
 @given(pinned=st.integers(0, NUM_KEYS - 2), flipped=st.data())

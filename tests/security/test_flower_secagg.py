@@ -1,26 +1,29 @@
 """Secure aggregation on a Flower federation whose coordinator or SuperLink lies."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import ConfigRecord, Message, UserConfig
+from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
-from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import DeploymentError
-from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.identity.identity import IDENTITY_FILE, Identity
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
@@ -29,9 +32,9 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport.flower import FlowerChannel
-from fedlearn.transport.identity import Identity
+from tests.grid import RUN, LocalGrid
 
-RUN, NUM_CLIENTS = 7, 4
+NUM_CLIENTS = 4
 COHORT = [ClientId(client) for client in range(NUM_CLIENTS)]
 VICTIM = ClientId(2)
 PARAMS = Params.of(torch.nn.Linear(2, 1))
@@ -68,6 +71,8 @@ STRAGGLERS = StragglerPolicy(
 class Trainer:
     """Moves the model by one."""
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         moved = {name: value + 1.0 for name, value in tensors.items()}
         return LocalResult(tensors=moved, num_examples=3, metrics={}, state={})
@@ -76,70 +81,58 @@ class Trainer:
         return LocalEvaluation(num_examples=1, metrics={})
 
 
+APP = client_app(lambda _: Trainer(), policy_of=lambda _: Policy())
+
+
 def untouched(client: int, message: Message) -> Message:
     return message
 
 
+def nodes_from(first: int) -> dict[int, int]:
+    return {first + client: client for client in COHORT}
+
+
 @dataclass
-class Superlink:
+class Superlink(LocalGrid):
     """Nodes in this process, and what lies between them and the coordinator.
 
     Attributes:
         folder_of: By client its identity folder; whoever is absent has none.
-        node_config: Further settings of every node.
         tamper: What becomes of a message on its way to a client.
         loses_contexts: Whether the process of a ClientApp dies after each reply, before it hands
             over its context.
         seen: What was sent, by client.
     """
 
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    app: ClientApp = APP
+    nodes: dict[int, int] = field(default_factory=lambda: nodes_from(100))
     folder_of: dict[int, Path] = field(default_factory=dict)
-    node_config: dict[str, bool | float | int | str] = field(default_factory=dict)
     tamper: Callable[[int, Message], Message] = untouched
     loses_contexts: bool = False
-    first_node: int = 100
-    contexts: dict[int, RecordDict] = field(default_factory=dict)
-    replies: dict[str, Message] = field(default_factory=dict)
     seen: dict[int, list[Message]] = field(default_factory=dict)
-    num_pushed: int = 0
-
-    def __post_init__(self) -> None:
-        self.app = client_app(lambda _: Trainer(), policy_of=lambda _: Policy())
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [self.first_node + client for client in COHORT]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return [self._push(message) for message in messages]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.replies.pop(each) for each in message_ids]
 
     def restart_nodes(self) -> None:
         """Start all nodes anew, under other ids: what Flower kept of them is gone."""
-        self.first_node += 100
+        self.nodes = nodes_from(100 + min(self.nodes))
         self.contexts.clear()
+
+    def config_of(self, client: int) -> UserConfig:
+        folder = self.folder_of.get(client)
+        return super().config_of(client) | ({} if folder is None else {"identity": str(folder)})
 
     def answer(self, client: int, message: Message) -> Message:
         """Return what the node of a client makes of a message."""
-        config = {"partition-id": client, **self.node_config}
-        if client in self.folder_of:
-            config["identity"] = str(self.folder_of[client])
-        state = self.contexts.get(client, RecordDict())
-        context = Context(RUN, self.first_node + client, config, state, {})
-        reply = self.app(message, context)
-        if not self.loses_contexts:
-            self.contexts[client] = context.state
+        (node_id,) = [each for each, partition in self.nodes.items() if partition == client]
+        reply = self.app(message, self.context(node_id))
+        if self.loses_contexts:
+            del self.contexts[node_id]
         return reply
 
-    def _push(self, message: Message) -> str:
-        self.num_pushed += 1
-        client, message_id = message.metadata.dst_node_id - self.first_node, str(self.num_pushed)
-        message.metadata.__dict__["_message_id"] = message_id
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
         message = self.tamper(client, message)
         self.seen.setdefault(client, []).append(message)
-        self.replies[message_id] = self.answer(client, message)
-        return message_id
+        return 0.0, self.answer(client, message)
 
 
 @dataclass
@@ -167,10 +160,9 @@ class Coordinator:
             start=lambda work: work(),
         )
 
-    def collect(self, *, round_num: int = 0) -> Collected[WeightedSum]:
+    def collect(self, *, round_num: int = 0) -> Collected:
         collector = SecureCollector(
             channel=self.channel,
-            aggregator=WeightedMean(by_examples=True),
             policy=STRAGGLERS,
             plan=PLAN,
             run_id=bytes(16),
@@ -182,7 +174,12 @@ class Coordinator:
         )
         collector.available()
         request = RoundRequest(
-            round_num=round_num, attempt=0, params=PARAMS, settings={}, seed=round_num
+            round_num=round_num,
+            attempt=0,
+            params=PARAMS,
+            strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+            told={},
+            seed=round_num,
         )
         return collector.collect(COHORT, request)
 
@@ -204,12 +201,7 @@ class Told(Mapping[ClientId, bytes]):
         return len(self.true)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_server_app() -> None:
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
-
-
-def reasons(collected: Collected[WeightedSum]) -> dict[int, str]:
+def reasons(collected: Collected) -> dict[int, str]:
     """Return why clients are not in the sum."""
     return {
         int(each.client_id): each.reason
@@ -218,12 +210,12 @@ def reasons(collected: Collected[WeightedSum]) -> dict[int, str]:
     }
 
 
-def all_refuse(collected: Collected[WeightedSum], words: str) -> bool:
+def all_refuse(collected: Collected, words: str) -> bool:
     found = reasons(collected)
     return len(found) == NUM_CLIENTS and all(words in reason for reason in found.values())
 
 
-def others_refuse(collected: Collected[WeightedSum], words: str) -> bool:
+def others_refuse(collected: Collected, words: str) -> bool:
     """Return whether nobody is in a sum, and all but the victim gave these words as the reason."""
     found = reasons(collected)
     others = [reason for client, reason in found.items() if client != VICTIM]
@@ -237,7 +229,7 @@ def folders(tmp_path: Path) -> dict[int, Path]:
 def roster(path: Path, keys: Mapping[int, Path], *, coordinator: Identity) -> Path:
     """Write a roster of the clients with these folders."""
     clients = {
-        ClientId(client): RosterEntry(
+        ClientId(client): KnownKey(
             name=f"site {client}", key=Identity.at(folder).public_key, num_rotations=0
         )
         for client, folder in keys.items()
@@ -274,7 +266,7 @@ def test_a_coordinator_that_swaps_a_key_is_refused_by_every_client() -> None:
 
 def test_keys_in_folders_are_remembered_over_runs_and_restarts(tmp_path: Path) -> None:
     """What Flower keeps is lost with the nodes, what lies in the folder is not."""
-    superlink, signer = Superlink(folders(tmp_path)), Identity.create()
+    superlink, signer = Superlink(folder_of=folders(tmp_path)), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect())
     superlink.restart_nodes()
     lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
@@ -295,7 +287,7 @@ def test_a_roster_refuses_a_swapped_key_at_first_sight(tmp_path: Path) -> None:
     """The control: the same coordinator, as it tells the truth."""
     signer, keys = Identity.create(), folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=signer)
-    superlink = Superlink(keys, {"roster": str(path)})
+    superlink = Superlink(folder_of=keys, node_config={"roster": str(path)})
     lying = Coordinator(superlink, signer, swapped={VICTIM: fresh_signer()[1]})
     assert others_refuse(lying.collect(), f"another key of client {VICTIM} (site {VICTIM})")
     assert not reasons(Coordinator(superlink, signer).collect(round_num=1))
@@ -305,9 +297,9 @@ def test_a_roster_that_has_another_key_for_this_client_is_refused(tmp_path: Path
     """Others with this roster would refuse it."""
     signer, keys = Identity.create(), folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=signer)
-    Identity.create().save(keys[VICTIM])
+    (keys[VICTIM] / IDENTITY_FILE).write_bytes(Identity.create().pem)
     with pytest.raises(DeploymentError, match=f"for client {VICTIM}"):
-        Coordinator(Superlink(keys, {"roster": str(path)}), signer).collect()
+        Coordinator(Superlink(folder_of=keys, node_config={"roster": str(path)}), signer).collect()
 
 
 def test_a_roster_of_another_coordinator_is_refused(tmp_path: Path) -> None:
@@ -315,7 +307,7 @@ def test_a_roster_of_another_coordinator_is_refused(tmp_path: Path) -> None:
     keys = folders(tmp_path)
     path = roster(tmp_path / "roster.json", keys, coordinator=Identity.create())
     with pytest.raises(DeploymentError, match="another coordinator"):
-        Coordinator(Superlink(keys, {"roster": str(path)})).collect()
+        Coordinator(Superlink(folder_of=keys, node_config={"roster": str(path)})).collect()
 
 
 def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
@@ -323,7 +315,7 @@ def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
     signer, keys = Identity.create(), folders(tmp_path)
     known = {client: folder for client, folder in keys.items() if client != VICTIM}
     path = roster(tmp_path / "roster.json", known, coordinator=signer)
-    superlink = Superlink(keys, {"roster": str(path)})
+    superlink = Superlink(folder_of=keys, node_config={"roster": str(path)})
     assert others_refuse(Coordinator(superlink, signer).collect(), "not in the roster")
 
 
@@ -351,7 +343,10 @@ def test_a_coordinator_with_another_key_than_the_configured_one_is_refused(tmp_p
 
 def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_path: Path) -> None:
     """Over restarts; without folders, who is restarted believes anew."""
-    for superlink, remembers in ((Superlink(folders(tmp_path)), True), (Superlink(), False)):
+    for superlink, remembers in (
+        (Superlink(folder_of=folders(tmp_path)), True),
+        (Superlink(), False),
+    ):
         assert not reasons(Coordinator(superlink).collect())
         superlink.restart_nodes()
         found = Coordinator(superlink).collect(round_num=1)
@@ -365,7 +360,7 @@ def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_pa
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: bool) -> None:
     """Every message of a session that is over, sent once more; from the folder or with Flower."""
-    superlink = Superlink(folders(tmp_path) if in_folder else {})
+    superlink = Superlink(folder_of=folders(tmp_path) if in_folder else {})
     coordinator = Coordinator(superlink)
     assert not reasons(coordinator.collect(round_num=3))
     if in_folder:
@@ -380,7 +375,7 @@ def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: b
 
 def test_a_release_is_remembered_over_a_restart_of_the_node(tmp_path: Path) -> None:
     """The same round and attempt again, under terms that are signed anew."""
-    superlink, signer = Superlink(folders(tmp_path)), Identity.create()
+    superlink, signer = Superlink(folder_of=folders(tmp_path)), Identity.create()
     assert not reasons(Coordinator(superlink, signer).collect(round_num=3))
     superlink.restart_nodes()
     again = Coordinator(superlink, signer).collect(round_num=3)
@@ -389,7 +384,7 @@ def test_a_release_is_remembered_over_a_restart_of_the_node(tmp_path: Path) -> N
 
 def test_in_a_folder_the_state_is_kept_before_the_reply_leaves(tmp_path: Path) -> None:
     """A process that dies between reply and context loses nothing; control: without, a session."""
-    kept = Superlink(folders(tmp_path), loses_contexts=True)
+    kept = Superlink(folder_of=folders(tmp_path), loses_contexts=True)
     assert not reasons(Coordinator(kept).collect())
     (state,) = (tmp_path / f"client-{VICTIM}" / "state").iterdir()
     assert state.stat().st_mode & 0o777 == 0o600
@@ -434,5 +429,6 @@ def test_a_coordinator_key_that_is_none_keeps_the_node_away(key: str) -> None:
 def test_nodes_are_real() -> None:
     """The control of this file: the sum of honest clients is that of their updates."""
     collected = Coordinator(Superlink()).collect()
-    mean = WeightedMean(by_examples=True).finalize(collected.aggregate)
+    assert collected.aggregate is not None
+    mean = collected.aggregate.lanes["delta"]
     assert torch.allclose(mean, torch.ones_like(mean), atol=1e-4)

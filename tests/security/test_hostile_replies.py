@@ -13,14 +13,15 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedMean
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import UNSOUND_DELTA, Participation, Status
+from fedlearn.core.collecting import Participation, Status, unsound
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -31,6 +32,7 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import MAX_EXAMPLES, MAX_REASON, PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
@@ -38,11 +40,13 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4
-ZERO = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
+#: The update of a linear layer with two weights and a bias.
+ZERO = {"delta": torch.zeros(3)}
+FEDAVG = FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1))
 
 
 def reply(
-    delta: Mapping[str, Tensor] | None = None,
+    lanes: Mapping[str, Tensor] | None = None,
     *,
     round_num: int = 0,
     num_examples: int = 5,
@@ -51,7 +55,7 @@ def reply(
     return encode(
         TrainReply(
             round_num=round_num,
-            delta=ZERO if delta is None else delta,
+            lanes=ZERO if lanes is None else lanes,
             num_examples=num_examples,
             metrics=metrics or {"loss": 1.0},
         )
@@ -69,13 +73,15 @@ def raw_reply(**fields: Any) -> bytes:  # Any: JSON
     return raw(header, safetensors.torch.save(ZERO))
 
 
-def with_weight(value: float) -> Mapping[str, Tensor]:
-    return {**ZERO, "weight": torch.tensor([[0.0, value]])}
+def with_element(value: float) -> Mapping[str, Tensor]:
+    return {"delta": torch.tensor([0.0, value, 0.0])}
 
 
-def one_round(answer: bytes | Handler) -> tuple[Params, dict[ClientId, Participation]]:
-    """Run a round in which one client answers so; the deltas of the others are one."""
-    ones = reply({name: torch.ones_like(value) for name, value in ZERO.items()})
+def one_round(
+    answer: bytes | Handler, *, strategy: Strategy = FEDAVG
+) -> tuple[Params, dict[ClientId, Participation]]:
+    """Run a round in which one client answers so; all that the others contribute is ones."""
+    ones = reply({lane.name: torch.ones(3) for lane in strategy.lanes})
 
     def honest(_: bytes, state: bytes) -> tuple[bytes, bytes]:
         return ones, state
@@ -91,42 +97,47 @@ def one_round(answer: bytes | Handler) -> tuple[Params, dict[ClientId, Participa
         below_minimum=BelowMinimum.FAIL,
         max_retries=0,
     )
-    mean = WeightedMean(by_examples=True)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     plan = RoundPlan(
-        sampler=UniformSampler(),
-        policy=policy,
-        collector=PlainCollector(
-            channel=channel, aggregator=mean, policy=policy, slab_bytes=1 << 20
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(0),
         ),
-        local=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
-        aggregator=mean,
-        server_optimizer=ServerSgd(learning_rate=1.0, momentum=0.0),
+        policy=policy,
+        collector=collector,
+        strategy=strategy,
         seed=Seed(0),
     )
     params = Params.of(nn.Linear(2, 1))
     start = plan.init(params.with_vector(torch.zeros_like(params.vector)))
-    state, collected = run_round(start, plan, attempt=0)
-    return state.params, {p.client_id: p for p in collected.participations}
+    ran = run_round(start, plan, attempt=0)
+    return ran.state.params, {p.client_id: p for p in ran.collected.participations}
 
 
 HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
     "an earlier round": (reply(round_num=7), "reply to round 7 in round 0"),
-    "a missing tensor": (reply({"weight": ZERO["weight"]}), r"lacks or adds.*'bias'"),
-    "an extra tensor": (reply({**ZERO, "extra": torch.zeros(1)}), r"lacks or adds.*'extra'"),
-    "a renamed tensor": (
-        reply({"weight": ZERO["weight"], "Bias": ZERO["bias"]}),
-        r"lacks or adds.*'Bias', 'bias'",
+    "a missing lane": (reply({}), r"lacks or adds.*'delta'"),
+    "an extra lane": (reply({**ZERO, "extra": torch.zeros(1)}), r"lacks or adds.*'extra'"),
+    "a renamed lane": (reply({"Delta": torch.zeros(3)}), r"lacks or adds.*'Delta', 'delta'"),
+    "tensors under their own names": (
+        reply({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}),
+        r"lacks or adds.*'bias', 'delta', 'weight'",
     ),
-    "no tensors": (reply({}), "lacks or adds"),
-    "another shape": (reply({**ZERO, "weight": torch.zeros(2, 1)}), r"shape \(2, 1\)"),
-    "a shape that broadcasts": (reply({**ZERO, "weight": torch.zeros(())}), r"shape \(\)"),
-    "another dtype": (reply({**ZERO, "bias": torch.zeros(1).double()}), r"torch\.float64"),
-    "integers": (reply({**ZERO, "bias": torch.zeros(1).long()}), r"torch\.int64"),
-    "complex numbers": (reply({**ZERO, "bias": torch.zeros(1) + 0j}), r"torch\.complex64"),
-    "not a number": (reply(with_weight(float("nan"))), "not finite"),
-    "infinity": (reply(with_weight(float("inf"))), "not finite"),
-    "negative infinity": (reply(with_weight(float("-inf"))), "not finite"),
+    "too few elements": (reply({"delta": torch.zeros(2)}), r"shape \(2,\)"),
+    "too many elements": (reply({"delta": torch.zeros(4)}), r"shape \(4,\)"),
+    "another shape": (reply({"delta": torch.zeros(3, 1)}), r"shape \(3, 1\)"),
+    "a shape that broadcasts": (reply({"delta": torch.zeros(())}), r"shape \(\)"),
+    "one element that broadcasts": (reply({"delta": torch.zeros(1)}), r"shape \(1,\)"),
+    "another dtype": (reply({"delta": torch.zeros(3).double()}), r"torch\.float64"),
+    "integers": (reply({"delta": torch.zeros(3).long()}), r"torch\.int64"),
+    "complex numbers": (reply({"delta": torch.zeros(3) + 0j}), r"torch\.complex64"),
+    "not a number": (reply(with_element(float("nan"))), "not finite"),
+    "infinity": (reply(with_element(float("inf"))), "not finite"),
+    "negative infinity": (reply(with_element(float("-inf"))), "not finite"),
+    "a number that overflows a sum": (reply(with_element(1e21)), "exceeds 1e\\+20"),
     "no examples": (reply(num_examples=0), "num_examples 0 is not in"),
     "absurd examples": (reply(num_examples=MAX_EXAMPLES + 1), "num_examples 1000000001"),
     "negative examples": (raw_reply(num_examples=-1), "num_examples is not an integer"),
@@ -170,6 +181,32 @@ def test_the_round_goes_on_without_a_hostile_client(name: str) -> None:
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 
+HOSTILE_CONTROLS: dict[str, tuple[Mapping[str, Tensor], str]] = {
+    "none": ({}, r"lacks or adds.*'control'"),
+    "too short": ({"control": torch.zeros(2)}, r"'control' has shape \(2,\)"),
+    "of another dtype": ({"control": torch.zeros(3).double()}, r"'control' is torch\.float64"),
+    "not a number": ({"control": torch.full((3,), float("nan"))}, "the control is not finite"),
+    "too large": ({"control": torch.full((3,), 1e21)}, r"the control .*exceeds 1e\+20"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE_CONTROLS))
+def test_a_lane_beside_the_delta_is_checked_as_the_delta_is(name: str) -> None:
+    """Whatever its delta; the control is a reply whose other lane is as the algorithm's."""
+    strategy = Scaffold(
+        sgd=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1),
+        num_clients=NUM_CLIENTS,
+        server_learning_rate=1.0,
+    )
+    control, reason = HOSTILE_CONTROLS[name]
+    params, participations = one_round(reply({**ZERO, **control}), strategy=strategy)
+    assert participations[HOSTILE].status is Status.FAILED
+    assert re.search(reason, participations[HOSTILE].reason), participations[HOSTILE].reason
+    assert params.vector.tolist() == [1.0, 1.0, 1.0]
+    _, participations = one_round(reply({**ZERO, "control": torch.zeros(3)}), strategy=strategy)
+    assert participations[HOSTILE].status is Status.REPORTED
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -201,6 +238,8 @@ def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
 class Leaking:
     """User code whose error quotes an example."""
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise ValueError(f"bad row: patient Alice, weight {tensors['weight'].tolist()}")
 
@@ -224,6 +263,8 @@ def test_a_handler_that_raises_is_a_failure_without_its_message() -> None:
 class Diverging(Leaking):
     """User code that returns a model with a NaN and a wrong number of examples."""
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         broken = {name: value / 0.0 for name, value in tensors.items()}
         return LocalResult(tensors=broken, num_examples=3, metrics={}, state={})
@@ -232,7 +273,7 @@ class Diverging(Leaking):
 def test_a_diverged_client_is_quarantined() -> None:
     """By way of a real session, not of bytes made by hand."""
     params, participations = one_round(ClientSession(HOSTILE, Diverging()).handle)
-    assert participations[HOSTILE].reason == UNSOUND_DELTA
+    assert participations[HOSTILE].reason == unsound("delta")
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -260,7 +301,9 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
     handlers: dict[ClientId, Handler] = dict.fromkeys(clients, lambda _, state: (honest, state))
     handlers[HOSTILE] = lambda _, state: (answer, state)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    evaluator = ChannelEvaluator(channel=channel, cohort=clients, deadline_s=1.0)
+    evaluator = ChannelEvaluator(
+        channel=channel, cohort=lambda _: clients, directions={"loss": "min"}, deadline_s=1.0
+    )
     metrics = evaluator.evaluate(Params.of(nn.Linear(2, 1)), round_num=1)
     assert metrics["clients/loss_mean"] == 2.0
     assert metrics["clients/loss_worst_decile"] == 2.0

@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""What unit tests share."""
 
 import pytest
 import torch

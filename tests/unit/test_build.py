@@ -11,22 +11,35 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from fedlearn import config as cf
 from fedlearn.algorithms import recipes
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.metrics import BinaryAuc, Metric
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
     MeanSquaredError,
 )
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
-from fedlearn.build import Simulation, around, simulation, user_call
+from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.build import Simulation, around, simulation
+from fedlearn.config import Config, from_mapping
+from fedlearn.config.called import user_call
+from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
+from fedlearn.config.data import DATA, PARTITIONS
+from fedlearn.config.section import OneOf
+from fedlearn.config.training import ALGORITHMS, CLIENTS, LOSSES, MODELS
+from fedlearn.core.features import only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.simulation import behaviour as devices
+from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.models import Cnn, Logistic, Mlp
 from fedlearn.simulation.parquet import ParquetPopulation
 from fedlearn.simulation.population import ArrayPopulation, BootstrapPopulation, PooledPopulation
@@ -43,6 +56,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fedlearn as fl
 from fedlearn.simulation.federated_data import FederatedData, from_arrays
 from fedlearn.simulation.partition import Iid
 from fedlearn.simulation.sources import Examples, TrainTest
@@ -75,12 +89,31 @@ def no_loss():
     return 3
 
 
+def contrast():
+    return lambda outputs, labels: (outputs - outputs.mean(0)).square().sum()
+
+
+def bias():
+    return lambda outputs, labels: (outputs - labels).mean().abs()
+
+
+def share_above(limit):
+    return lambda outputs, labels: (outputs > limit).float().mean()
+
+
 def examples(num_rows, with_groups):
     rows = torch.arange(num_rows)
     groups = (rows % 20).numpy() if with_groups else None
     part = Examples(
         features=rows.float()[:, None].repeat(1, 2), labels=rows % 3, groups=groups, num_classes=3
     )
+    return TrainTest(train=part, test=part)
+
+
+def captions(num_rows):
+    rows = torch.arange(num_rows)
+    inputs = {"tokens": rows[:, None], "mask": rows[:, None] > 3}
+    part = Examples(features=inputs, labels=rows % 3, groups=(rows % 20).numpy(), num_classes=3)
     return TrainTest(train=part, test=part)
 
 
@@ -92,6 +125,20 @@ def divided():
 
 
 def no_data():
+    return 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(fl.Strategy):
+    local: fl.LocalUpdate
+    share: float
+    aggregation = fl.WeightedMean(by_examples=True)
+
+    def step(self, params, aggregate, state):
+        return fl.Stepped(params, state)
+
+
+def no_strategy(local):
     return 3
 """
 
@@ -147,7 +194,7 @@ def _traces(path: Path) -> Path:
 
 
 def _built(settings: Mapping[str, object], *, data_dir: Path = Path("nowhere")) -> Simulation:
-    config = cf.from_mapping(settings, source="a test")
+    config = from_mapping(settings, source="a test")
     return simulation(config, data_dir=data_dir)
 
 
@@ -155,9 +202,10 @@ def _npz_data(path: Path, **changes: object) -> dict[str, object]:
     return {"source": "npz", "path": str(path), "groups": "who", "test_fraction": 0.25} | changes
 
 
-def _kinds(union: object) -> list[type[cf.Section]]:
-    """Return the tables of a union, which is annotated with the key that tells its kinds."""
-    return list(get_args(get_args(union)[0]))
+def _kinds(one_of: OneOf[Any]) -> set[str]:
+    """Return what the tag may say of a table of several kinds."""
+    tags = [each.model_fields[one_of.tag].annotation for each in one_of.members]
+    return {kind for tag in tags for kind in get_args(tag)}
 
 
 # ---- Data ---------------------------------------------------------------------------------
@@ -173,13 +221,12 @@ def test_digits_become_clients_by_every_partition_they_have() -> None:
     }
     for kind, numbers in partitions.items():
         built = _built({"data": {"partition": {"kind": kind} | numbers}})
-        assert built.data.population.num_clients == numbers["num_clients"]
-        assert built.data.feature_shape == (64,)
+        assert built.population.num_clients == numbers["num_clients"]
+        assert only(built.test.features).shape[1:] == (64,)
     built = _built({"data": {"partition": {"kind": "bootstrap"} | partitions["bootstrap"]}})
-    assert isinstance(built.data.population, BootstrapPopulation)
-    assert built.data.population.num_examples(np.array([5])).tolist() == [7]
-    kinds = {each.model_fields["kind"].default for each in _kinds(cf.Partition)}
-    assert kinds == {*partitions, "natural"}
+    assert isinstance(built.population, BootstrapPopulation)
+    assert built.population.num_examples(np.array([5])).tolist() == [7]
+    assert _kinds(PARTITIONS) == {*partitions, "natural"}
 
 
 def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
@@ -198,13 +245,10 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
         "python": ({"factory": f"{user_file}:examples", "args": rows}, 20, (2,)),
     }
     for source, (settings, num_clients, shape) in sources.items():
-        data = _built({"data": {"source": source} | settings}).data
-        assert data.population.num_clients == num_clients, source
-        assert data.feature_shape == shape
-    assert {each.model_fields["source"].default for each in _kinds(cf.Data)} == {
-        *sources,
-        "none",  # of a coordinator
-    }
+        built = _built({"data": {"source": source} | settings})
+        assert built.population.num_clients == num_clients, source
+        assert only(built.test.features).shape[1:] == shape
+    assert _kinds(DATA) == {*sources, "none"}  # the last is of a coordinator
 
 
 def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path: Path) -> None:
@@ -213,7 +257,7 @@ def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path
     found = _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
     elsewhere = path.rename(tmp_path / "written.npz")
     named = _built({"data": {"source": "mnist-by-writer", "path": str(elsewhere)}})
-    assert named.data.population.num_clients == found.data.population.num_clients == 20
+    assert named.population.num_clients == found.population.num_clients == 20
     with pytest.raises(DataError, match=r"no mnist\.npz in .*; give the folder"):
         _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
 
@@ -223,10 +267,10 @@ def test_an_npz_may_bring_its_own_test_set(tmp_path: Path) -> None:
     data = _npz_data(_npz(tmp_path), test_features="tx", test_labels="ty")
     del data["test_fraction"]
     built = _built({"data": data})
-    assert len(built.data.test.labels) == 4
-    assert built.data.test.num_classes == 4
+    assert len(built.test.labels) == 4
+    assert built.test.num_classes == 4
     everyone = np.arange(20)
-    assert built.data.population.num_examples(everyone).sum() == _NUM_ROWS
+    assert built.population.num_examples(everyone).sum() == _NUM_ROWS
 
 
 def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
@@ -239,8 +283,8 @@ def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
         "client_column": "user",
     }
     built = _built({"data": data | {"feature_columns": ["b"]}})
-    assert isinstance(built.data.population, ParquetPopulation)
-    assert built.data.feature_shape == (1,)
+    assert isinstance(built.population, ParquetPopulation)
+    assert only(built.test.features).shape[1:] == (1,)
     with pytest.raises(ConfigError, match=r'kind is "iid", but streaming Parquet is divided by'):
         _built({"data": data | {"partition": {"kind": "iid", "num_clients": 20}}})
 
@@ -249,12 +293,12 @@ def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) ->
     """Clients cannot be divided again, and a number is neither."""
     divided: dict[str, object] = {"source": "python", "factory": f"{user_file}:divided"}
     iid = {"kind": "iid", "num_clients": 15}
-    assert _built({"data": divided}).data.population.num_clients == 20
+    assert _built({"data": divided}).population.num_clients == 20
     with pytest.raises(ConfigError, match=r'kind is "iid", but .*divided already'):
         _built({"data": divided | {"partition": iid}})
     rows = {"num_rows": _NUM_ROWS, "with_groups": False}
     examples = divided | {"factory": f"{user_file}:examples", "args": rows}
-    assert _built({"data": examples | {"partition": iid}}).data.population.num_clients == 15
+    assert _built({"data": examples | {"partition": iid}}).population.num_clients == 15
     with pytest.raises(DataError, match="do not say whose they are"):
         _built({"data": examples})
     with pytest.raises(ConfigError, match="returned int; it must return FederatedData or"):
@@ -267,8 +311,20 @@ def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
     iid = {"kind": "iid", "num_clients": 50}
     with pytest.raises(DataError, match="45 examples are too few for 50 clients"):
         _built({"data": _npz_data(path, partition=iid)})
-    with pytest.raises(ConfigError, match=r"cohort.num_wanted: 26 clients are asked .* have 20"):
-        _built({"data": _npz_data(path), "cohort": {"num_wanted": 20}})
+    with pytest.raises(ConfigError, match=r"cohort.num_wanted: 21 clients are asked .* have 20"):
+        _built({"data": _npz_data(path), "cohort": {"num_wanted": 21}})
+
+
+def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
+    """What runs is recorded as numbers. The control: the same cohort on the digits has them."""
+    mine = _built({"data": _npz_data(_npz(tmp_path))})
+    assert mine.policy.num_wanted == mine.policy.num_asked == 10
+    assert mine.policy.deadline_s == math.inf
+    assert mine.behaviour == devices.Instant()
+    assert (mine.config.cohort.num_wanted, mine.config.stragglers.deadline_s) == (10, "none")
+    digits = _built({})
+    assert (digits.policy.num_asked, digits.policy.deadline_s) == (13, 10.0)
+    assert digits.behaviour != devices.Instant()
 
 
 # ---- Model and loss -----------------------------------------------------------------------
@@ -293,8 +349,7 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
     model = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 7}}
     built = _built({"data": mnist, "model": model})
     assert built.make_model()(torch.zeros(3, 2)).shape == (3, 7)
-    kinds = {each.model_fields["kind"].default for each in _kinds(cf.Model)}
-    assert kinds == {*expected, "python"}
+    assert _kinds(MODELS) == {*expected, "python"}
 
 
 def test_a_cnn_on_vectors_is_refused_when_it_is_built() -> None:
@@ -312,7 +367,45 @@ def test_integer_features_need_a_model_that_takes_them(tmp_path: Path, user_file
     with pytest.raises(ConfigError, match=r'"mlp" computes with floats, .* torch.int64'):
         _built({"data": data})
     own = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 3}}
-    assert _built({"data": data, "model": own}).data.test.features.dtype == torch.int64
+    assert only(_built({"data": data, "model": own}).test.features).dtype == torch.int64
+
+
+def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: Path) -> None:
+    """From an archive, from Parquet and from a function; ours take one tensor."""
+    table = pq.read_table(_parquet(tmp_path))
+    pq.write_table(table.append_column("c", table["user"]), tmp_path / "data.parquet")
+    path = str(tmp_path / "data.parquet")
+    parquet = {"source": "parquet", "path": path, "test_path": path, "client_column": "user"}
+    own = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 3}}
+    archive = _npz_data(_npz(tmp_path, tw=np.arange(4)))
+    test = {"test_labels": "ty", "test_fraction": None}
+    captions: dict[str, object] = {
+        "source": "python",
+        "factory": f"{user_file}:captions",
+        "args": {"num_rows": _NUM_ROWS},
+    }
+    several: list[tuple[dict[str, object], type, str]] = [
+        (archive | {"features": ["x", "who"]}, tuple, "input 0, input 1"),
+        (
+            archive
+            | test
+            | {"features": {"b": "x", "a": "who"}, "test_features": {"a": "tw", "b": "tx"}},
+            dict,
+            "input 'a', input 'b'",
+        ),
+        (parquet | {"feature_columns": [["a", "b"], ["c"]]}, tuple, "input 0, input 1"),
+        (
+            parquet | {"feature_columns": {"x": ["a", "b"], "y": ["c"]}},
+            dict,
+            "input 'x', input 'y'",
+        ),
+        (captions, dict, "input 'mask', input 'tokens'"),
+    ]
+    for data, form, inputs in several:
+        with pytest.raises(ConfigError, match=f'"mlp" takes one tensor, .* {inputs}; bring a'):
+            _built({"data": data})
+        features = _built({"data": data, "model": own}).test.features
+        assert isinstance(features, form)
 
 
 def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
@@ -330,20 +423,19 @@ def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
             assert isinstance(built.objective, CustomLoss)
         else:
             assert built.objective == expected
-        outputs = built.make_model()(built.data.test.features)
+        outputs = built.make_model()(built.test.features)
         assert outputs.shape[1] == num_outputs
-        assert built.objective.losses(outputs, built.data.test.labels).shape == outputs.shape[:1]
-    standard = get_args(cf.StandardLoss.model_fields["kind"].annotation)
-    assert {*standard, "python"} == {*losses}
+        assert built.objective.losses(outputs, built.test.labels).shape == outputs.shape[:1]
+    assert _kinds(LOSSES) == {*losses}
 
 
 def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
     """The network has an output for each."""
     data = _npz_data(_npz(tmp_path, y=np.zeros((_NUM_ROWS, 3))))
     built = _built({"data": data, "loss": {"kind": "mse"}})
-    outputs = built.make_model()(built.data.test.features)
+    outputs = built.make_model()(built.test.features)
     assert outputs.shape[1] == 3
-    assert built.objective.losses(outputs, built.data.test.labels).shape == outputs.shape[:1]
+    assert built.objective.losses(outputs, built.test.labels).shape == outputs.shape[:1]
 
 
 @pytest.mark.parametrize(
@@ -373,7 +465,9 @@ def test_what_a_function_must_return_is_checked(user_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"loss.factory: .*returned int; it must return a func"):
         _built({"loss": no_loss})
     built = _built({"model": {"kind": "python", "factory": f"{user_file}:no_network"}})
-    with pytest.raises(ConfigError, match=r"model.factory: .*returned int, not a torch module"):
+    with pytest.raises(
+        ConfigError, match=r"model.factory: .*returned int; it must return a torch module"
+    ):
         built.make_model()
 
 
@@ -397,6 +491,17 @@ _LOCAL = LocalSgd(
     shuffle=False,
     keep_momentum=True,
 )
+_ADAM: dict[str, Any] = {  # Any: numbers and truth values
+    "epochs": 3,
+    "batch_size": 7,
+    "learning_rate": 0.5,
+    "beta_1": 0.5,
+    "beta_2": 0.75,
+    "epsilon": 0.25,
+    "weight_decay": 0.125,
+    "shuffle": False,
+    "keep_moments": True,
+}
 _SERVER = {"server_learning_rate": 0.5, "tau": 0.25, "beta_1": 0.5, "weight_by_examples": False}
 
 
@@ -404,6 +509,7 @@ _SERVER = {"server_learning_rate": 0.5, "tau": 0.25, "beta_1": 0.5, "weight_by_e
     ("settings", "expected"),
     [
         ({"name": "fedavg"}, recipes.FedAvg(_LOCAL, weight_by_examples=True)),
+        ({"name": "fedmedian"}, recipes.FedMedian(_LOCAL)),
         (
             {"name": "fedprox", "proximal": 0.75, "weight_by_examples": False},
             recipes.FedProx(_LOCAL, proximal=0.75, weight_by_examples=False),
@@ -451,11 +557,80 @@ def test_every_algorithm_has_all_its_numbers(
     assert _built({"algorithm": settings, "client": _CLIENT}).algorithm == expected
 
 
+def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
+    """What its clients cannot honour is refused, by the algorithm's name."""
+    settings = {
+        "name": "scaffold",
+        "num_clients": 20,
+        "server_learning_rate": 0.5,
+        "control_bound": 2.0,
+    }
+    client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.5}
+    sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.5)
+    expected = Scaffold(sgd=sgd, num_clients=20, server_learning_rate=0.5, control_bound=2.0)
+    assert _built({"algorithm": settings, "client": client}).algorithm == expected
+    with pytest.raises(ConfigError, match=r'algorithm.name is "scaffold": .* without momentum'):
+        _built({"algorithm": settings, "client": client | {"momentum": 0.5}})
+
+
+def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: Path) -> None:
+    """By its factory, or with the file as the name itself; what is no strategy is refused."""
+    name = f"{user_file}:Kept"
+    for settings in (
+        {"name": "python", "factory": name, "args": {"share": 0.5}},
+        {"name": name, "args": {"share": 0.5}},
+    ):
+        made = _built({"algorithm": settings, "client": _CLIENT}).algorithm
+        assert (type(made).__name__, made.local) == ("Kept", _LOCAL)
+        assert vars(made)["share"] == 0.5
+    with pytest.raises(ConfigError, match=r"made a int without local; .* from fedlearn.Strategy"):
+        _built({"algorithm": {"name": f"{user_file}:no_strategy"}})
+
+
+@pytest.mark.parametrize(
+    ("client", "expected"),
+    [
+        (_CLIENT, _LOCAL),
+        ({"optimizer": "sgd"} | _CLIENT, _LOCAL),
+        ({"optimizer": "adam"} | _ADAM, LocalAdam(decoupled=False, **_ADAM)),
+        ({"optimizer": "adamw"} | _ADAM, LocalAdam(decoupled=True, **_ADAM)),
+        (
+            {"optimizer": "own", "epochs": 3, "batch_size": 7, "shuffle": False},
+            OwnTraining(epochs=3, batch_size=7, shuffle=False),
+        ),
+        (
+            _CLIENT | {"max_gradient_norm": 2.0},
+            ClippedGradients(inner=_LOCAL, max_gradient_norm=2.0),
+        ),
+        (
+            _CLIENT | {"rate_decay": 0.5, "warmup_steps": 3},
+            ScheduledRate(inner=_LOCAL, rate_decay=0.5, warmup_steps=3),
+        ),
+        (
+            _CLIENT | {"cosine_rounds": 9, "max_gradient_norm": 2.0},
+            ScheduledRate(
+                inner=ClippedGradients(inner=_LOCAL, max_gradient_norm=2.0), cosine_rounds=9
+            ),
+        ),
+    ],
+)
+def test_every_local_update_has_all_its_numbers(
+    client: dict[str, object], expected: LocalUpdate
+) -> None:
+    """And what is left out is not wrapped around it."""
+    assert _built({"client": client}).algorithm.local == expected
+
+
+def test_the_local_updates_tested_are_all_there_are() -> None:
+    """The control of the table above."""
+    assert _kinds(CLIENTS) == {"sgd", "adam", "adamw", "own"}
+
+
 def test_the_algorithms_tested_are_all_there_are() -> None:
     """The control of the table above."""
-    names = {each.model_fields["name"].default for each in _kinds(cf.Algorithm)}
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
-    assert names == {"fedavg", "fedsgd", "fedprox", "fedavgm", *adaptive}
+    plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
+    assert _kinds(ALGORITHMS) == {*plain, *adaptive, "scaffold", "python"}
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:
@@ -466,13 +641,13 @@ def test_fedsgd_is_one_plain_gradient_step() -> None:
     }
     assert _built(settings).algorithm == recipes.FedSGD(learning_rate=0.5, weight_by_examples=False)
     for name in ("momentum", "weight_decay"):
-        with pytest.raises(ConfigError, match=rf'client.{name} is 0.5, but FedSGD .*"fedavg" with'):
+        with pytest.raises(ConfigError, match=rf'client.{name}: is 0.5.*"fedavg"'):
             _built(settings | {"client": {name: 0.5}})
 
 
 def test_all_examples_at_once_is_a_batch_size() -> None:
     """It stands for no number."""
-    assert _built({"client": {"batch_size": "all"}}).algorithm.local.batch_size is None
+    assert _built({"client": {"batch_size": "all"}}).algorithm.local.work.batch_size is None
 
 
 # ---- Cohort, stragglers, devices ----------------------------------------------------------
@@ -483,8 +658,7 @@ def test_every_kind_of_sampling_has_its_sampler() -> None:
     assert _built({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
     poisson = {"sampling": "poisson", "cap": 1.5}
     assert _built({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
-    kinds = {each.model_fields["sampling"].default for each in _kinds(cf.Cohort)}
-    assert kinds == {"uniform", "poisson"}
+    assert _kinds(COHORTS) == {"uniform", "poisson"}
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:
@@ -507,9 +681,10 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
     bandwidth = {"kind": "lognormal", "median_mbit_per_s": 3.0, "sigma": 0.75}
     built = _built({"devices": lognormal | {"bandwidth": bandwidth}}).behaviour
     assert built == devices.Behaviour(
-        speed=devices.LognormalSpeed(median_ms_per_example=5.0, sigma=0.5),
+        median_ms_per_example=5.0,
+        speed_sigma=0.5,
         bandwidth=devices.LognormalBandwidth(median_mbit_per_s=3.0, sigma=0.75),
-        dropout=devices.Dropout(rate=0.125),
+        dropout_rate=0.125,
         round_jitter_sigma=0.25,
     )
     path = _traces(tmp_path / "mine.npz")
@@ -517,12 +692,8 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
     replayed = _built(traces).behaviour
     assert isinstance(replayed, devices.Behaviour)
     assert isinstance(replayed.bandwidth, devices.TraceBandwidth)
-    kinds = {
-        each.model_fields["kind"].default
-        for union in (cf.Devices, cf.Bandwidth)
-        for each in _kinds(union)
-    }
-    assert kinds == {"ideal", "lognormal", "traces"}
+    assert _kinds(DEVICES) == {"ideal", "lognormal"}
+    assert _kinds(BANDWIDTHS) == {"lognormal", "traces"}
 
 
 def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
@@ -543,54 +714,126 @@ def test_the_default_configuration_builds_the_main_job() -> None:
     """Fifty clients with the digits, and the seed of the configuration."""
     built = _built({"seed": 7})
     assert built.seed == Seed(7)
-    assert built.data.population.num_clients == 50
-    assert isinstance(built.data.population, ArrayPopulation)
+    assert built.population.num_clients == 50
+    assert isinstance(built.population, ArrayPopulation)
     assert built.make_model == Mlp(feature_shape=(64,), hidden=(128,), num_outputs=10)
 
 
 def test_centralised_training_is_one_client_that_always_reports() -> None:
     """All examples, ideal devices, a cohort of one."""
     built = _built({"centralized": True})
-    assert isinstance(built.data.population, PooledPopulation)
-    assert built.data.population.num_examples(np.array([0])).tolist() == [1438]
+    assert isinstance(built.population, PooledPopulation)
+    assert built.population.num_examples(np.array([0])).tolist() == [1438]
     assert (built.policy.num_asked, built.policy.min_reports) == (1, 1)
     assert built.behaviour == devices.Instant()
 
 
-def test_an_accuracy_that_is_not_measured_cannot_end_a_run(tmp_path: Path) -> None:
-    """Regression has none; without a limit, or watching the loss, it is accepted."""
+def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> None:
+    """Regression has no accuracy; the names that there are stand in the error."""
     settings: dict[str, object] = {
         "data": _npz_data(_npz(tmp_path)),
         "loss": {"kind": "mse"},
+        "metrics": {"bias": {"factory": f"{user_file}:bias", "direction": "min"}},
     }
     assert _built(settings).objective == MeanSquaredError()
-    by_loss = _built(settings | {"early_stopping": {"patience_rounds": 3, "metric": "loss"}})
-    assert by_loss.config.early_stopping.patience_rounds == 3
-    for limit in ({"patience_rounds": 3}, {"target": 0.5}):
-        with pytest.raises(ConfigError, match='metric is "accuracy", but MeanSquaredError'):
-            _built(settings | {"early_stopping": limit | {"metric": "accuracy"}})
+    assert _built(settings).early_stopping().metric == "loss", "the default is what there is"
+    for name, recorded, direction in (
+        ("loss", "loss", "min"),
+        ("bias", "bias", "min"),
+        ("clients/bias_worst_decile", "clients/bias_worst_decile", "min"),
+    ):
+        watching = _built(settings | {"early_stopping": {"metric": name}}).early_stopping()
+        assert (watching.metric, watching.direction) == (recorded, direction)
+    for name in ("accuracy", "bais", "clients/accuracy_mean"):
+        with pytest.raises(ConfigError, match=rf'"{name}", which nobody.*loss, bias, clients/loss'):
+            _built(settings | {"early_stopping": {"metric": name}})
+    nobody = {"early_stopping": {"metric": "clients/bias_mean"}, "evaluation": {"clients": 0}}
+    with pytest.raises(ConfigError, match=r"which nobody measures; give one of: loss, bias$"):
+        _built(settings | nobody)
+
+
+def test_metrics_are_built_from_a_file(user_file: Path) -> None:
+    """A factory with arguments; what it returns is called with outputs and labels."""
+    section = {"factory": f"{user_file}:share_above", "args": {"limit": 2}, "direction": "max"}
+    built = _built({"metrics": {"above": section}})
+    outputs = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert built.metrics["above"].of(outputs, outputs) == 0.5
+    assert built.directions == {"loss": "min", "accuracy": "max", "above": "max"}
+    shipped = _built({"metrics": {"auc": {"factory": "fedlearn:BinaryAuc", "direction": "max"}}})
+    assert shipped.metrics["auc"] == Metric(BinaryAuc(), direction="max")
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("x", {"factory": "USER:no_loss"}, "measure is int; give a function"),
+        ("x", {"factory": "USER:bais"}, r"metrics\.x\.factory: there is no function bais"),
+        ("x", {}, r"metrics\.x: there is no factory"),
+        ("loss", {"factory": "USER:bias"}, "measures 'loss' already"),
+        ("accuracy", {"factory": "USER:bias"}, "measures 'accuracy' already"),
+        ("a b", {"factory": "USER:bias"}, "'a b' is no name"),
+        ("auto", {"factory": "USER:bias"}, "'auto' is no name"),
+    ],
+)
+def test_what_is_no_metric_is_refused(
+    user_file: Path, name: str, section: dict[str, object], message: str
+) -> None:
+    """Before anything runs, with the key and the remedy."""
+    filled = {key: str(value).replace("USER", str(user_file)) for key, value in section.items()}
+    with pytest.raises(ConfigError, match=message):
+        _built({"metrics": {name: filled | {"direction": "max"}}})
+
+
+def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> None:
+    """Or it is refused at the first batch with the key to set."""
+    declared = {"kind": "python", "factory": f"{user_file}:contrast", "per_example": False}
+    outputs, labels = torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64)
+    assert float(_built({"loss": declared}).objective.losses(outputs, labels)) == 2.0
+    undeclared = _built({"loss": {"kind": "python", "factory": f"{user_file}:contrast"}})
+    with pytest.raises(ValueError, match="per_example = false under"):
+        undeclared.objective.losses(outputs, labels)
+
+
+def test_an_objective_that_declares_nothing_is_refused() -> None:
+    """Whether its loss is a mean decides what is right, so it is never guessed."""
+
+    class Bare:
+        def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            return (outputs - labels).square()
+
+    bare: Any = Bare()  # what a user wrote for an earlier version
+    given = _built({})
+    with pytest.raises(ConfigError, match="Bare does not declare `per_example`"):
+        around(
+            given.config,
+            make_model=given.make_model,
+            objective=bare,
+            data=FederatedData(population=given.population, test=given.test),
+            algorithm=given.algorithm,
+            data_dir=Path("nowhere"),
+        )
 
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:
     """The configuration says the rest, and is checked against them."""
-    given, config = _built({}), cf.from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
+    given, config = _built({}), from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
 
     def network() -> nn.Module:
         return nn.Linear(64, 10)
 
-    def built(config: cf.Config) -> Simulation:
+    def built(config: Config) -> Simulation:
         return around(
             config,
             make_model=network,
             objective=CrossEntropy(),
-            data=given.data,
+            data=FederatedData(population=given.population, test=given.test),
             algorithm=given.algorithm,
             data_dir=Path("nowhere"),
         )
 
     assert built(config).make_model is network
     assert built(config).policy.num_wanted == 5
-    crowd = cf.from_mapping(
+    crowd = from_mapping(
         {"cohort": {"num_wanted": 40}, "data": {"partition": {"num_clients": 60}}}, source="a test"
     )
     with pytest.raises(ConfigError, match=r"52 clients are asked .* have 50"):
@@ -673,10 +916,10 @@ def test_the_real_writers_and_bandwidths_build() -> None:
     """MNIST by writer on an MLP, over recorded bandwidths."""
     settings = {
         "data": {"source": "mnist-by-writer"},
-        "devices": {"bandwidth": {"kind": "traces"}},
+        "devices": {"kind": "lognormal", "bandwidth": {"kind": "traces"}},
     }
     built = _built(settings, data_dir=_DATA)
-    assert built.data.population.num_clients == 539
-    first = built.data.population.load(np.array([0]))
+    assert built.population.num_clients == 539
+    first = built.population.load(np.array([0]))
     rows = torch.from_numpy(first.rows)
-    assert built.make_model()(first.features[rows]).shape == (len(rows), 10)
+    assert built.make_model()(only(first.features)[rows]).shape == (len(rows), 10)

@@ -1,5 +1,6 @@
 """From a configuration to the pieces of a deployed run, and what is refused."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ from torch import nn
 
 from fedlearn.build import Deployment, deployment, simulation
 from fedlearn.config import from_mapping
-from fedlearn.deployment.rounds import watched_metric
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 
@@ -44,7 +44,7 @@ def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
     assert deployed.make_model == simulated.make_model
     assert deployed.seed == simulated.seed
     assert deployed.test is not None
-    assert deployed.test.labels.equal(simulated.data.test.labels)
+    assert deployed.test.labels.equal(simulated.test.labels)
 
 
 def test_without_data_the_clients_measure_the_model(without_data: dict[str, object]) -> None:
@@ -52,8 +52,33 @@ def test_without_data_the_clients_measure_the_model(without_data: dict[str, obje
     pieces = built(without_data)
     assert pieces.test is None
     assert isinstance(pieces.make_model(), nn.Linear)
-    assert watched_metric(pieces) == "clients/accuracy_mean"
-    assert watched_metric(built({})) == "accuracy"
+    assert pieces.early_stopping().metric == "clients/accuracy_mean"
+    assert built({}).early_stopping().metric == "accuracy"
+
+
+def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
+    without_data: dict[str, object],
+) -> None:
+    """The coordinator hears it by name; which way is better stands in its file."""
+    own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
+    stopping = built(without_data | own).early_stopping()
+    assert (stopping.metric, stopping.direction) == ("clients/dose_mean", "min")
+    assert built(own).early_stopping().metric == "clients/dose_mean", "nothing central has it"
+    with pytest.raises(ConfigError, match=r'"dose", which nobody.*one of: loss, accuracy'):
+        built(without_data | {"early_stopping": {"metric": "dose"}})
+    with pytest.raises(ConfigError, match="measures 'loss' already"):
+        built(without_data | {"metrics": {"loss": {"direction": "max"}}})
+
+
+def test_real_clients_have_ten_minutes_unless_it_is_written(
+    without_data: dict[str, object],
+) -> None:
+    """Not the main job's ten seconds; a deadline that is written stays, "none" as well."""
+    pieces = built(without_data)
+    assert (pieces.policy.deadline_s, pieces.policy.num_asked) == (600.0, 10)
+    assert pieces.config.stragglers.deadline_s == pieces.policy.deadline_s  # as it is recorded
+    written = built(without_data | {"stragglers": {"deadline_s": "none"}})
+    assert written.policy.deadline_s == math.inf
 
 
 def test_what_has_no_data_cannot_be_simulated(without_data: dict[str, object]) -> None:

@@ -14,12 +14,11 @@ import typer
 
 from fedlearn import errors
 from fedlearn.cli.app import main
-from fedlearn.cli.commands import FollowedProgress
-from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, resume_command
+from fedlearn.cli.failures import RunEnded, exit_code, json_line, message
 from fedlearn.cli.logs import configure_logs
+from fedlearn.cli.surroundings import followed
 from fedlearn.errors import (
     Aborted,
-    BudgetExhausted,
     ConfigError,
     ConnectionRefused,
     CorruptCheckpoint,
@@ -35,22 +34,7 @@ from fedlearn.errors import (
     StoreError,
     TooFewReports,
 )
-from fedlearn.experiment.comparison import Summary
-from fedlearn.rounds.records import RoundRecord, RunRecord
 from tests.records import RUN
-
-
-class Silence:
-    """Progress for nobody."""
-
-    def start(self, record: RunRecord, path: Path, notes: object) -> None:
-        """Say nothing."""
-
-    def round(self, record: RoundRecord) -> None:
-        """Say nothing."""
-
-    def end(self, summary: Summary) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +49,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def ended(cause: BaseException) -> RunEnded:
-    error = RunEnded("calm-otter-17", resume="fedlearn resume calm-otter-17")
-    error.__cause__ = cause
-    return error
+    return RunEnded("calm-otter-17", cause, resume="fedlearn resume calm-otter-17")
 
 
 # ---- Exit codes ---------------------------------------------------------------------------
@@ -92,7 +74,6 @@ def ended(cause: BaseException) -> RunEnded:
         (ProtocolError(), 3),
         (ValueError(), 3),
         (MemoryError(), 3),
-        (BudgetExhausted(), 4),
         (KeyboardInterrupt(), 130),
         (typer.Abort(), 130),
         (ended(StoreError("the disk is full")), 3),
@@ -100,7 +81,6 @@ def ended(cause: BaseException) -> RunEnded:
         (ended(RoundError()), 3),
         (ended(ZeroDivisionError()), 3),
         (ended(DataError()), 2),
-        (ended(BudgetExhausted()), 4),
         (ended(KeyboardInterrupt()), 130),
     ],
 )
@@ -114,7 +94,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert FedlearnError in kinds
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
-    assert {exit_code(error) for error in raised} == {2, 3, 4}
+    assert {exit_code(error) for error in raised} == {2, 3}
 
 
 # ---- Messages -----------------------------------------------------------------------------
@@ -129,9 +109,13 @@ def test_an_error_of_a_run_is_told_with_the_command_that_goes_on() -> None:
 
 def test_the_command_that_goes_on_finds_the_run() -> None:
     """With the directory that the user gave, quoted for a shell."""
-    assert resume_command("calm-otter-17", runs_dir=None) == "fedlearn resume calm-otter-17"
-    command = resume_command("calm-otter-17", runs_dir="my runs")
-    assert command == "fedlearn resume calm-otter-17 --runs-dir 'my runs'"
+    for folder, command in (
+        ("runs", "fedlearn resume calm-otter-17"),
+        ("my runs", "fedlearn resume calm-otter-17 --runs-dir 'my runs'"),
+    ):
+        with pytest.raises(RunEnded) as caught:
+            follow_run_ending_in(StoreError("full"), Path(folder) / "calm-otter-17")
+        assert caught.value.resume == command
 
 
 def test_an_unexpected_error_is_named() -> None:
@@ -157,9 +141,9 @@ def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | No
 # ---- Which run an error ended -------------------------------------------------------------
 
 
-def follow_run_ending_in(error: BaseException) -> None:
-    with FollowedProgress(Silence(), runs_dir=None) as progress:
-        progress.start(RUN, Path(), ())
+def follow_run_ending_in(error: BaseException, path: Path = Path("runs")) -> None:
+    with followed(as_json=False) as progress:
+        progress.start(RUN, path, ())
         raise error
 
 
@@ -169,12 +153,12 @@ def test_an_error_after_the_start_says_which_run_it_ended(error: BaseException) 
     with pytest.raises(RunEnded) as caught:
         follow_run_ending_in(error)
     assert caught.value.run == "calm-otter-17"
-    assert caught.value.__cause__ is error
+    assert caught.value.cause is error
 
 
 def test_an_error_before_the_start_ended_no_run() -> None:
     """A bad configuration has no run to resume."""
-    with pytest.raises(ConfigError), FollowedProgress(Silence(), runs_dir=None):
+    with pytest.raises(ConfigError), followed(as_json=False):
         raise ConfigError
 
 

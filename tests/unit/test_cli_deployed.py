@@ -17,10 +17,10 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
+from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import fingerprint
 from fedlearn.rounds.records import Checkpoint, RunStatus
 from fedlearn.session.pins import Pins
-from fedlearn.transport.identity import Invitation
 from tests.addresses import free_addresses
 
 CLIENTS = Path(__file__).parents[2] / "clients"
@@ -198,7 +198,7 @@ def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixtur
     wide = {"params/1.weight": torch.zeros(100, 64), "params/1.bias": torch.zeros(100)}
     with places.database() as database:
         run = database.run("federation")
-        run.set_running()
+        run.finish(RunStatus.RUNNING, error="")
         values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
         run.commit(Checkpoint(round_num=0, tensors=wide, values=values))
     told = typed(capsys, "coordinator", "--insecure", *options, code=2)
@@ -233,17 +233,17 @@ def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
     typed(capsys, "init")
     typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
     home = Home(Path("home"))
-    home.coming_identity()
+    home.keys.coming_identity()
     invitation = Invitation.load(Path("a.invitation"))
-    enrolment = home.enrol(invitation, certificate_pem=b"PEM", client_id=ClientId(0))
-    home.pin_file(enrolment).write(Pins().following({ClientId(4): b"k" * 32}))
+    enrolment = home.keys.enrol(invitation, certificate_pem=b"PEM", client_id=ClientId(0))
+    home.keys.pin_file(enrolment).write(Pins().following({ClientId(4): b"k" * 32}))
     return home
 
 
 def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own key first, for others to compare; a client that runs is not meddled with."""
     home = joined_home(capsys)
-    enrolment = home.enrolment()
+    enrolment = home.keys.enrolment()
     assert enrolment is not None
     told = typed(capsys, "pins", "home")
     own, other = told.splitlines()[1:]
@@ -261,11 +261,11 @@ def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[s
 def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """By its folder, or its name in the usual place."""
     home = joined_home(capsys)
-    enrolment = home.enrolment()
+    enrolment = home.keys.enrolment()
     assert enrolment is not None
     with home.locked():
         assert "will be replaced" in typed(capsys, "rotate", "home")
-    assert home.wants_rotation(enrolment)
+    assert home.keys.wants_rotation(enrolment)
     assert "has joined" in typed(capsys, "rotate", "clinic-z", code=2)
 
 

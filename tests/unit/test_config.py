@@ -1,39 +1,30 @@
 """The default tree, how a file and overrides are laid over it, and what is said of mistakes."""
 
-import inspect
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from fedlearn import config as config_module
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.config import (
-    BootstrapPartition,
     Config,
-    DirichletPartition,
-    FedAvgAlgorithm,
-    FedProxAlgorithm,
-    FedSgdAlgorithm,
-    IidPartition,
-    MlpModel,
-    NaturalPartition,
-    NpzData,
-    PoissonCohort,
-    PythonModel,
     Section,
-    TracesBandwidth,
     config_hash,
     from_mapping,
-    key_lines,
     load,
     render,
     resolve_addresses,
+    template,
 )
+from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
+from fedlearn.config.data import DATA, PARTITIONS, NpzData
+from fedlearn.config.keys import members_of
+from fedlearn.config.toml import key_lines
+from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
 from fedlearn.errors import ConfigError
 
 
@@ -53,10 +44,15 @@ def partition_of(config: Config) -> object:
     return getattr(config.data, "partition", None)
 
 
-def sections() -> Iterator[type[Section]]:
-    for _, value in inspect.getmembers(config_module, inspect.isclass):
-        if issubclass(value, Section):
-            yield value
+def over_selection_of(config: Config) -> object:
+    return config.stragglers.model_dump()["over_selection"]
+
+
+def sections(root: type[Section] = Config) -> Iterator[type[Section]]:
+    yield root
+    for info in root.model_fields.values():
+        for member in members_of(info):
+            yield from sections(member)
 
 
 # ---- The tree -----------------------------------------------------------------------------
@@ -67,8 +63,10 @@ def test_the_default_tree_is_the_main_job() -> None:
     config = load(None, overrides=[])
     assert config == Config()
     assert (config.data.source, config.seed, config.num_rounds) == ("digits", 0, 20)
-    assert partition_of(config) == DirichletPartition(num_clients=50, alpha=0.3, min_examples=5)
-    assert (config.client.epochs, config.model) == (2, MlpModel(hidden=(128,)))
+    assert partition_of(config) == PARTITIONS.of(
+        "dirichlet", num_clients=50, alpha=0.3, min_examples=5
+    )
+    assert (config.client.epochs, config.model) == (2, MODELS.of("mlp", hidden=(128,)))
     policy = config.straggler_policy()
     assert (policy.num_wanted, policy.num_asked, policy.min_reports) == (10, 13, 5)
     assert 0.0 < policy.deadline_s < math.inf
@@ -79,15 +77,15 @@ def test_the_default_tree_is_valid() -> None:
     assert Config.model_validate(Config().model_dump()) == Config()
     for section in sections():
         required = [name for name, info in section.model_fields.items() if info.is_required()]
-        if not required and section is not NpzData:
+        if not required and not issubclass(section, NpzData):
             assert section.model_validate(section().model_dump()) == section()
 
 
 def test_every_field_has_a_description() -> None:
-    """The reference is generated from them."""
+    """The reference is generated from them; a table's own docstring explains it."""
     for section in sections():
         for name, info in section.model_fields.items():
-            assert info.description, f"{section.__name__}.{name}"
+            assert info.description or members_of(info), f"{section.__name__}.{name}"
 
 
 def test_sections_are_frozen_strict_and_closed() -> None:
@@ -141,16 +139,16 @@ def test_a_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
     config = load(file, overrides=[])
     assert (config.seed, config.num_rounds) == (3, 20)
     assert (config.client.epochs, config.client.batch_size) == (5, "all")
-    assert partition_of(config) == BootstrapPartition(num_clients=1_000_000)
-    assert config.stragglers.below_minimum is BelowMinimum.SKIP
-    assert config.cohort == PoissonCohort()
+    assert partition_of(config) == PARTITIONS.of("bootstrap", num_clients=1_000_000)
+    assert config.straggler_policy().below_minimum is BelowMinimum.SKIP
+    assert config.cohort == COHORTS.of("poisson")
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
     """Each is laid over what is there."""
     file = written(tmp_path, "seed = 1\n[client]\nepochs = 5\nmomentum = 0.5\n")
     config = load(file, overrides=["seed=2", "client.epochs=6", "client.epochs=7"])
-    assert (config.seed, config.client.epochs, config.client.momentum) == (2, 7, 0.5)
+    assert (config.seed, config.client) == (2, CLIENTS.of("sgd", epochs=7, momentum=0.5))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +162,7 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path)
 )
 def test_override_values_are_toml(override: str, value: tuple[int, ...]) -> None:
     """Arrays, inline tables and quoted keys included."""
-    model = load(None, overrides=[override]).model
-    assert isinstance(model, MlpModel)
-    assert model.hidden == value
+    assert load(None, overrides=[override]).model == MODELS.of("mlp", hidden=value)
 
 
 @pytest.mark.parametrize(
@@ -195,16 +191,16 @@ def test_choosing_another_kind_drops_the_defaults_of_the_first() -> None:
             "devices.bandwidth.kind=traces",
         ],
     )
-    assert config.algorithm == FedProxAlgorithm(proximal=0.01)
-    assert partition_of(config) == IidPartition(num_clients=50)
-    assert getattr(config.devices, "bandwidth", None) == TracesBandwidth()
+    assert config.algorithm == ALGORITHMS.of("fedprox", proximal=0.01)
+    assert partition_of(config) == PARTITIONS.of("iid", num_clients=50)
+    assert getattr(config.devices, "bandwidth", None) == BANDWIDTHS.of("traces")
 
 
 def test_choosing_another_kind_keeps_what_both_kinds_have(tmp_path: Path) -> None:
     """The user's number of clients stays."""
     file = written(tmp_path, "[data.partition]\nnum_clients = 20\n")
     config = load(file, overrides=["data.partition.kind=iid"])
-    assert partition_of(config) == IidPartition(num_clients=20)
+    assert partition_of(config) == PARTITIONS.of("iid", num_clients=20)
 
 
 def test_choosing_another_kind_does_not_drop_what_the_user_wrote(tmp_path: Path) -> None:
@@ -214,13 +210,13 @@ def test_choosing_another_kind_does_not_drop_what_the_user_wrote(tmp_path: Path)
     assert text.startswith(f"{file}:3: algorithm.proximal: unknown key; it goes with ")
     assert 'algorithm.name = "fedprox"' in text
     whole = load(file, overrides=['algorithm={name="fedavg"}'])
-    assert whole.algorithm == FedAvgAlgorithm()
+    assert whole.algorithm == ALGORITHMS.of("fedavg")
 
 
 def test_fedsgd_brings_its_local_training() -> None:
     """One epoch, one batch; unless somebody writes otherwise, which is a contradiction."""
     config = load(None, overrides=["algorithm.name=fedsgd", "client.learning_rate=0.1"])
-    assert config.algorithm == FedSgdAlgorithm()
+    assert config.algorithm == ALGORITHMS.of("fedsgd")
     assert (config.client.epochs, config.client.batch_size) == (1, "all")
     text = complaint(None, "algorithm.name=fedsgd", "client.epochs=3", "client.batch_size=8")
     assert "--set client.epochs=3: client.epochs: is 3, but FedSGD takes one step" in text
@@ -242,8 +238,9 @@ def test_paths_are_relative_to_where_they_are_written(
         store.runs_dir = "~/runs"
     """
     file = written(tmp_path / "deep", " ".join(text.split("\n                 ")))
-    config = load("deep/experiment.toml", overrides=["devices.bandwidth={kind='traces',path='t'}"])
-    assert config == load(file, overrides=["devices.bandwidth={kind='traces',path='t'}"])
+    traces = ["devices={kind='lognormal',bandwidth={kind='traces',path='t'}}"]
+    config = load("deep/experiment.toml", overrides=traces)
+    assert config == load(file, overrides=traces)
     dump = config.model_dump()
     assert dump["data"]["path"] == f"{tmp_path}/deep/train.parquet"
     assert dump["data"]["test_path"] == "/abs/t.parquet"
@@ -251,6 +248,21 @@ def test_paths_are_relative_to_where_they_are_written(
     assert dump["loss"]["factory"] == "package.losses:make"
     assert dump["store"]["runs_dir"] == "/home/somebody/runs"
     assert dump["devices"]["bandwidth"]["path"] == f"{tmp_path}/t"
+
+
+def test_a_strategy_named_by_its_file_is_found_from_wherever_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As any other path, though its key may be the name of an algorithm, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    file = written(tmp_path / "deep", "algorithm.name = 'mine.py:Mine'")
+    for path, overrides, folder in (
+        (file, [], tmp_path / "deep"),
+        (None, ["algorithm.name=mine.py:Mine"], tmp_path),
+    ):
+        algorithm = load(path, overrides=overrides).algorithm
+        assert algorithm.model_dump()["factory"] == f"{folder}/mine.py:Mine"
 
 
 def test_a_file_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(
@@ -277,7 +289,7 @@ def test_tuples_and_lists_are_both_arrays(hidden: object) -> None:
         "data": {"source": "python", "factory": "a:b", "args": {"sizes": hidden}},
     }
     config = from_mapping(values, source="simulate()")
-    assert config.model == MlpModel(hidden=(32, 16))
+    assert config.model == MODELS.of("mlp", hidden=(32, 16))
     assert config.model_dump()["data"]["args"] == {"sizes": [32, 16]}
 
 
@@ -353,9 +365,9 @@ def test_the_rendered_tree_is_toml_that_loads_to_an_equal_tree(tmp_path: Path) -
         "big": 10**18,
         "yes": True,
     }
-    model = PythonModel(factory="package.module:make", args=args)
+    model = MODELS.of("python", factory="package.module:make", args=args)
     config = Config(
-        name="n", model=model, data=NpzData(path="/x.npz", groups="w", test_fraction=0.5)
+        name="n", model=model, data=DATA.of("npz", path="/x.npz", groups="w", test_fraction=0.5)
     )
     assert load(written(tmp_path, render(config)), overrides=[]) == config
 
@@ -540,7 +552,7 @@ def test_an_unknown_key_names_file_line_and_nearest_key(
         ("data.test_fraction=1", "data.test_fraction: is 1; give a number > 0 and < 1"),
         ("data=digits", 'data: is "digits"; give a table; its kind is data.source'),
         ("client=3", "client: is 3; give a table"),
-        ("algorithm.name=fedporx", 'or "fedyogi"; did you mean "fedprox"?'),
+        ("algorithm.name=fedporx", 'or "python"; did you mean "fedprox"?'),
         ("algorithm.name=3", 'algorithm.name: is 3; give "fedavg", '),
         ("stragglers.below_minimum=rety", '"skip" or "fail"; did you mean "retry"?'),
         ("stragglers.deadline_s=0", 'is 0; give a number > 0 or "none"'),
@@ -592,6 +604,20 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             'data.feature_columns: has ["c"], which are labels or client ids',
         ),
         (
+            [
+                "data={source='parquet',path='x',test_path='y',client_column='c'}",
+                "data.feature_columns={image=['a'],who=['b','c']}",
+            ],
+            'data.feature_columns: has ["c"], which are labels or client ids',
+        ),
+        (
+            [
+                "data={source='parquet',path='x',test_path='y',client_column='c'}",
+                "data.feature_columns=[['label'],['b']]",
+            ],
+            'data.feature_columns: has ["label"], which are labels or client ids',
+        ),
+        (
             ["early_stopping.metric=accuracy", "early_stopping.target=2"],
             "is 2.0, but an accuracy is at most 1",
         ),
@@ -621,8 +647,20 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             "assume less dropout or less corruption",
         ),
         (
-            ["secure_aggregation.mode=sparse", "secure_aggregation.corruption=0.4"],
+            ["secure_aggregation={mode='sparse',adversary='honest-but-curious',corruption=0.9}"],
             "no sparse graph on 13 clients",
+        ),
+        (
+            ["secure_aggregation.mode=sparse"],
+            'mode: is "sparse", which does not hold against a coordinator that lies',
+        ),
+        (
+            ["secure_aggregation.mode=complete", "data.source=mnist-by-writer"],
+            'cohort.num_wanted: is "auto", but secure aggregation derives its threshold from',
+        ),
+        (
+            ["data.source=mnist-by-writer", "devices.dropout_rate=0.1"],
+            'devices.dropout_rate: unknown key; it goes with devices.kind = "lognormal"',
         ),
         (
             ["secure_aggregation.mode=complete", "cohort.sampling=poisson"],
@@ -658,6 +696,17 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
         ["data={source='npz',path='x',test_fraction=0.1,groups='g'}"],
         ["data={source='npz',path='x',test_features='t',test_labels='l',partition.kind='iid'}"],
         ["data={source='parquet',path='x',test_path='y',client_column='c'}"],
+        ["data={source='npz',path='x',test_fraction=0.1,groups='g',features=['a','b']}"],
+        ["data={source='npz',path='x',test_fraction=0.1,groups='g',features={x='a',_1='b'}}"],
+        ["data={source='parquet',path='x',test_path='y',client_column='c',feature_columns=['a']}"],
+        [
+            "data={source='parquet',path='x',test_path='y',client_column='c'}",
+            "data.feature_columns=[['a'],['b','d']]",
+        ],
+        [
+            "data={source='parquet',path='x',test_path='y',client_column='c'}",
+            "data.feature_columns={x=['a'],mask=['b']}",
+        ],
         ["data.source=mnist-by-writer", "cohort.num_wanted=400"],
         ["data={source='python',factory='m:f'}"],
         ["early_stopping.target=2", "early_stopping.metric=loss"],
@@ -665,13 +714,86 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
         ["engine={transport='memory',executor='sequential',num_workers=1,block_size=1}"],
         ["secure_aggregation.mode=complete"],
         ["secure_aggregation.mode=complete", "stragglers.min_reports=10"],
+        [
+            "secure_aggregation.mode=complete",
+            "data.source=mnist-by-writer",
+            "cohort.num_wanted=9",
+        ],
         ["secure_aggregation.mode=off", "cohort.sampling=poisson"],
         ["secure_aggregation.mode=sparse", "secure_aggregation.adversary=honest-but-curious"],
     ],
 )
 def test_what_does_not_contradict_is_accepted(overrides: list[str]) -> None:
-    """The other side of each refusal."""
-    assert load(None, overrides=overrides) != Config()
+    """The other side of each refusal; what is recorded of it reads back the same."""
+    config = load(None, overrides=overrides)
+    assert config != Config()
+    assert Config.from_json(config.model_dump_json()) == config
+
+
+OTHER_SOURCES = [
+    "data.source=mnist-by-writer",
+    "data={source='npz',path='x',groups='g',test_fraction=0.1}",
+    "data={source='parquet',path='x',test_path='y',client_column='c'}",
+    "data={source='python',factory='m:f'}",
+    "data.source=none",
+]
+
+
+@pytest.mark.parametrize("source", OTHER_SOURCES)
+def test_other_data_than_the_main_jobs_have_no_stragglers_by_default(source: str) -> None:
+    """The control: the digits have, whether they are written or not."""
+    mine = load(None, overrides=[source, "model={kind='python',factory='m:f'}"])
+    assert mine.devices == DEVICES.of("ideal")
+    assert (over_selection_of(mine), mine.stragglers.deadline_s) == (1.0, "auto")
+    assert mine.cohort.num_wanted == "auto"
+    digits = load(None, overrides=["data.source=digits", "data.test_fraction=0.2"])
+    assert digits == load(None, overrides=[]) == Config()
+    assert digits.devices == DEVICES.of("lognormal")
+    assert (over_selection_of(digits), digits.stragglers.deadline_s) == (1.3, 10.0)
+    assert digits.cohort.num_wanted == 10
+
+
+def test_stragglers_that_are_written_hold_with_any_data() -> None:
+    """Each by itself, and beside those that are not written."""
+    text = ["stragglers.deadline_s=10.0", "devices.kind=lognormal", "cohort.sampling=poisson"]
+    mine = load(None, overrides=["data.source=mnist-by-writer", *text])
+    assert (over_selection_of(mine), mine.stragglers.deadline_s) == (1.0, 10.0)
+    assert mine.devices == DEVICES.of("lognormal")
+    assert mine.cohort == COHORTS.of("poisson", num_wanted="auto")
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "over_selection", "num_wanted"),
+    [(1, 1.0, 1), (3, 1.0, 3), (10, 1.0, 10), (500, 1.0, 10), (12, 1.3, 9), (13, 1.3, 10)],
+)
+def test_as_many_are_wanted_as_can_be_asked_up_to_ten(
+    num_clients: int, over_selection: float, num_wanted: int
+) -> None:
+    """And those that are asked too many fit into the population."""
+    overrides = ["data.source=mnist-by-writer", f"stragglers.over_selection={over_selection}"]
+    resolved = load(None, overrides=overrides).resolved(num_clients=num_clients)
+    policy = resolved.straggler_policy()
+    assert policy.num_wanted == num_wanted
+    assert policy.num_asked <= num_clients
+    assert policy.deadline_s == math.inf
+    assert resolved.resolved(num_clients=2) is resolved
+
+
+def test_a_deployment_has_a_deadline_and_wants_ten() -> None:
+    """Nobody knows how many clients come, and one that goes away holds up no run for good."""
+    served = load(None, overrides=["data.source=mnist-by-writer"]).resolved(num_clients=None)
+    policy = served.straggler_policy()
+    assert (policy.num_wanted, policy.num_asked, policy.deadline_s) == (10, 10, 600.0)
+    written = load(None, overrides=["data.source=mnist-by-writer", "stragglers.deadline_s=none"])
+    assert written.resolved(num_clients=None).straggler_policy().deadline_s == math.inf
+
+
+def test_what_contradicts_the_number_of_clients_is_refused_once_that_is_known() -> None:
+    """As if it had been written. The control: with as many clients it is accepted."""
+    config = load(None, overrides=["data.source=mnist-by-writer", "stragglers.min_reports=5"])
+    with pytest.raises(ConfigError, match=r"min_reports: is 5, above cohort.num_wanted \(3\)"):
+        config.resolved(num_clients=3)
+    assert config.resolved(num_clients=5).cohort.num_wanted == 5
 
 
 def test_half_of_the_reports_are_raised_to_what_secure_aggregation_needs() -> None:
@@ -762,13 +884,59 @@ n = 1
     assert lines["d",] == 3
     assert ("e",) not in lines
     assert lines["f",] == 6
-    assert (lines["f", 0], lines["f", 1], lines["f", 2]) == (7, 7, 7)
-    assert (lines["f", 3], lines["f", 3, "i"], lines["f", 3, "i", 1]) == (9, 9, 10)
     assert (lines["j", "k"], lines["j", "k", "l"]) == (12, 13)
-    assert (lines["m",], lines["m", 0, "n"], lines["m", 1], lines["m", 1, "o"]) == (14, 15, 16, 17)
-    assert lines["m", 1, "o", "p"] == 18
+    assert (lines["m",], lines["m", "n"], lines["m", "o"], lines["m", "o", "p"]) == (14, 15, 17, 18)
+    assert len(lines) == 11
 
 
 def test_natural_partition_is_a_kind_of_every_partition() -> None:
     """So that refusing it can say why."""
-    assert NaturalPartition in get_args(get_args(config_module.Partition)[0])
+    assert PARTITIONS.of("natural").kind == "natural"
+
+
+# ---- Tables by names of the user's --------------------------------------------------------
+
+
+METRICS = """
+[metrics.r2]
+factory = "mine.py:r2"
+args = { weighted = true }
+direction = "max"
+[metrics.dose]
+direction = "min"
+"""
+
+
+def test_metrics_are_tables_by_name(tmp_path: Path) -> None:
+    """From a file and overrides, paths relative to each; written out they are the same."""
+    file = tmp_path / "experiment.toml"
+    file.write_text(METRICS)
+    config = load(file, overrides=["metrics.r2.args.weighted=false", "metrics.f1.direction=max"])
+    assert list(config.metrics) == ["r2", "dose", "f1"]
+    assert config.metrics["r2"].factory == f"{tmp_path}/mine.py:r2"
+    assert config.metrics["r2"].args == {"weighted": False}
+    for text in (render(config), template(config, omit=[], heading="All of it.")):
+        (tmp_path / "again.toml").write_text(text)
+        assert load(tmp_path / "again.toml", overrides=[]) == config
+    assert Config.from_json(config.canonical_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("metrics.r2.direction=up", 'metrics.r2.direction: is "up"; give "max" or "min"'),
+        ("metrics.r2.way=max", "metrics.r2.way: unknown key; the keys here are factory, args, d"),
+        ("metrics.r2=3", "metrics.r2: is 3; give a table"),
+        ("metrics.f1.args={}", 'metrics.f1.direction: is missing; give "max" or "min"'),
+        ("metrics.r2.factory=3", "metrics.r2.factory: is 3; give"),
+    ],
+)
+def test_what_is_wrong_in_a_named_table_is_told_by_its_name(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    """Place, key and remedy, as anywhere else."""
+    file = tmp_path / "experiment.toml"
+    file.write_text(METRICS)
+    with pytest.raises(ConfigError) as error:
+        load(file, overrides=[override])
+    assert message in str(error.value)

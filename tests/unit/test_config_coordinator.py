@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.config import Config, CoordinatorSection, from_mapping, load, template
+from fedlearn.config import Config, from_mapping, load, template
+from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.errors import ConfigError
 
 NO_DATA = {"data": {"source": "none"}, "model": {"kind": "python", "factory": "app:network"}}

@@ -27,7 +27,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.deployment.live_status import Board
+from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
@@ -54,7 +54,7 @@ PAGES = sorted(
 GUIDES = ROOT / "docs" / "how-to"
 SHELLS = ("shell", "bash")
 METRIC = re.compile(r"\bfedlearn_[a-z_]+\b")
-CENTRAL_METRICS = ("accuracy", "loss", "clients/accuracy_mean", "clients/loss_mean")
+MEASURED = ("accuracy", "loss", "clients/accuracy_mean", "clients/loss_mean")
 COMMANDS = typer.main.get_command(app)
 
 
@@ -115,11 +115,12 @@ def from_code() -> ModuleType:
 
 
 def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> None:
-    """At most 15 lines; in a process and folder of its own, as its reader runs it."""
-    found = blocks((ROOT / "README.md").read_text(), "python")
+    """At most 15 lines; in a process and folder of its own, to the accuracy that is told."""
+    page = (ROOT / "README.md").read_text()
+    found = blocks(page, "python")
     (example,) = [block for block in found if "num_rounds=20" in block]
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
-    (tmp_path / "example.py").write_text(example.replace("num_rounds=20", "num_rounds=2"))
+    (tmp_path / "example.py").write_text(example)
     done = subprocess.run(
         [sys.executable, "example.py"],
         cwd=tmp_path,
@@ -130,7 +131,11 @@ def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "'accuracy': " in done.stdout
+    told = re.search(r"prints an accuracy of (0\.\d+)", page)
+    printed = re.search(r"'accuracy': (0\.\d+)", done.stdout)
+    assert told is not None
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(float(told[1]), abs=0.02)  # other processors round
     assert list(tmp_path.glob("runs/*/curves.png"))
     assert list(tmp_path.glob("runs/*/report.html"))
 
@@ -169,12 +174,17 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
     exec(source, names)  # noqa: S102 (our own page)
     session = ClientSession(ClientId(0), names["MeanTrainer"]())
     asked = TrainRequest(
-        round_num=0, attempt=0, tensors={"mean": torch.zeros(())}, settings={}, seed=0
+        round_num=0,
+        attempt=0,
+        tensors={"mean": torch.zeros(())},
+        order=("mean",),
+        settings={},
+        seed=0,
     )
     reply, _ = session.handle(encode(asked), b"")
     trained = decode(reply)
     assert isinstance(trained, TrainReply)
-    assert trained.delta["mean"] == 1.5
+    assert trained.lanes["delta"].tolist() == [1.5]
     measured, _ = session.handle(encode(EvaluateRequest(round_num=1, tensors=asked.tensors)), b"")
     evaluated = decode(measured)
     assert isinstance(evaluated, EvaluateReply)
@@ -327,6 +337,10 @@ def keys_of(schema: dict[str, Any], document: dict[str, Any], path: str = "") ->
     for option in [*schema.get("oneOf", ()), *schema.get("anyOf", ())]:
         yield from keys_of(option, document, path)
     for name, inner in schema.get("properties", {}).items():
+        if "$ref" in (named := inner.get("additionalProperties") or {}):
+            yield f"{path}{name}.NAME"
+            yield from keys_of(named, document, f"{path}{name}.NAME.")
+            continue
         yield f"{path}{name}"
         yield from keys_of(inner, document, f"{path}{name}.")
 
@@ -345,6 +359,30 @@ def test_the_configuration_reference_has_every_key(
         assert all(key.description and key.type and key.default for key in table.keys)
     document = tree.model_json_schema()
     assert set(keys_of(document, document)) == listed - {""}
+
+
+def test_the_configuration_reference_tells_which_defaults_depend_on_the_data(
+    from_code: ModuleType,
+) -> None:
+    """As what a tree has with other data says; no other key depends on them."""
+    tables = list(from_code.configuration_tables(Config))
+    found = {
+        (f"{table.path}.{key.name}", key.default)
+        for table in tables
+        for key in table.keys
+        if "other data" in key.default
+    }
+    other = "; with other data than the digits: "
+    assert found == {
+        ("cohort.num_wanted", f'10{other}"auto"'),
+        ("stragglers.over_selection", f"1.3{other}1.0"),
+        ("stragglers.deadline_s", f'10.0{other}"auto"'),
+    }
+    devices = {table.kind: table.when_default for table in tables if table.path == "devices"}
+    assert devices == {
+        'kind = "ideal"': "The default with other data than the digits.",
+        'kind = "lognormal"': "The default with the digits.",
+    }
 
 
 def test_the_reference_shows_the_help_of_every_command(from_code: ModuleType) -> None:
@@ -391,7 +429,10 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
     )
     assert len(sparse) == 4
     for n, *numbers in sparse:
-        found = [_derived(int(n.replace(",", "")), Topology.SPARSE, 0.1, d) for d in (0.1, 0.3)]
+        found = [
+            _derived(int(n.replace(",", "")), Topology.SPARSE, 0.1, dropout)
+            for dropout in (0.1, 0.3)
+        ]
         kt = [number for each in found for number in (each.num_neighbours, each.threshold)]
         assert kt == [int(number) for number in numbers]
     complete = re.findall(
@@ -408,8 +449,9 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
 
 
 def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> Parameters:
+    sparse = topology is Topology.SPARSE
     assumptions = Assumptions(
-        adversary=Adversary.ACTIVE_SERVER,
+        adversary=Adversary.HONEST_BUT_CURIOUS if sparse else Adversary.ACTIVE_SERVER,
         topology=topology,
         corruption=corruption,
         dropout=dropout,
@@ -420,10 +462,10 @@ def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> P
 
 
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
-    """The names of board, door and coordinator; the guides name no others."""
-    board = Board(metrics=dict.fromkeys(CENTRAL_METRICS, 0.5))
-    gauges = {*board.gauges(), "lease_held", "ready", "connected", "eligible"}
-    counters = {*board.counters(), *DoorCounters().values(), "refused"}
+    """The names of status, door and coordinator; the guides name no others."""
+    live_status = LiveStatus(metrics=dict.fromkeys(MEASURED, 0.5))
+    gauges = {*live_status.gauges(), "lease_held", "ready", "connected", "eligible"}
+    counters = {*live_status.counters(), *DoorCounters().values(), "refused"}
     said = {_metric(each) for each in gauges} | {f"{_metric(each)}_total" for each in counters}
     reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert set(METRIC.findall(reference)) == said

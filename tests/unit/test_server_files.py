@@ -19,10 +19,14 @@ from typing import Any
 import pytest
 import yaml
 
-from fedlearn.build import deployment, user_call
+from fedlearn.build import deployment
 from fedlearn.client.loading import make_trainer
-from fedlearn.config import Config, CoordinatorSection, load, resolve_addresses
+from fedlearn.config import Config, load, resolve_addresses
+from fedlearn.config.called import user_call
+from fedlearn.config.coordinator import CoordinatorSection
+from fedlearn.config.pieces import built
 from fedlearn.core.params import Params
+from fedlearn.door.settings import DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, DataError, FedlearnError
 from fedlearn.training.trainer import UNATTENDED
@@ -211,7 +215,7 @@ def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
     problems = [key for key, value in wanted.items() if service.get(key) != value]
     if float(service.get("TimeoutStopSec", "0")) <= 2 * section.shutdown_grace_s:
         problems.append("TimeoutStopSec")
-    if int(service.get("LimitNOFILE", "0")) < 4 * section.max_connected:
+    if int(service.get("LimitNOFILE", "0")) < 4 * built(DoorSettings, section).max_connected:
         problems.append("LimitNOFILE")
     if "MemoryDenyWriteExecute" in service:
         problems.append("MemoryDenyWriteExecute")
@@ -388,9 +392,9 @@ def test_health_checks_ask_the_coordinator() -> None:
     with Telemetry("127.0.0.1:0", lambda: snapshot) as telemetry:
         assert ask(health_check(), telemetry.address) == 0
         assert ask(ready[2:], telemetry.address) == 1
-    with Telemetry("127.0.0.1:0", lambda: Snapshot(not_alive="stuck")) as telemetry:
-        assert ask(health_check(), telemetry.address) == 1
+    with Telemetry("127.0.0.1:0", Snapshot) as telemetry:
         assert ask(ready[2:], telemetry.address) == 0
+    assert ask(health_check(), telemetry.address) == 1
 
 
 def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

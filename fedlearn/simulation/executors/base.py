@@ -1,16 +1,21 @@
 """What every executor is given and what it returns."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.lanes import Lanes
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.core.features import Features, moved
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.schedule import Schedule
+from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.schedule import Schedule, schedule
 from fedlearn.training.keyed_dropout import step_keys
 
 
@@ -20,26 +25,75 @@ class Work:
 
     Attributes:
         params: The global model.
-        local: The update rule.
+        local: What clients do.
+        told: What they are told beside the model, one vector each.
         client_ids: Shape [K], those with most steps first.
-        features: The examples' features, [N, ...]; the schedule says which rows.
+        features: The examples' features, [N, ...] each; the schedule says which rows.
         labels: The examples' labels, [N, ...].
+        rows_K: Row numbers of all examples of each client.
         schedule: Batches.
         round_num: Round index.
         seed: The run's.
-        velocity_KQ: The velocities that the clients kept, one row each over the trainable
-            parameters; ``None`` unless the update rule keeps them.
+        kept: What the clients kept, by name one row each: shape [K, n]; what is missing is zero.
     """
 
     params: Params
-    local: LocalSgd
+    local: LocalUpdate
+    told: Lanes
     client_ids: NDArray[np.int64]
-    features: Tensor
+    features: Features
     labels: Tensor
+    rows_K: Sequence[NDArray[np.int64]]
     schedule: Schedule
     round_num: int
     seed: Seed
-    velocity_KQ: Tensor | None
+    kept: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        rows: ClientRows,
+        client_ids: NDArray[np.int64],
+        *,
+        params: Params,
+        local: LocalUpdate,
+        told: Lanes,
+        round_num: int,
+        seed: Seed,
+        kept: Mapping[str, Tensor],
+    ) -> Self:
+        """Return the work on these clients' examples, where the model lies; the rest as above."""
+        vector = params.vector
+        return cls(
+            params=params,
+            local=local,
+            told=told,
+            client_ids=client_ids,
+            features=moved(rows.features, vector.device),
+            labels=rows.labels.to(vector.device),
+            rows_K=np.split(rows.rows, rows.offsets[1:-1]),
+            schedule=schedule(
+                local.work,
+                rows,
+                client_ids,
+                round_num=round_num,
+                seed=seed,
+                dtype=vector.dtype,
+                device=vector.device,
+            ),
+            round_num=round_num,
+            seed=seed,
+            kept=kept,
+        )
+
+    def num_examples(self) -> NDArray[np.int64]:
+        """Return how many examples each client has: shape [K]."""
+        return np.asarray([len(rows) for rows in self.rows_K])
+
+    def num_steps(self) -> Tensor:
+        """Return how many steps each client takes: shape [K], of the model's dtype."""
+        counts_K = (self.schedule.counts_TK > 0).sum(0)
+        return torch.from_numpy(counts_K).to(self.params.vector)
 
     def step_keys(self) -> NDArray[np.int64]:
         """Return the key of the dropout masks of each client's step: shape [K, T]."""
@@ -55,13 +109,20 @@ class Trained:
     Attributes:
         deltas_KP: Local minus global, one row a client. Valid until the executor's next
             call, which may reuse the memory.
+        lanes: What else they contribute, by lane one row a client: shape [K, n].
         losses_K: Mean training loss over each client's steps, float64.
-        velocity_KQ: The velocities to keep; ``None`` unless the update rule keeps them.
+        num_examples_K: Examples that each has trained on: its weight.
+        kept: What they keep, by name one row each: shape [K, n].
+        metrics_K: What else each measured in training, by names of its own; empty where nobody
+            measures more than the loss.
     """
 
     deltas_KP: Tensor
+    lanes: Mapping[str, Tensor]
     losses_K: NDArray[np.float64]
-    velocity_KQ: Tensor | None
+    num_examples_K: NDArray[np.int64]
+    kept: Mapping[str, Tensor]
+    metrics_K: Sequence[Mapping[str, float]] = ()
 
 
 class Executor(Protocol):
@@ -69,3 +130,8 @@ class Executor(Protocol):
 
     def train(self, work: Work) -> Trained:
         """Return the clients' deltas and losses."""
+
+
+def block_within(num_bytes: int, *, each: int) -> int:
+    """Return how many clients of ``each`` bytes to take at once: 2 to 64, more save nothing."""
+    return min(64, max(2, num_bytes // each))

@@ -1,33 +1,35 @@
 """One client after another on one resident model: always possible, and the reference."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
+from fedlearn.algorithms.local import LocalReport
+from fedlearn.core.features import Features, rebuilt, tensors_of
 from fedlearn.core.params import Layout
-from fedlearn.simulation.executors.base import Trained, Work
-from fedlearn.training.resident import Part, ResidentModel, weighted_mean
+from fedlearn.simulation.executors.base import Trained, Work, block_within
+from fedlearn.training.resident import Part, ResidentModel, Training, weighted_mean
 
-#: Bytes of deltas that are summed up together, which is cheaper than one by one.
-_SUMMED_BYTES = 8 << 20
 #: Bytes of features that are gathered at a time, unless a batch alone has more.
 _GATHERED_BYTES = 4 << 20
-#: From here on more clients at once save nothing.
-_LARGEST_BLOCK = 64
+#: Bytes at whose multiples torch's memory begins.
+_ALIGNMENT = 64
 
 
 def preferred_block(layout: Layout) -> int:
-    """Return how many clients to train before their deltas are summed up, >= 2.
+    """Return how many clients to train before their deltas are summed up together.
 
     Example:
         >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
         13
     """
-    return min(_LARGEST_BLOCK, max(2, _SUMMED_BYTES // (layout.dtype.itemsize * layout.size)))
+    return block_within(8 << 20, each=layout.dtype.itemsize * layout.size)
 
 
 class SequentialExecutor:
@@ -43,52 +45,76 @@ class SequentialExecutor:
 
     def train(self, work: Work) -> Trained:
         """Return the clients' deltas and losses."""
-        num_clients, global_P = len(work.client_ids), work.params.vector
+        params = work.params.as_sent()
+        num_clients, global_P = len(work.client_ids), params.vector
         if len(self._deltas_KP) < num_clients or self._deltas_KP.device != global_P.device:
             self._deltas_KP = global_P.new_empty(num_clients, len(global_P))
         steps_K = (work.schedule.counts_TK > 0).sum(0)
-        batches, losses, kept = _batches(work), list[Tensor](), list[Tensor]()
+        batches, losses, reports = _batches(work), list[Tensor](), list[LocalReport]()
+        training = Training(
+            self._model, params, local=work.local, told=work.told, round_num=work.round_num
+        )
         for client, num_steps in enumerate(steps_K.tolist()):
-            velocity = self._velocity(work, client)
-            losses += self._model.train(
-                work.params, islice(batches, num_steps), local=work.local, velocity=velocity
-            )
+            kept = {name: rows[client : client + 1] for name, rows in work.kept.items()}
+            with training.client(kept):
+                losses += [
+                    training.step([batch], num_examples=len(batch.labels))
+                    for batch in islice(batches, num_steps)
+                ]
+                reports.append(training.report())
             torch.sub(self._model.vector_P, global_P, out=self._deltas_KP[client])
-            if work.velocity_KQ is not None:
-                kept.append(torch.cat([value.flatten() for value in velocity]))
         return Trained(
             deltas_KP=self._deltas_KP[:num_clients],
+            lanes=_stacked([report.lanes for report in reports]),
             losses_K=_mean_losses(losses, work.schedule.counts_TK),
-            velocity_KQ=torch.stack(kept) if kept else None,
+            num_examples_K=work.num_examples(),
+            kept=_stacked([report.kept for report in reports]),
         )
 
-    def _velocity(self, work: Work, client: int) -> list[Tensor]:
-        if not work.local.momentum:
-            return []
-        velocity = self._model.new_velocity()
-        if work.velocity_KQ is not None:
-            parts = torch.split(work.velocity_KQ[client], [value.numel() for value in velocity])
-            for value, part in zip(velocity, parts, strict=True):
-                value.copy_(part.view_as(value))
-        return velocity
+
+def _stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return single rows [1, n] by name as one tensor each: shape [K, n]."""
+    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
 
 
 def _batches(work: Work) -> Iterator[Part]:
     """Yield the batches of one client after another; small ones are gathered many at a time."""
     counts_KT = work.schedule.counts_TK.T
-    is_real_KTB = np.arange(work.schedule.rows_TKB.shape[2]) < counts_KT[:, :, None]
+    is_step_KT = counts_KT > 0
     rows_KTB = work.schedule.rows_TKB.transpose(0, 1)
-    rows = rows_KTB[torch.from_numpy(is_real_KTB).to(rows_KTB.device)]
-    sizes = counts_KT[counts_KT > 0].tolist()
-    keys = work.step_keys()[counts_KT > 0].tolist()
-    batch_bytes = max(sizes) * work.features.itemsize * work.features[:1].numel()
+    rows_NB = rows_KTB[torch.from_numpy(is_step_KT).to(rows_KTB.device)]
+    sizes_N, keys = counts_KT[is_step_KT], work.step_keys()[is_step_KT].tolist()
+    like, inputs = work.features, tensors_of(work.features)
+    batch_bytes = int(sizes_N.max()) * sum(map(_row_bytes, inputs))
     num_together = max(1, _GATHERED_BYTES // max(1, batch_bytes))
-    for first in range(0, len(sizes), num_together):
-        together = slice(first, first + num_together)
-        now, rows = rows.tensor_split([sum(sizes[together])])
-        features = work.features.index_select(0, now).split(sizes[together])
-        labels = work.labels.index_select(0, now).split(sizes[together])
-        yield from map(Part, features, labels, keys[together])
+    for first in range(0, len(sizes_N), num_together):
+        now = slice(first, first + num_together)
+        gathered = [_gathered(tensor, rows_NB[now], sizes_N[now]) for tensor in inputs]
+        features: Iterable[Features] = gathered[0]
+        if not isinstance(work.features, Tensor):
+            features = (rebuilt(batch, like=like) for batch in zip(*gathered, strict=True))
+        labels = _gathered(work.labels, rows_NB[now], sizes_N[now])
+        yield from map(Part, features, labels, keys[now])
+
+
+def _gathered(tensor: Tensor, rows_NB: Tensor, sizes_N: NDArray[np.int64]) -> Sequence[Tensor]:
+    """Return the rows of each batch, copied.
+
+    Each begins at a multiple of 64 bytes, as in a session, where it is in memory of its own: the
+    bits of a product may hang on that (:mod:`fedlearn.core.mkl_environment`).
+    """
+    unit = _ALIGNMENT // gcd(_ALIGNMENT, _row_bytes(tensor))
+    units_N = -(-sizes_N // unit)
+    width = int(units_N.max()) * unit
+    is_taken_NB = torch.from_numpy(np.arange(width) < (units_N * unit)[:, None]).to(rows_NB.device)
+    rows = F.pad(rows_NB, (0, width - rows_NB.shape[1]))[is_taken_NB]
+    ends = np.stack([sizes_N, units_N * unit - sizes_N], axis=1).flatten().tolist()
+    pieces: Sequence[Tensor] = tensor.index_select(0, rows).split(ends)
+    return pieces[::2]
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.itemsize * tensor.shape[1:].numel()
 
 
 def _mean_losses(losses: Sequence[Tensor], counts_TK: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -13,8 +13,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,52 +21,42 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.objectives import Objective
-from fedlearn.core.params import Layout, Params
-from fedlearn.core.randomness import Seed
+from fedlearn.algorithms.local import (
+    LocalUpdate,
+    LocalWork,
+    MemorySpec,
+    Moment,
+    along_trainable,
+    load_kept,
+    new_memory,
+    report_of,
+)
+from fedlearn.core.features import mapped
+from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.executors.fused import executor as fused
-from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked_gradient import (
-    REFUSALS,
     Batch,
     BlockGradient,
     Named,
     Shared,
     Stack,
-    first_line,
-    spread,
 )
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
-from fedlearn.simulation.population import ClientRows
-from fedlearn.simulation.schedule import schedule
-from fedlearn.training.keyed_dropout import untouched
-from fedlearn.training.resident import Precision, ResidentModel
 
-#: Bytes that the parameters of a block of convolutional models may take at 12 a parameter.
-_CACHE_BYTES_IMAGES = 8 << 20
 #: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
 
 
 def preferred_block(layout: Layout) -> int:
-    """Return how many clients to train at once, >= 2.
+    """Return how many clients to train at once: as many as the fused executor.
 
-    As many as the fused executor takes; fewer with convolutions, whose activations are not
-    reused here from one step to the next.
-
-    Example:
-        >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
-        17
+    Fewer with convolutions, whose activations are not reused here from one step to the next.
     """
-    block = fused.preferred_block(layout)
-    if all(len(spec.shape) != 4 for spec in layout.specs):  # noqa: PLR2004 - OIHW
-        return block
-    return min(block, max(2, _CACHE_BYTES_IMAGES // (12 * layout.size)))
+    return fused.preferred_block(layout, bytes_of_images=8 << 20)
 
 
 @dataclass(eq=False)
@@ -81,13 +70,21 @@ class _Run:
     means_TK: Tensor
     shared: Shared
 
+    def moment(self, step: int) -> Moment:
+        """Return when a step is taken."""
+        return Moment(self.work.round_num, step)
+
     def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
         """Return the first ``size`` places of the batches of these clients."""
         rows, work = self.rows_TKB[step, clients, :size], self.work
         flat = rows.reshape(-1)
+
+        def gathered(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, flat).view(*rows.shape, *tensor.shape[1:])
+
         return Batch(
-            work.features.index_select(0, flat).view(*rows.shape, *work.features.shape[1:]),
-            work.labels.index_select(0, flat).view(*rows.shape, *work.labels.shape[1:]),
+            mapped(gathered, work.features),
+            gathered(work.labels),
             self.weights_TKB[step, clients, :size],
             self.keys_TK[step, clients],
         )
@@ -97,29 +94,20 @@ class StackedExecutor:
     """Trains all clients of a block in one tensor operation a step.
 
     Equal to :class:`~fedlearn.simulation.executors.sequential.SequentialExecutor` to float
-    rounding for every model that :func:`why_not_stacked` has no objection to.
+    rounding for every model that a :class:`~fedlearn.simulation.executors.trial.Trial` of it has
+    no objection to.
 
     Args:
-        make_model: Builds the module; its initial weights are not used.
-        objective: The loss.
-        device: Where to train; the work's tensors lie there.
-        precision: Of the forward and backward pass.
+        gradient: Of the model, where the work's tensors lie.
         is_compiled: Compile the step, once per shape; see :func:`why_not_compiled`.
     """
 
-    def __init__(
-        self,
-        make_model: Callable[[], nn.Module],
-        objective: Objective,
-        *,
-        device: torch.device,
-        precision: Precision,
-        is_compiled: bool,
-    ) -> None:
-        self._gradient = BlockGradient(make_model, objective, device=device, precision=precision)
-        self._traced = TracedSteps(self._gradient, is_compiled=is_compiled)
-        self._layout, self._device = self._gradient.layout, device
+    def __init__(self, gradient: BlockGradient, *, is_compiled: bool) -> None:
+        self._gradient = gradient
+        self._traced = TracedSteps(gradient, is_compiled=is_compiled)
+        self._layout, self._device = gradient.layout, gradient.device
         self._stack, self._prefixes = Stack({}, {}, {}), dict[int, Stack]()
+        self._specs: Mapping[str, MemorySpec] = {}
         self._deltas_KP = torch.empty(0, self._layout.size)
         self._mixes: bool | None = None
 
@@ -129,32 +117,31 @@ class StackedExecutor:
         Raises:
             ValueError: The weights are of another model.
             EngineError: The step cannot be compiled.
-            RuntimeError: The model cannot be vectorised; :func:`why_not_stacked` tells before.
+            RuntimeError: The model cannot be vectorised; a trial tells before.
         """
         if work.params.layout != self._layout:
             raise ValueError("the weights are of another model than the one that is stacked")
         if self._mixes is None:
             self._mixes = self._gradient.mixes_examples(work.features, work.labels)
-        with torch.no_grad(), _without_performance_hints():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Operations that are vectorised by a loop are slow, not wrong.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
             run = self._start(work)
             for step in range(work.schedule.num_steps):
                 self._step(run, step)
             return self._trained(run)
 
-    @property
-    def num_traced(self) -> int:
-        """How many shapes have been traced, and compiled if that was asked for."""
-        return self._traced.num_shapes
-
     # --- before and after the steps -----------------------------------------------------
 
     def _start(self, work: Work) -> _Run:
+        """Give every client the global model, and what it kept."""
         rows_TKB, weights_TKB = self._padded(work)
         num_steps, height, _ = rows_TKB.shape
-        self._reserve(height, with_velocity=work.local.momentum > 0)
-        self._load(work, self._prefix(height))
-        views = self._layout.views(work.params.vector)
-        names = self._gradient
+        self._reserve(height, work.local)
+        stack, views = self._prefix(height), self._layout.views(work.params.vector)
+        for name, value in (stack.trainable | stack.statistics).items():
+            value.copy_(views[name])
+        load_kept(work.local, stack.memory, kept=work.kept)
         return _Run(
             work=work,
             rows_TKB=rows_TKB,
@@ -162,9 +149,9 @@ class StackedExecutor:
             keys_TK=self._keys(work, num_steps, height),
             means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
             shared=Shared(
-                frozen={name: views[name] for name in names.frozen},
-                constants=names.constants(work.params),
-                anchor={name: views[name] for name in names.trainable},
+                frozen={name: views[name] for name in self._gradient.frozen},
+                constants=self._gradient.constants(work.params),
+                told=along_trainable(self._layout, work.params.vector, work.told),
             ),
         )
 
@@ -172,7 +159,7 @@ class StackedExecutor:
         """Return the rows and weights of the schedule, in the shapes that will run."""
         rows_TKB, weights_TKB = work.schedule.rows_TKB, work.schedule.weights_TKB
         _, height, size = rows_TKB.shape
-        more_places = _bucketed_size(work.local, size) - size
+        more_places = _bucketed_size(work.local.work, size) - size
         more_clients = _bucketed_height(height, max(height, self._height)) - height
         if more_places or more_clients:
             rows_TKB = F.pad(rows_TKB, (0, more_places, 0, more_clients))
@@ -185,7 +172,7 @@ class StackedExecutor:
     def _keys(self, work: Work, num_steps: int, height: int) -> Tensor:
         """Return the key of the dropout masks of each client's step: int64 [T, height]."""
         keys_TK = np.zeros((num_steps, height), np.int64)
-        if self._gradient.num_dropouts:
+        if self._gradient.dropouts:
             keys_TK[:, : len(work.client_ids)] = work.step_keys().T
         return torch.from_numpy(keys_TK).to(self._device)
 
@@ -195,13 +182,24 @@ class StackedExecutor:
         local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             torch.sub(value, start[name], out=local[name])
+        for name in self._gradient.frozen:  # a transform may have written to the last block's
+            local[name].zero_()
         counts_TK = torch.from_numpy(work.schedule.counts_TK)
         sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
-        kept = [value.flatten(1) for value in stack.velocity.values()]
+        report = report_of(
+            work.local,
+            list(stack.trainable.values()),
+            stack.memory,
+            told=run.shared.told,
+            num_steps=work.num_steps(),
+            layout=self._layout,
+        )
         return Trained(
             deltas_KP=deltas_KP,
+            lanes=report.lanes,
             losses_K=(sums_K / counts_TK.sum(0)).numpy(),
-            velocity_KQ=torch.cat(kept, dim=1) if work.velocity_KQ is not None else None,
+            num_examples_K=work.num_examples(),
+            kept=report.kept,
         )
 
     # --- memory -------------------------------------------------------------------------
@@ -210,21 +208,19 @@ class StackedExecutor:
     def _height(self) -> int:
         return len(self._deltas_KP)
 
-    def _reserve(self, height: int, *, with_velocity: bool) -> None:
+    def _reserve(self, height: int, local: LocalUpdate) -> None:
         """Have room for ``height`` clients."""
-        names = self._gradient
-        if height > self._height:
+        names, grows = self._gradient, height > self._height
+        if grows:
             self._stack = Stack(
                 self._new(names.trainable, height), self._new(names.statistics, height), {}
             )
-            # Frozen parameters have no stack: their deltas stay the zeros they are here.
-            self._deltas_KP = torch.zeros(
+            self._deltas_KP = torch.empty(
                 height, self._layout.size, dtype=self._layout.dtype, device=self._device
             )
-            self._prefixes.clear()
-        if with_velocity != bool(self._stack.velocity):
-            velocity = self._new(names.trainable, self._height) if with_velocity else {}
-            self._stack = replace(self._stack, velocity=velocity)
+        if grows or local.memory != self._specs:
+            memory = new_memory(local, list(self._stack.trainable.values()), kept={})
+            self._stack, self._specs = replace(self._stack, memory=memory), local.memory
             self._prefixes.clear()
 
     def _new(self, names: Sequence[str], height: int) -> Named:
@@ -236,20 +232,6 @@ class StackedExecutor:
         if height not in self._prefixes:
             self._prefixes[height] = self._stack.map(lambda stacked: stacked[:height])
         return self._prefixes[height]
-
-    def _load(self, work: Work, stack: Stack) -> None:
-        """Give every client the global model, and the velocity it kept."""
-        views = self._layout.views(work.params.vector)
-        for name, value in (stack.trainable | stack.statistics).items():
-            value.copy_(views[name])
-        for value in stack.velocity.values():
-            value.zero_()
-        if work.velocity_KQ is None:
-            return
-        sizes = [self._layout.by_name[name].size for name in self._gradient.trainable]
-        parts = torch.split(work.velocity_KQ, sizes, dim=1)
-        for value, part in zip(stack.velocity.values(), parts, strict=True):
-            value[: len(part)].view(len(part), -1).copy_(part)
 
     # --- steps --------------------------------------------------------------------------
 
@@ -272,7 +254,9 @@ class StackedExecutor:
         else:
             batch = run.batch(step, slice(active), size=size)
             outcome = self._gradient(self._prefix(active), run.shared, batch)
-        outcome.finish(self._prefix(active), run.work.local, anchor=run.shared.anchor)
+        outcome.finish(
+            self._prefix(active), run.work.local, told=run.shared.told, moment=run.moment(step)
+        )
         run.means_TK[step, :active] = outcome.losses
         run.shared = replace(run.shared, constants=outcome.constants)
 
@@ -283,9 +267,9 @@ class StackedExecutor:
             index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
             part = self._stack.map(partial(torch.index_select, dim=0, index=index))
             outcome = self._gradient(part, shared, run.batch(step, index, size=size))
-            outcome.finish(part, run.work.local, anchor=shared.anchor)
-            for whole, rows in zip(self._stack.tensors(), part.tensors(), strict=True):
-                whole.index_copy_(0, index, rows)
+            outcome.finish(part, run.work.local, told=shared.told, moment=run.moment(step))
+            for whole, some in zip(self._stack.tensors(), part.tensors(), strict=True):
+                whole.index_copy_(0, index, some)
             run.means_TK[step].index_copy_(0, index, outcome.losses)
             run.shared = replace(shared, constants=outcome.constants)
 
@@ -296,7 +280,7 @@ def _bucketed_height(height: int, capacity: int) -> int:
     return min(capacity, -(-height // gap) * gap)
 
 
-def _bucketed_size(local: LocalSgd, size: int) -> int:
+def _bucketed_size(local: LocalWork, size: int) -> int:
     """Return the batch size that a traced step runs at.
 
     The configured one unless all batches fit its half, quarter, ...; without one, the next of
@@ -311,14 +295,6 @@ def _bucketed_size(local: LocalSgd, size: int) -> int:
     return bucket
 
 
-@contextmanager
-def _without_performance_hints() -> Iterator[None]:
-    """Keep quiet about operations that are vectorised by a loop: they are slow, not wrong."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
-
-
 def why_not_compiled() -> str | None:
     """Return why steps cannot be compiled on this machine, or ``None`` if they can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -327,89 +303,4 @@ def why_not_compiled() -> str | None:
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
         return f"Python's headers are missing ({header}); install the development package"
-    return None
-
-
-def why_not_stacked(
-    make_model: Callable[[], nn.Module],
-    objective: Objective,
-    *,
-    params: Params,
-    features: Tensor,
-    labels: Tensor,
-    local: LocalSgd,
-    precision: Precision,
-) -> str | None:
-    """Return why a model must train one client at a time, or ``None`` if it can be stacked.
-
-    Two clients with batches of three and two examples take two steps both ways.
-
-    Args:
-        make_model: Builds the module.
-        objective: The loss.
-        params: A global model, on the device where training happens.
-        features: Examples of any clients, there too: [N, ...].
-        labels: Their labels: [N, ...].
-        local: The update rule.
-        precision: Of the forward and backward pass.
-
-    Returns:
-        A reason to print: the type and first line of an error, or what came out different.
-    """
-    work, device = _sample_work(params, features, labels, local), params.vector.device
-    try:
-        gradient = BlockGradient(make_model, objective, device=device, precision=precision)
-        if gradient.draws_random_numbers(features, labels):
-            return "it draws random numbers in its forward pass"
-        with untouched(torch.default_generator):
-            model = ResidentModel(make_model, objective, device=device, precision=precision)
-        reference = SequentialExecutor(model).train(work)
-        executor = StackedExecutor(
-            make_model, objective, device=device, precision=precision, is_compiled=False
-        )
-        stacked = executor.train(work)
-    except REFUSALS as error:
-        return f"{type(error).__name__}: {first_line(error)}"
-    return _difference(stacked, reference, params=params, precision=precision)
-
-
-def _sample_work(params: Params, features: Tensor, labels: Tensor, local: LocalSgd) -> Work:
-    rows = spread(len(labels), 5, like=labels).cpu().numpy()
-    client_ids = np.arange(2)
-    local = replace(local, epochs=2, batch_size=None, shuffle=False, keep_momentum=False)
-    batches = schedule(
-        local,
-        ClientRows(features, labels, rows, np.array([0, 3, 5])),
-        client_ids,
-        round_num=0,
-        seed=Seed(0),
-        dtype=params.layout.dtype,
-        device=labels.device,
-    )
-    return Work(
-        params=params,
-        local=local,
-        client_ids=client_ids,
-        features=features,
-        labels=labels,
-        schedule=batches,
-        round_num=0,
-        seed=Seed(0),
-        velocity_KQ=None,
-    )
-
-
-def _difference(
-    stacked: Trained, reference: Trained, *, params: Params, precision: Precision
-) -> str | None:
-    """Return which tensor differs by more than rounding explains."""
-    share = 1e-3 if precision is Precision.FLOAT32 else 1e-1
-    rounding = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
-    largest = reference.deltas_KP.abs().max()
-    ours, theirs = (params.layout.views(t.deltas_KP) for t in (stacked, reference))
-    for name, expected in theirs.items():
-        error = (ours[name] - expected).abs().max() if expected.numel() else largest * 0
-        tolerance = share * expected.abs().max() + share / 100 * largest + rounding
-        if not error <= tolerance:
-            return f"stacked clients train {name!r} differently, by {float(error):.1e}"
     return None

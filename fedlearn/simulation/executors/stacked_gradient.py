@@ -6,7 +6,7 @@ examples of a batch affect each other.
 Shape legend: h clients, b examples a batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalUpdate, Memory, Moment, along, short_cut
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.core.features import (
+    Features,
+    arguments,
+    in_dtype,
+    one_tensor,
+    rebuilt,
+    taken,
+    tensors_of,
+)
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, untouched
 from fedlearn.training.resident import Precision, autocast
 
-#: What torch raises where a model cannot be vectorised, traced or compiled.
-REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    AttributeError,
-    KeyError,
-    IndexError,
-)
-
 Named = dict[str, Tensor]
+#: Trainable tensors and statistics of h clients, then frozen and constant ones of all.
+Parts = tuple[Named, Named, Named, Named]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,25 +42,25 @@ class Stack:
     Attributes:
         trainable: Parameters.
         statistics: Floating-point buffers.
-        velocity: Of the trainable parameters; empty without momentum.
+        memory: Of the local update, by its names; along the trainable parameters, or one tensor.
     """
 
     trainable: Named
     statistics: Named
-    velocity: Named
+    memory: Mapping[str, Sequence[Tensor]]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Stack":
         """Return the stack with ``function`` applied to every tensor."""
-        parts = (self.trainable, self.statistics, self.velocity)
-        return Stack(*({name: function(t) for name, t in part.items()} for part in parts))
+        return Stack(
+            {name: function(value) for name, value in self.trainable.items()},
+            {name: function(value) for name, value in self.statistics.items()},
+            {name: [function(value) for value in part] for name, part in self.memory.items()},
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, always in the same order."""
-        return [
-            *self.trainable.values(),
-            *self.statistics.values(),
-            *self.velocity.values(),
-        ]
+        memory = [value for part in self.memory.values() for value in part]
+        return [*self.trainable.values(), *self.statistics.values(), *memory]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,35 +70,44 @@ class Shared:
     Attributes:
         frozen: Parameters that do not train.
         constants: Integer and boolean buffers.
-        anchor: The global trainable parameters.
+        told: What clients are told, along the trainable parameters.
     """
 
     frozen: Named
     constants: Named
-    anchor: Named
+    told: Memory
 
 
 class Batch(NamedTuple):
     """One step's examples of h clients.
 
     Attributes:
-        features: Shape [h, b, ...].
+        features: Shape [h, b, ...], or several such.
         labels: Shape [h, b, ...].
         weights: 1 / (size of the batch), 0 where padded: [h, b].
         keys: Of the dropout masks: int64 [h].
     """
 
-    features: Tensor
+    features: Features
     labels: Tensor
     weights: Tensor
     keys: Tensor
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, always in the same order."""
+        return [*tensors_of(self.features), self.labels, self.weights, self.keys]
 
-class Outcome(NamedTuple):
+    def rebuilt(self, tensors: Sequence[Tensor]) -> "Batch":
+        """Return such a batch of other :meth:`tensors`."""
+        *inputs, labels, weights, keys = tensors
+        return Batch(rebuilt(inputs, like=self.features), labels, weights, keys)
+
+
+class StepResult(NamedTuple):
     """What one vectorised computation returns.
 
     Attributes:
-        grads: By name, [h, ...].
+        grads: By name, [h, ...]; none of parameters that the loss does not reach.
         factors: The other gradients, as two matrices to be multiplied: [h, m, b], [h, b, n].
         losses: Of the batches, before the step: [h].
         statistics: After the step, [h, ...].
@@ -111,11 +120,11 @@ class Outcome(NamedTuple):
     statistics: Named
     constants: Named
 
-    def first(self, num_clients: int) -> "Outcome":
+    def first(self, num_clients: int) -> "StepResult":
         """Return the part of the first clients."""
         if len(self.losses) == num_clients:
             return self
-        return Outcome(
+        return StepResult(
             grads={name: value[:num_clients] for name, value in self.grads.items()},
             factors={
                 name: (left[:num_clients], right[:num_clients])
@@ -126,25 +135,28 @@ class Outcome(NamedTuple):
             constants=self.constants,
         )
 
-    def finish(self, stack: Stack, local: LocalSgd, *, anchor: Named) -> None:
+    def finish(self, stack: Stack, local: LocalUpdate, *, told: Memory, moment: Moment) -> None:
         """Take the step, in place on ``stack``."""
         for name, value in stack.statistics.items():
             value.copy_(self.statistics[name])
-        grads = dict(self.grads)
-        for name, (left, right) in self.factors.items():
-            if local.is_plain:
-                # Multiplying and stepping at once reads and writes the weights only once.
-                keep = 1.0 - local.learning_rate * local.weight_decay
-                stack.trainable[name].baddbmm_(left, right, beta=keep, alpha=-local.learning_rate)
-            else:
-                grads[name] = torch.bmm(left, right)
+        affine_at = short_cut(local)
+        affine = None if affine_at is None else affine_at(moment)
+        if affine is not None:
+            # Multiplying and stepping at once reads and writes the weights only once.
+            for name, (left, right) in self.factors.items():
+                stack.trainable[name].baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
+            grads = dict(self.grads)
+        else:
+            grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}
         if not grads:
             return
+        places = [place for place, name in enumerate(stack.trainable) if name in grads]
         local.step(
-            [stack.trainable[name] for name in grads],
-            list(grads.values()),
-            anchor=[anchor[name] for name in grads] if local.proximal else [],
-            velocity=[stack.velocity[name] for name in grads] if local.momentum else [],
+            [stack.trainable[name] for name in stack.trainable if name in grads],
+            [grads[name] for name in stack.trainable if name in grads],
+            along(stack.memory, places),
+            told=along(told, places),
+            moment=moment,
         )
 
 
@@ -152,14 +164,11 @@ class BlockGradient:
     """The gradients of K clients' losses at K models: one function, vectorised.
 
     Attributes:
-        module: Whose forward pass is called; its own values are only the probe's.
-        layout: Its layout.
+        module: Whose forward pass is called, with :attr:`layout` and :attr:`dropouts`, on
+            :attr:`device`; its own values are only the probe's.
         trainable: Names of the parameters that training changes.
         frozen: Names of the other parameters.
         statistics: Names of the floating-point buffers.
-        vectorised: The computation: named trainable tensors and statistics of h clients,
-            frozen and constant ones of all, and a batch's four tensors, to
-            ``(gradients, (losses, (statistics, constants)))``.
 
     Args:
         make_model: Builds the module; its initial weights are not used.
@@ -179,40 +188,65 @@ class BlockGradient:
         with untouched(torch.default_generator):
             self.module = make_model()
         self.layout = Layout.of(self.module)
-        self.module.to(device=device, dtype=self.layout.dtype).train()
-        self._dropouts = KeyedDropouts.install(self.module)
-        self._objective, self._device, self._precision = objective, device, precision
+        self.module.to(device=device).train()
+        self.dropouts = KeyedDropouts(self.module)
+        self._objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
         self.statistics = [name for name in self.layout.by_name if name not in parameters]
+        self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
         out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
-        self.vectorised = vmap(
+        self._vectorised = vmap(
             grad_and_value(self._loss, has_aux=True),
             in_dims=(0, 0, None, None, 0, 0, 0, 0),
             out_dims=out_dims,
             randomness="error",
         )
 
-    @property
-    def num_dropouts(self) -> int:
-        """How many dropout layers take keys."""
-        return len(self._dropouts)
-
     def constants(self, params: Params) -> Named:
         """Return the buffers that are not averaged, as every client starts with them."""
         return {
-            name: params.constants.get(name, value).to(self._device)
+            name: params.constants.get(name, value).to(self.device)
             for name, value in self.module.named_buffers()
             if name not in self.layout.by_name
         }
 
-    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> Outcome:
+    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
         """Return the gradients and losses of one step, and the buffers after it."""
-        grads, (losses, (statistics, constants)) = self.vectorised(
-            stack.trainable, stack.statistics, shared.frozen, shared.constants, *batch
-        )
-        return Outcome(grads, {}, losses, statistics, constants)
+        parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
+        names = self.reached(parts, batch)
+        grads, (losses, (statistics, constants)) = self.vectorised(names, parts, batch)
+        return StepResult(grads, {}, losses, statistics, constants)
+
+    def vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
+        """Return ``(gradients, (losses, (statistics, constants)))``, nested as a trace has them.
+
+        Only the gradients of the parameters in ``names``.
+        """
+        grads, rest = self._vectorised(*parts, *batch)
+        return {name: grads[name] for name in names}, rest
+
+    def reached(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
+        """Return the names of the parameters that the loss of such a batch depends on.
+
+        The others have no gradient, which is not a gradient of zero: they do not decay. ``vmap``
+        does not tell the two apart, so one client is asked without it, once a shape.
+        """
+        shape = tuple(tensor.shape[1:] for tensor in tensors_of(batch.features))
+        if shape not in self._reached:
+            trainable, statistics, frozen, constants = parts
+            leaves = {name: v[0].detach().requires_grad_() for name, v in trainable.items()}
+            first = {name: v[0] for name, v in statistics.items()}
+            examples = batch.rebuilt([v[0] for v in batch.tensors()])
+            with torch.enable_grad(), untouched(global_generator(self.device)):
+                loss, _ = self._loss(leaves, first, frozen, constants, *examples)
+                grads: Sequence[Tensor | None] = torch.autograd.grad(
+                    loss, list(leaves.values()), allow_unused=True
+                )
+            named = zip(leaves, grads, strict=True)
+            self._reached[shape] = tuple(name for name, grad in named if grad is not None)
+        return self._reached[shape]
 
     def _loss(
         self,
@@ -220,40 +254,47 @@ class BlockGradient:
         statistics: Named,
         frozen: Named,
         constants: Named,
-        *batch: Tensor,
+        *batch: Any,  # the fields of one client's Batch, in their order
     ) -> tuple[Tensor, tuple[Named, Named]]:
         """Return one client's loss on one batch, and its buffers after it."""
         features, labels, weights, key = batch
-        self._dropouts.set_keys(key)
+        self.dropouts.key = key
         statistics = {name: value.clone() for name, value in statistics.items()}
         constants = {name: value.clone() for name, value in constants.items()}
-        with autocast(self._precision, self._device):
+        with autocast(self._precision, self.device):
             _, losses = self._forward(
                 {**trainable, **frozen, **statistics, **constants}, features, labels
             )
-        return (losses * weights).sum(), (statistics, constants)
+        # A loss that couples examples is one number; its batches come without padding.
+        is_mean = self._objective.per_example
+        loss = (losses * weights).sum() if is_mean else losses
+        return loss, (statistics, constants)
 
-    def _forward(self, tensors: Named, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: Tensor = functional_call(self.module, tensors, (features,))
+    def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
+        # As the reference does, where the module has but one dtype.
+        features = in_dtype(features, self.layout.dtype)
+        outputs = one_tensor(functional_call(self.module, tensors, *arguments(features)))
         return outputs, self._objective.losses(outputs, labels)
 
     # --- what the model does with a batch -----------------------------------------------
 
-    def draws_random_numbers(self, features: Tensor, labels: Tensor) -> bool:
+    def draws_random_numbers(self, features: Features, labels: Tensor) -> bool:
         """Whether a training forward pass moves the global generator."""
-        generator = global_generator(self._device)
+        generator = global_generator(self.device)
         with untouched(generator):
             before = generator.get_state()
             self._probe(spread(len(labels), 2, like=labels), features, labels)
             return not torch.equal(before, generator.get_state())
 
-    def mixes_examples(self, features: Tensor, labels: Tensor) -> bool:
-        """Whether an example's output or a statistic depends on what else is in the batch.
+    def mixes_examples(self, features: Features, labels: Tensor) -> bool:
+        """Whether an example's output or loss or a statistic depends on the rest of its batch.
 
-        As in BatchNorm: a padded batch would then train another model.
+        As in BatchNorm or a Cox likelihood: a padded batch would then train another model.
         """
+        if not self._objective.per_example:
+            return True
         rows = spread(len(labels), 8, like=labels)
-        generator, results = global_generator(self._device), []
+        generator, results = global_generator(self.device), []
         with untouched(generator):
             for part in (rows[:2], rows):
                 generator.manual_seed(0)
@@ -261,21 +302,19 @@ class BlockGradient:
         return not all(_close(few, many) for few, many in zip(*results, strict=True))
 
     @torch.no_grad()
-    def _probe(self, rows: Tensor, features: Tensor, labels: Tensor) -> list[Tensor]:
+    def _probe(self, rows: Tensor, features: Features, labels: Tensor) -> list[Tensor]:
         """Return the first two examples' losses and outputs, and the statistics after them."""
-        self._dropouts.set_keys(torch.zeros((), dtype=torch.int64, device=self._device))
+        self.dropouts.key = torch.zeros((), dtype=torch.int64, device=self.device)
         tensors = {name: value.clone() for name, value in self.module.named_buffers()}
-        noise = Seed(0).torch(self._device)
+        noise = Seed(0).torch(self.device)
         for name, value in self.module.named_parameters():
             # Layers that start at zero would hide what comes before them.
-            shift = torch.randn(
-                value.shape, generator=noise, dtype=value.dtype, device=self._device
-            )
+            shift = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=self.device)
             tensors[name] = value + 0.01 * shift
         outputs, losses = self._forward(
-            tensors, features.index_select(0, rows), labels.index_select(0, rows)
+            tensors, taken(features, rows), labels.index_select(0, rows)
         )
-        per_example = [values for values in (losses, outputs) if len(values) == len(rows)]
+        per_example = [v for v in (losses, outputs) if v.shape[:1] == rows.shape]
         return [v[:2] for v in per_example] + [tensors[name] for name in self.statistics]
 
 

@@ -17,24 +17,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.stacked_gradient import (
-    REFUSALS,
     Batch,
     BlockGradient,
-    Named,
-    Outcome,
+    Parts,
     Shared,
     Stack,
+    StepResult,
     first_line,
 )
 
 _ATEN = torch.ops.aten
 _UNSAFE_VIEW = _ATEN._unsafe_view.default  # noqa: SLF001 - the name of an operation
 #: Operations that change nothing where the shape stays.
-_RESHAPING = (
-    _UNSAFE_VIEW,
-    _ATEN.view.default,
-    _ATEN.expand.default,
-)
+_RESHAPING = (_UNSAFE_VIEW, _ATEN.view.default, _ATEN.expand.default)
 
 #: The tensors of a stack, what is shared and a batch, to the fields of an outcome.
 _Step = Callable[..., tuple[Any, ...]]
@@ -53,35 +48,31 @@ class TracedSteps:
         self._gradient, self._is_compiled = gradient, is_compiled
         self._steps: dict[object, _Step | None] = {}
 
-    @property
-    def num_shapes(self) -> int:
-        """How many shapes have been traced."""
-        return len(self._steps)
-
-    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> Outcome:
+    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
         """Return the outcome of a step.
 
         Raises:
             EngineError: It cannot be compiled.
         """
-        key = tuple((value.shape, value.dtype) for value in batch)
+        given = batch.tensors()
+        key = tuple((value.shape, value.dtype) for value in given)
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
-        tensors = [value for part in parts for value in part.values()] + list(batch)
+        tensors = [value for part in parts for value in part.values()] + given
         if key not in self._steps:
-            self._steps[key] = self._new(parts, tensors)
+            self._steps[key] = self._new(parts, batch, tensors)
         step = self._steps[key]
-        return self._gradient(stack, shared, batch) if step is None else Outcome(*step(*tensors))
+        return self._gradient(stack, shared, batch) if step is None else StepResult(*step(*tensors))
 
-    def _new(self, parts: Sequence[Named], tensors: Sequence[Tensor]) -> _Step | None:
+    def _new(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> _Step | None:
         """Return the step for tensors of these shapes, tried once."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
-                step: _Step = self._traced(parts, tensors)
+                step: _Step = self._traced(parts, batch, tensors)
                 if self._is_compiled:
                     step = torch.compile(step, dynamic=False, fullgraph=True)
                     step(*tensors)
-        except REFUSALS as error:
+        except Exception as error:
             if not self._is_compiled:
                 return None
             raise EngineError(
@@ -90,13 +81,17 @@ class TracedSteps:
             ) from error
         return step
 
-    def _traced(self, parts: Sequence[Named], tensors: Sequence[Tensor]) -> GraphModule:
+    def _traced(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
         """Return the trace: flat tensors to the fields of an outcome."""
+        names = self._gradient.reached(parts, batch)
 
         def flat(*values: Tensor) -> object:
             rest = iter(values)
-            named: list[Any] = [{name: next(rest) for name in part} for part in parts]
-            return self._gradient.vectorised(*named, *rest)
+            trainable, statistics, frozen, constants = (
+                {name: next(rest) for name in part} for part in parts
+            )
+            named = (trainable, statistics, frozen, constants)
+            return self._gradient.vectorised(names, named, batch.rebuilt(list(rest)))
 
         trace = make_fx(flat)(*tensors)
         _return_factors(trace.graph, num_trainable=len(parts[0]))

@@ -1,12 +1,14 @@
 """The coordinator's side: a Flower grid as a channel to clients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import httpx
 import structlog
-from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from fedlearn.core.clock import Clock
@@ -18,10 +20,9 @@ from fedlearn.core.messages import (
     Reply,
     Request,
     Settings,
-    apart,
 )
 from fedlearn.errors import DeploymentError, ProtocolError
-from fedlearn.transport.base import Arrival, as_reply
+from fedlearn.transport.base import Arrival, Asked, as_reply, require_free
 from fedlearn.transport.flower.postbox import (
     PUSH_AGAIN_S,
     Counts,
@@ -34,7 +35,6 @@ from fedlearn.transport.flower.postbox import (
 from fedlearn.transport.flower.records import (
     HELLO,
     content_of,
-    error_of,
     key_header,
     key_on,
     number_in,
@@ -61,15 +61,12 @@ class FlowerChannel:
     """Reaches clients through a Flower grid.
 
     Attributes:
-        grid: Flower's way to the nodes.
         run_id: Unique to the run for ever; part of what clients sign.
-        clock: Real time.
         min_clients: :meth:`available` waits until so many clients have introduced themselves.
         patience_s: The longest it waits.
         coordinator_key: What the coordinator signs the terms of secure aggregation with, 32 bytes,
             shown to each node when it introduces itself; empty: there is none.
         start: How to do something on the side.
-        counts: What happened.
     """
 
     grid: MessageGrid
@@ -85,7 +82,7 @@ class FlowerChannel:
     _keys: dict[ClientId, bytes] = field(default_factory=dict, init=False)
     _hellos: dict[int, Sent] = field(default_factory=dict, init=False)
     _settled_nodes: set[int] = field(default_factory=set, init=False)
-    _num_exchanges: dict[tuple[str, int, int], int] = field(default_factory=dict, init=False)
+    _last_keys: dict[str, TaskKey] = field(default_factory=dict, init=False)
     _late: list[Sent] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -113,92 +110,63 @@ class FlowerChannel:
                 return clients
             self.clock.sleep(min(_WAIT_S, remaining_s))
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Send every request and yield replies as they arrive, until the deadline.
+    def open(self, *, deadline_s: float) -> "FlowerExchange":
+        """Open an exchange, none of it durable; late replies are dropped, and counted."""
+        return FlowerExchange(self, deadline_s)
 
-        As :class:`~fedlearn.transport.base.Channel` says; replies that are late are dropped,
-        and counted when they are there.
-
-        Raises:
-            DeploymentError: The SuperLink no longer serves this run.
-        """
-        start_s = self.clock.now_s()
-        end_s = start_s + deadline_s
-        waiting = self._tasks(requests, expires_s=end_s + _TTL_MARGIN_S)
-        strangers = [client for client in requests if client not in waiting]
-        try:
-            self._postbox.send([task.sent for task in waiting.values()])
-            for client in strangers:
-                yield Arrival(client, Failure("the client is not in this federation"), 0.0)
-            while waiting:
-                arrived = self._arrived(waiting, before_s=end_s)
-                for client in arrived:
-                    task = waiting.pop(client)
-                    elapsed_s = task.sent.arrived_s - start_s
-                    yield Arrival(client, self._reply(client, task), elapsed_s)
-                remaining_s = end_s - self.clock.now_s()
-                if remaining_s <= 0:
-                    break
-                if not arrived:
-                    self.clock.sleep(min(_TICK_S, remaining_s))
-        finally:
-            for task in waiting.values():
-                task.sent.is_dropped = True
-                self._late.append(task.sent)
-
-    # -- one exchange --
-
-    def _tasks(
+    def send(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
-    ) -> dict[ClientId, "_Task"]:
-        """Return what is sent to each client that is known; equal requests are encoded once."""
-        prepared: dict[tuple[int, ...], _Prepared] = {}
-        tasks: dict[ClientId, _Task] = {}
-        for client, request in requests.items():
-            if (node_id := self._node_ids.get(client)) is None:
-                continue
-            shared, personal = apart(request)
+    ) -> dict[ClientId, Sent]:
+        """Send to each client, on the side; one that is not known has failed at once."""
+        asked, sent = Asked.of(requests), dict[ClientId, Sent]()
+        alike = [(self._key(request), encode(request)) for request in asked.shared]
+        payloads = [payload_of(data) for _, data in alike]  # the SuperLink keeps each once
+        for client, place in asked.places.items():
             # A part that is for one client alone stands in the header, beside what all have.
-            same = _objects(shared) if personal else (id(request),)
-            if same not in prepared:
-                prepared[same] = _Prepared.of(shared, key=self._key(request))
-            common = prepared[same]
-            evaluates = isinstance(request, EvaluateRequest)
-            sent = Sent(
-                node_id=node_id,
-                content=common.with_personal(personal) if personal else common.content,
+            (key, data), personal = alike[place], asked.personal.get(client, b"")
+            evaluates = isinstance(asked.shared[place], EvaluateRequest)
+            sent[client] = Sent(
+                node_id=self._node_ids.get(client, 0),
+                key=key,
+                content=content_of(key_header(key, personal=personal), payloads[place]),
                 message_type=MessageType.EVALUATE if evaluates else MessageType.TRAIN,
                 expires_s=expires_s,
+                max_reply_bytes=2 * len(data) + _REPLY_ALLOWANCE_BYTES,
             )
-            tasks[client] = _Task(common.key, sent, common.max_reply_bytes)
-        return tasks
+            if client not in self._node_ids:
+                stranger = Failure("the client is not in this federation")
+                sent[client].settle(stranger, self.clock.now_s())
+        self._postbox.send([each for each in sent.values() if each.outcome is None])
+        return sent
 
     def _key(self, request: Request) -> TaskKey:
         """Return the key of the next exchange of such requests."""
-        kind, round_num = type(request).__name__, request.round_num
         attempt = 0 if isinstance(request, EvaluateRequest) else request.attempt
-        counted = (kind, round_num, attempt)
-        exchange = self._num_exchanges.get(counted, 0)
-        stale = [key for key in self._num_exchanges if key[0] == kind and key != counted]
-        for key in stale:
-            del self._num_exchanges[key]
-        self._num_exchanges[counted] = exchange + 1
-        return TaskKey(
-            run_id=self.run_id, kind=kind, round_num=round_num, attempt=attempt, exchange=exchange
+        key = TaskKey(
+            run_id=self.run_id, kind=request.kind, round_num=request.round_num, attempt=attempt
         )
+        last = self._last_keys.get(key.kind)
+        if last is not None and (last.round_num, last.attempt) == (key.round_num, attempt):
+            key.exchange = last.exchange + 1
+        self._last_keys[key.kind] = key
+        return key
 
-    def _arrived(self, waiting: Mapping[ClientId, "_Task"], *, before_s: float) -> list[ClientId]:
+    def arrived(self, waiting: Mapping[ClientId, Sent], *, before_s: float) -> list[ClientId]:
         """Return whose outcome has come in time since the last look, earliest first."""
         self._clear_late()
-        self._postbox.look(task.sent for task in waiting.values())
+        self._postbox.look(waiting.values())
         arrived_s = {
-            client: task.sent.arrived_s
-            for client, task in waiting.items()
-            if task.sent.outcome is not None and task.sent.arrived_s <= before_s
+            client: sent.arrived_s
+            for client, sent in waiting.items()
+            if sent.outcome is not None and sent.arrived_s <= before_s
         }
         return sorted(arrived_s, key=arrived_s.__getitem__)
+
+    def drop(self, waiting: Iterable[Sent]) -> None:
+        """Have nobody wait for these replies any more."""
+        for sent in waiting:
+            sent.is_dropped = True
+            self._late.append(sent)
 
     def _clear_late(self) -> None:
         """Fetch and drop replies to exchanges that have ended: the SuperLink holds them."""
@@ -207,29 +175,29 @@ class FlowerChannel:
         still_out = []
         for sent in self._late:
             outcome = self._postbox.take(sent)
-            self.counts.late += isinstance(outcome, Message) and outcome.has_content()
+            self.counts.late += isinstance(outcome, Message)
             if outcome is None and now_s <= sent.expires_s:
                 still_out.append(sent)
         self._late = still_out
 
-    def _reply(self, client: ClientId, task: "_Task") -> Reply:
+    def reply(self, client: ClientId, sent: Sent) -> Reply:
         """Return what a client answered, once it is certain that it did."""
-        outcome = self._postbox.take(task.sent)
+        outcome = self._postbox.take(sent)
         if not isinstance(outcome, Message):
             assert outcome is not None  # it has arrived
             return outcome
-        if not outcome.has_content():
-            return Failure(error_of(outcome))
         try:
             header, data = unpacked(outcome.content)
-            if len(data) > task.max_reply_bytes:
+            if len(data) > sent.max_reply_bytes:
                 raise ProtocolError(
-                    f"a reply of {len(data)} bytes, at most {task.max_reply_bytes} are taken"
+                    f"a reply of {len(data)} bytes, at most {sent.max_reply_bytes} are taken"
                 )
-            require_signed(header, data, key=task.key, client=client, by=self._keys[client])
+            require_signed(header, data, key=sent.key, client=client, by=self._keys[client])
         except ProtocolError as error:
             self.counts.refused += 1
-            _log().warning("reply_refused", client_id=client, error=str(error))
+            structlog.get_logger(__name__).warning(
+                "reply_refused", client_id=client, error=str(error)
+            )
             return Failure(str(error))
         return as_reply(data)
 
@@ -251,10 +219,12 @@ class FlowerChannel:
 
     def _introduced(self, nodes: set[int]) -> list[ClientId]:
         """Ask new nodes who they are, take in the answers, and return the clients at ``nodes``."""
-        greeting = content_of(key_header(self._hello_key()), payload_of(self.coordinator_key))
+        key = TaskKey(run_id=self.run_id, kind=HELLO)
+        greeting = content_of(key_header(key), payload_of(self.coordinator_key))
         strangers = [
             Sent(
                 node_id=node_id,
+                key=key,
                 content=greeting,
                 message_type=MessageType.QUERY,
                 expires_s=self.clock.now_s() + _HELLO_TTL_S,
@@ -272,16 +242,14 @@ class FlowerChannel:
 
     def _take_in(self, sent: Sent) -> None:
         """Pin the key of a node that says who it is; one that could not is asked again."""
-        outcome, log = self._postbox.take(sent), _log().bind(node_id=sent.node_id)
+        outcome = self._postbox.take(sent)
+        log = structlog.get_logger(__name__).bind(node_id=sent.node_id)
         if not isinstance(outcome, Message):
             log.warning("introduction_failed", error=outcome and outcome.reason)
             return
-        if not outcome.has_content():
-            log.warning("introduction_failed", error=error_of(outcome))
-            return
         self._settled_nodes.add(sent.node_id)
         try:
-            client, public_key = self._hello(outcome, sent.node_id)
+            client, public_key = self._hello(outcome, sent)
         except ProtocolError as error:
             self.counts.refused += 1
             log.warning("introduction_refused", error=str(error))
@@ -289,11 +257,11 @@ class FlowerChannel:
         self._node_ids[client], self._keys[client] = sent.node_id, public_key
         log.info("client_joined", client_id=client, key=public_key.hex()[:12])
 
-    def _hello(self, reply: Message, node_id: int) -> tuple[ClientId, bytes]:
+    def _hello(self, reply: Message, sent: Sent) -> tuple[ClientId, bytes]:
         """Return the client at a node and its key; ProtocolError if it is not to be believed."""
         header, data = unpacked(reply.content)
-        client, public_key = ClientId(number_in(header, "client_id")), key_on(data, node_id)
-        require_signed(header, data, key=self._hello_key(), client=client, by=public_key)
+        client, public_key = ClientId(number_in(header, "client_id")), key_on(data, sent.node_id)
+        require_signed(header, data, key=sent.key, client=client, by=public_key)
         if self._keys.get(client, public_key) != public_key:
             raise ProtocolError(
                 f"another key than client {client} showed first in this run; give its node an "
@@ -301,66 +269,68 @@ class FlowerChannel:
             )
         return client, public_key
 
-    def _hello_key(self) -> TaskKey:
-        return TaskKey(run_id=self.run_id, kind=HELLO)
 
+class FlowerExchange:
+    """An :class:`fedlearn.transport.base.Exchange` through a Flower grid.
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """What several clients are sent alike, encoded once."""
+    Each question lives in the SuperLink until the deadline; each answer is pulled on the side.
+    """
 
-    key: TaskKey
-    payload: ArrayRecord
-    content: RecordDict
-    max_reply_bytes: int
+    def __init__(self, channel: FlowerChannel, deadline_s: float) -> None:
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._start_s = math.nan
+        self._waiting: dict[ClientId, Sent] = {}
+        self._arrived: deque[ClientId] = deque()
+        self._is_open = True
 
-    @classmethod
-    def of(cls, request: Request, *, key: TaskKey) -> "_Prepared":
-        data = encode(request)
-        payload = payload_of(data)
-        content = content_of(key_header(key), payload)
-        return cls(key, payload, content, 2 * len(data) + _REPLY_ALLOWANCE_BYTES)
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Push every request; raises as the protocol says."""
+        require_free(self._waiting, requests, is_open=self._is_open)
+        if math.isnan(self._start_s):
+            self._start_s = self._channel.clock.now_s()
+        expires_s = self._start_s + self._deadline_s + _TTL_MARGIN_S
+        self._waiting |= self._channel.send(requests, expires_s=expires_s)
 
-    def with_personal(self, personal: bytes) -> RecordDict:
-        """Return the content for one client: the SuperLink keeps the payload of all once."""
-        return content_of(key_header(self.key, personal=personal), self.payload)
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply; a client that is not there has failed at once.
 
+        Raises:
+            DeploymentError: The SuperLink no longer serves this run.
+        """
+        clock, before_s = self._channel.clock, self._start_s + min(until_s, self._deadline_s)
+        while self._waiting:
+            if not self._arrived:
+                self._arrived.extend(self._channel.arrived(self._waiting, before_s=before_s))
+            if self._arrived:
+                client = self._arrived.popleft()
+                sent = self._waiting.pop(client)
+                elapsed_s = sent.arrived_s - self._start_s
+                return Arrival(client, self._channel.reply(client, sent), elapsed_s)
+            remaining_s = before_s - clock.now_s()
+            if remaining_s <= 0:
+                return None
+            clock.sleep(min(_TICK_S, remaining_s))
+        return None
 
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """One client's part of an exchange."""
-
-    key: TaskKey
-    sent: Sent
-    max_reply_bytes: int
+    def close(self) -> None:
+        """Drop the replies that have not been read."""
+        self._is_open = False
+        self._channel.drop(self._waiting.values())
+        self._waiting.clear()
+        self._arrived.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
-    """What a coordinator finds in a Flower run.
+    """What a coordinator finds in a Flower run, of an id that is unique for ever.
 
-    Attributes:
-        grid: Flower's way to the nodes.
-        run_id: Unique to the run for ever.
-        run_config: What ``flwr run`` was given: ``[tool.flwr.app.config]`` and overrides.
+    ``run_config`` is what ``flwr run`` was given: ``[tool.flwr.app.config]`` and overrides.
     """
 
     grid: MessageGrid
     run_id: str
     run_config: Settings
-
-    def channel(
-        self, *, clock: Clock, min_clients: int, patience_s: float, coordinator_key: bytes
-    ) -> FlowerChannel:
-        """Return the channel of this run; the arguments are those of :class:`FlowerChannel`."""
-        return FlowerChannel(
-            grid=self.grid,
-            run_id=self.run_id,
-            clock=clock,
-            min_clients=min_clients,
-            patience_s=patience_s,
-            coordinator_key=coordinator_key,
-        )
 
 
 def server_app(main: Callable[[Federation], None]) -> ServerApp:
@@ -372,13 +342,3 @@ def server_app(main: Callable[[Federation], None]) -> ServerApp:
         main(Federation(grid=grid, run_id=run_id_of(context), run_config=dict(context.run_config)))
 
     return app
-
-
-def _objects(request: Request) -> tuple[int, ...]:
-    """Return which objects a request holds: two that hold the same have the same bytes."""
-    return tuple(id(value) for value in vars(request).values())
-
-
-def _log() -> structlog.typing.FilteringBoundLogger:
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
-    return logger

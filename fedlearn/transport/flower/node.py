@@ -11,21 +11,19 @@ from flwr.clientapp import ClientApp
 
 from fedlearn.core.messages import ClientId, Settings
 from fedlearn.errors import DeploymentError, ProtocolError
-from fedlearn.transport.flower.node_store import Drawer, drawer_of, folder_of, read_key
+from fedlearn.identity.identity import Identity
+from fedlearn.transport.flower.node_store import NodeStore, folder_of, node_store_of, read_key
 from fedlearn.transport.flower.records import (
     HELLO,
     KEY_BYTES,
     MAX_INTEGER,
     card_of,
-    content_of,
-    payload_of,
     personal_in,
     run_id_of,
     signable_key,
-    signed_header,
+    signed_reply,
     unpacked,
 )
-from fedlearn.transport.identity import Identity
 from fedlearn.transport.wire_pb2 import TaskKey
 
 
@@ -49,7 +47,6 @@ class Keys:
     """What a client signs with, and what it knows its coordinator by.
 
     Attributes:
-        identity: Its own.
         coordinator_key: That of the node's configuration (``coordinator-key``), else the first
             that it was shown; empty: none yet.
         folder: Where they lie, and what else outlives a run; ``None``: in the node's memory.
@@ -70,33 +67,30 @@ class Answer(Protocol):
 def client_app(make_answer: Callable[[Node, Keys], Answer]) -> ClientApp:
     """Return a Flower ClientApp that answers every message with what ``make_answer`` returns.
 
-    Args:
-        make_answer: Called once a message: Flower starts a process for each. What it raises
-            goes to the coordinator with its traceback.
+    That is called once a message: Flower starts a process for each. What it raises goes to the
+    coordinator with its traceback.
     """
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
         header, data = unpacked(message.content)
         node, key, personal = _node(context), signable_key(header, context), personal_in(header)
-        with drawer_of(context) as drawer:
-            before, keys = drawer.state, _keys(context, drawer)
+        with node_store_of(context) as store:
+            before, keys = store.state, _keys(context, store)
             reply, after = make_answer(node, keys)(data, before, personal=personal)
             if after != before:
-                drawer.keep(after)
-        signed = signed_header(keys.identity, key, node.client_id, reply)
-        return Message(content_of(signed, payload_of(reply)), reply_to=message)
+                store.keep(after)
+        return signed_reply(message, reply, key=key, client=node.client_id, by=keys.identity)
 
     def introduce(message: Message, context: Context) -> Message:
         node = _node(context)
         _, shown = unpacked(message.content)
-        with drawer_of(context) as drawer:
-            _meet(shown, context, drawer)
-            identity = drawer.identity
+        with node_store_of(context) as store:
+            _meet(shown, context, store)
+            identity = store.identity
         card = card_of(context.node_id, identity.public_key)
         key = TaskKey(run_id=run_id_of(context), kind=HELLO)
-        signed = signed_header(identity, key, node.client_id, card)
-        return Message(content_of(signed, payload_of(card)), reply_to=message)
+        return signed_reply(message, card, key=key, client=node.client_id, by=identity)
 
     app.train()(answer)
     app.evaluate()(answer)
@@ -118,9 +112,9 @@ def _node(context: Context) -> Node:
     )
 
 
-def _keys(context: Context, drawer: Drawer) -> Keys:
-    known = _configured_key(context) or drawer.coordinator_key
-    return Keys(identity=drawer.identity, coordinator_key=known, folder=folder_of(context))
+def _keys(context: Context, store: NodeStore) -> Keys:
+    known = _configured_key(context) or store.coordinator_key
+    return Keys(identity=store.identity, coordinator_key=known, folder=folder_of(context))
 
 
 def _configured_key(context: Context) -> bytes:
@@ -140,7 +134,7 @@ def _configured_key(context: Context) -> bytes:
         ) from error
 
 
-def _meet(shown: bytes, context: Context, drawer: Drawer) -> None:
+def _meet(shown: bytes, context: Context, store: NodeStore) -> None:
     """Pin the coordinator's key, if it shows one and none is known.
 
     A coordinator that shows another key is no error here: this client refuses its terms, in words
@@ -150,9 +144,9 @@ def _meet(shown: bytes, context: Context, drawer: Drawer) -> None:
         return  # a run without secure aggregation
     if len(shown) != KEY_BYTES:
         raise ProtocolError(f"the coordinator shows a key of {len(shown)} bytes, not {KEY_BYTES}")
-    log, known = structlog.get_logger(__name__), _keys(context, drawer).coordinator_key
+    log, known = structlog.get_logger(__name__), _keys(context, store).coordinator_key
     if not known:
-        drawer.pin(shown)
+        store.pin(shown)
         advice = "give it to this node beforehand: --node-config coordinator-key"
         log.warning("coordinator_key_taken_on_first_use", key=shown.hex(), advice=advice)
     elif known != shown:

@@ -24,39 +24,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from flwr.app import ConfigRecord, Context
 
 from fedlearn.core.files import create_private, make_private_folder, write_private
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.identity import Identity
 from fedlearn.transport.flower.records import KEY_BYTES, run_id_of
-from fedlearn.transport.identity import Identity
 
 #: The name of our record in Flower's context.
 _STATE = "fedlearn.state"
-
-
-class Drawer(Protocol):
-    """What is kept of a client, opened for one message."""
-
-    @property
-    def identity(self) -> Identity:
-        """The client's keys, made when they are first asked for."""
-
-    @property
-    def coordinator_key(self) -> bytes:
-        """The coordinator's key as it was first seen; empty until :meth:`pin`."""
-
-    @property
-    def state(self) -> bytes:
-        """What :meth:`keep` was given last in this run; empty at first."""
-
-    def pin(self, coordinator_key: bytes) -> None:
-        """Keep the coordinator's key; a later one changes nothing."""
-
-    def keep(self, state: bytes) -> None:
-        """Keep the state after a message."""
 
 
 def folder_of(context: Context) -> Path | None:
@@ -66,8 +44,8 @@ def folder_of(context: Context) -> Path | None:
 
 
 @contextmanager
-def drawer_of(context: Context) -> Iterator[Drawer]:
-    """Open the drawer of this node's client; another process that opens it waits.
+def node_store_of(context: Context) -> Iterator["NodeStore"]:
+    """Open the store of this node's client; another process that opens it waits.
 
     Raises:
         DeploymentError: The folder cannot be made, read or written.
@@ -102,7 +80,11 @@ def read_key(text: str, *, source: str) -> bytes:
 
 @dataclass(frozen=True)
 class _InContext:
-    """A drawer that Flower keeps, as long as the node lives."""
+    """A store that Flower keeps, as long as the node lives.
+
+    The client's keys are made when they are first asked for. The coordinator's is empty until it
+    is pinned, once; the state, until some is kept in this run.
+    """
 
     context: Context
 
@@ -146,7 +128,7 @@ class _InContext:
 
 @dataclass(frozen=True)
 class _InFolder:
-    """A drawer on the node's disk."""
+    """The same on the node's disk."""
 
     folder: Path
     run_id: str
@@ -175,3 +157,7 @@ class _InFolder:
     @property
     def _state(self) -> Path:
         return self.folder / "state" / self.run_id
+
+
+#: What is kept of a client, opened for one message.
+NodeStore: TypeAlias = _InContext | _InFolder

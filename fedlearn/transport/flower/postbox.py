@@ -14,6 +14,8 @@ from flwr.app import Message, RecordDict
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import Failure
 from fedlearn.errors import DeploymentError
+from fedlearn.transport.flower.records import error_of
+from fedlearn.transport.wire_pb2 import TaskKey
 
 #: Runs a function on the side; the default is a thread that does not keep the process alive.
 Start = Callable[[Callable[[], None]], None]
@@ -53,17 +55,11 @@ class MessageGrid(Protocol):
 
 @dataclass
 class Counts:
-    """What happened on a channel, for telemetry.
+    """What happened on a channel, for telemetry."""
 
-    Attributes:
-        late: Replies that came after their exchange had ended.
-        refused: Replies and introductions whose signature, form or size is wrong.
-        grid_errors: Requests that the SuperLink answered with an error; most are repeated.
-    """
-
-    late: int = 0
-    refused: int = 0
-    grid_errors: int = 0
+    late: int = 0  # replies after their exchange had ended
+    refused: int = 0  # replies and introductions whose signature, form or size is wrong
+    grid_errors: int = 0  # requests that the SuperLink answered so; most are repeated
 
 
 @dataclass(eq=False, kw_only=True)
@@ -71,21 +67,22 @@ class Sent:
     """A message on its way to a node and back; threads set what it comes to.
 
     Attributes:
-        node_id: To whom.
+        key: Of the exchange, which the reply is signed for.
         content: What, shared by all that are sent the same.
-        message_type: Flower's.
         expires_s: When it is worthless, by our clock; infinite for Flower's default.
+        max_reply_bytes: How large its reply may be.
         message_id: What its reply is asked for by; empty until the SuperLink has it.
         outcome: The reply, or why there is none.
-        arrived_s: When the outcome came.
         next_pull_s: When to ask for the reply again; infinite while somebody does.
         is_dropped: Nobody waits for it.
     """
 
     node_id: int
+    key: TaskKey
     content: RecordDict
     message_type: str
     expires_s: float
+    max_reply_bytes: float = math.inf
     message_id: str = ""
     outcome: Message | Failure | None = None
     arrived_s: float = math.nan
@@ -94,7 +91,7 @@ class Sent:
 
     def settle(self, outcome: Message | Failure, now_s: float) -> None:
         """Take the outcome."""
-        self.arrived_s = now_s
+        self.arrived_s = now_s  # first: whoever sees the outcome reads it
         self.outcome = outcome
 
     def message(self, now_s: float) -> Message:
@@ -107,8 +104,7 @@ class Sent:
 class Postbox:
     """Pushes messages and pulls replies on the side, so that no peer can hold up its caller.
 
-    Replies are pulled one at a time, since a pull waits for the upload of what it finds. A
-    pull that hangs does so in a thread of its own.
+    Replies are pulled one at a time, since a pull waits for the upload of what it finds.
     """
 
     grid: MessageGrid
@@ -163,12 +159,11 @@ class Postbox:
 
     def _watched(self, work: Callable[[], None]) -> None:
         """Run ``work``; what it raises ends the run, not a thread that nobody looks at."""
-        is_done = False
         try:
             work()
-            is_done = True
-        finally:
-            self._is_broken |= not is_done
+        except BaseException:
+            self._is_broken = True
+            raise
 
     def _push_all(self, messages: Sequence[Sent]) -> None:
         for sent in messages:
@@ -218,4 +213,6 @@ class Postbox:
         if replies:
             if not sent.is_dropped:  # else nobody takes it
                 self._held.add(sent)
-            sent.settle(replies[0], self.clock.now_s())
+            reply = replies[0]
+            outcome = reply if reply.has_content() else Failure(error_of(reply))
+            sent.settle(outcome, self.clock.now_s())

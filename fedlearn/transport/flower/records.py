@@ -6,8 +6,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
-from fedlearn.transport.content import digest_of
-from fedlearn.transport.identity import Identity, signed_bytes, verify
+from fedlearn.identity.identity import Identity
+from fedlearn.secagg.keys import verify
+from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.wire_pb2 import TaskKey
 
 #: Names of our records in a message.
@@ -20,6 +21,8 @@ HELLO = "Hello"
 KEY_BYTES = 32
 MAX_INTEGER = (1 << 63) - 1
 _NODE_ID_BYTES = 8
+#: The parts of an exchange's key that are in a header as numbers.
+_NUMBERS = ("round_num", "attempt", "exchange")
 
 #: Flower's error codes in our words: its own quote the client's traceback.
 _ERRORS: Mapping[int, str] = {
@@ -61,25 +64,13 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
 
 
 def key_header(key: TaskKey, *, personal: bytes = b"") -> ConfigRecord:
-    """Return the header of a request.
-
-    Args:
-        key: Of the exchange.
-        personal: What one client alone is sent, beside a payload that others get too.
-    """
-    return ConfigRecord(
-        {
-            "kind": key.kind,
-            "round_num": key.round_num,
-            "attempt": key.attempt,
-            "exchange": key.exchange,
-            "personal": personal,
-        }
-    )
+    """Return the header of a request, with what one client alone is sent beside the payload."""
+    numbers = {name: getattr(key, name) for name in _NUMBERS}
+    return ConfigRecord({"kind": key.kind, **numbers, "personal": personal})
 
 
 def personal_in(header: ConfigRecord) -> bytes:
-    """Return what a request holds for this client alone; empty if it is for all."""
+    """Return what a request holds for this client alone, mostly nothing; or ProtocolError."""
     personal = header.get("personal", b"")
     if not isinstance(personal, bytes):
         raise ProtocolError("a message whose personal part is not bytes")
@@ -96,7 +87,7 @@ def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
     kind = header.get("kind")
     if not isinstance(kind, str) or kind == HELLO:
         raise ProtocolError(f"a request cannot be of kind {kind!r}")
-    numbers = {name: number_in(header, name) for name in ("round_num", "attempt", "exchange")}
+    numbers = {name: number_in(header, name) for name in _NUMBERS}
     return TaskKey(run_id=run_id_of(context), kind=kind, **numbers)
 
 
@@ -112,10 +103,13 @@ def number_in(header: ConfigRecord, name: str) -> int:
     return value
 
 
-def signed_header(identity: Identity, key: TaskKey, client: ClientId, data: bytes) -> ConfigRecord:
-    """Return the header of a reply."""
-    signed = signed_bytes(key, client_id=client, digest=digest_of(data))
-    return ConfigRecord({"client_id": client, "signature": identity.sign(signed)})
+def signed_reply(
+    message: Message, data: bytes, *, key: TaskKey, client: ClientId, by: Identity
+) -> Message:
+    """Return the reply ``data`` to a message: what :func:`require_signed` takes."""
+    signature = by.sign(signed_bytes(key, client_id=client, digest=digest_of(data)))
+    header = ConfigRecord({"client_id": client, "signature": signature})
+    return Message(content_of(header, payload_of(data)), reply_to=message)
 
 
 def require_signed(

@@ -41,6 +41,8 @@ class Voter:
     num_examples = 1
     device = "cpu"
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         stage, me, clock = Path(os.environ[STAGE]), context.client_id, SystemClock()
         with (stage / f"trained-{me}").open("a") as stream:

@@ -1,22 +1,16 @@
-"""The processes of this folder come from one launcher."""
+"""The place where coordinators and clients are disturbed."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.survival.harness import Launcher, Site
-
-
-@pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """Starts processes; those that are left end with the session."""
-    with Launcher.start() as started:
-        yield started
+from tests.e2e.survival.harness import VotingSite
+from tests.processes import Launcher
 
 
 @pytest.fixture
-def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
+def site(launcher: Launcher, tmp_path: Path) -> Iterator[VotingSite]:
     """A deployment on SQLite, not configured yet."""
-    with Site(launcher, tmp_path, store_url=None) as site:
+    with VotingSite(launcher, tmp_path) as site:
         yield site

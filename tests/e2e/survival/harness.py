@@ -4,40 +4,29 @@ Clients vote (:mod:`tests.e2e.survival.ballots`), so the final model is the acco
 round; :func:`audit` holds it against the database and against the receipts that clients got.
 """
 
-import asyncio
-import json
 import os
-import select
 import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from fedlearn.client.home import Home
-from fedlearn.config import Config, from_mapping, render
+from fedlearn.config import from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
-from fedlearn.core.messages import ClientId, TrainRequest
-from fedlearn.deployment.operator import Operator
-from fedlearn.deployment.places import Places
+from fedlearn.core.messages import TrainRequest
 from fedlearn.rounds.records import RoundRecord, RunStatus
-from fedlearn.transport.grpc_client import enrol
-from tests.addresses import free_addresses
+from tests.e2e.deployed import Site, own_coordinator
 from tests.e2e.survival import ballots
+from tests.processes import LONG_S, Process, json_lines
 
 HERE = Path(__file__).parent
 RUN = "survival"
-
-#: Long enough for anything that happens at all, on a busy machine.
-LONG_S = 180.0
 
 #: 4 MB: a model that is downloaded and uploaded in pieces.
 LARGE = 1_000_000
@@ -80,219 +69,24 @@ def stalls() -> Iterator[Stalls]:
         watcher.join()
 
 
-def until(holds: Callable[[], bool], *, within_s: float = LONG_S, told: str = "") -> float:
-    """Wait until ``holds``; return the seconds that took."""
-    clock = SystemClock()
-    began_s = clock.now_s()
-    while not holds():
-        assert clock.now_s() - began_s < within_s, f"not within {within_s:g} s: {told}"
-        clock.sleep(_LOOK_S)
-    return clock.now_s() - began_s
-
-
-@dataclass(frozen=True)
-class Crash:
-    """Where a process kills itself, or stands still.
-
-    Attributes:
-        phase: In words.
-        target: Function, as for the launcher.
-        when: ``before`` or ``after`` its call.
-        nth: Which call, counted from 1.
-        by: The signal that it sends itself.
-    """
-
-    phase: str
-    target: str
-    when: str
-    nth: int = 1
-    by: signal.Signals = signal.SIGKILL
-
-    def request(self, stem: Path, *, is_armed: bool) -> dict[str, object]:
-        """Return what the launcher is told."""
-        return {
-            "target": self.target,
-            "when": self.when,
-            "nth": self.nth,
-            "by": self.by,
-            "mark": str(stem.with_suffix(".crash")),
-            "is_armed": is_armed,
-        }
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process that the launcher has started; named by a descriptor that is never reused.
-
-    Attributes:
-        pid: Its number.
-        stem: Of its files: ``.out``, ``.err``, ``.exit``, ``.crash``.
-    """
-
-    pid: int
-    stem: Path
-    _descriptor: int
-
-    @classmethod
-    def of(cls, pid: int, stem: Path) -> "Process":
-        return cls(pid, stem, os.pidfd_open(pid))
-
-    @property
-    def is_running(self) -> bool:
-        return not select.select([self._descriptor], [], [], 0.0)[0]
-
-    def send(self, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._descriptor, number)
-
-    def kill(self) -> None:
-        """Kill it, and return when it is gone."""
-        with suppress(ProcessLookupError):
-            self.send(signal.SIGKILL)
-        self.wait()
-
-    def wait(self, *, within_s: float = LONG_S) -> int | None:
-        """Return its exit code once it has ended; ``None``: it was killed."""
-        ended = select.select([self._descriptor], [], [], within_s)[0]
-        assert ended, f"{self.stem.name} runs on\n{self.tail()}"
-        exit_file = self.stem.with_suffix(".exit")
-        return int(exit_file.read_text()) if exit_file.exists() else None
-
-    def close(self) -> None:
-        self.kill()
-        os.close(self._descriptor)
-
-    def has_crashed_itself(self) -> bool:
-        return self.stem.with_suffix(".crash").exists()
-
-    def log(self) -> list[dict[str, Any]]:
-        """Return what it logged."""
-        return _json_lines(self.stem.with_suffix(".err"))
-
-    def said(self, event: str) -> int:
-        """Return how often it logged ``event``."""
-        return sum(line["event"] == event for line in self.log())
-
-    def lines(self) -> list[str]:
-        """Return what it printed on standard output."""
-        return self.stem.with_suffix(".out").read_text().splitlines()
-
-    def tail(self) -> str:
-        return "\n".join(
-            path.read_text(errors="replace")[-3000:]
-            for path in (self.stem.with_suffix(end) for end in (".out", ".err"))
-        )
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().split("\n")[:-1]  # the last one may be on its way
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-class Launcher:
-    """Starts processes; see ``launcher.py``."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        assert self._line() == "ready"
-
-    @classmethod
-    @contextmanager
-    def start(cls) -> Iterator["Launcher"]:
-        """Start the launcher; its processes end with it."""
-        with subprocess.Popen(
-            [sys.executable, str(HERE / "launcher.py")],
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            try:
-                yield cls(process)
-            finally:
-                process.kill()
-
-    def launch(
-        self,
-        stem: Path,
-        *arguments: str,
-        environ: Mapping[str, str],
-        crash: Mapping[str, object] | None = None,
-        sabotages: Sequence[str] = (),
-    ) -> Process:
-        """Start ``fedlearn`` with ``arguments``; its files begin with ``stem``."""
-        request = {
-            "arguments": arguments,
-            "cwd": str(stem.parent),
-            "env": dict(environ),
-            "out": str(stem.with_suffix(".out")),
-            "err": str(stem.with_suffix(".err")),
-            "exit": str(stem.with_suffix(".exit")),
-            "crash": crash,
-            "sabotages": list(sabotages),
-        }
-        for end in (".out", ".err"):
-            stem.with_suffix(end).touch()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Process.of(int(self._line()), stem)
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-
-def until_said(process: Process, event: str) -> float:
-    """Wait until ``process`` has logged ``event``; return the seconds that took."""
-    return until(lambda: process.said(event) > 0, told=f"{event}\n{process.tail()}")
-
-
 @dataclass
-class Site:
-    """One deployment: its folder, its configuration, its processes.
+class VotingSite(Site):
+    """A deployment whose clients vote, unless they are given another task."""
 
-    Attributes:
-        launcher: Starts them.
-        folder: Of everything.
-        store_url: Of a database that is not SQLite in the folder.
-    """
-
-    launcher: Launcher
-    folder: Path
-    store_url: str | None
-    _config: Config | None = None
-    _started: list[Process] = field(default_factory=list)
+    task: str = f"{HERE / 'ballots.py'}:Voter"
+    hurries: bool = True
 
     def __enter__(self) -> Self:
         self.stage.mkdir()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            process.close()
 
     @property
     def stage(self) -> Path:
         return self.folder / "stage"
 
     @property
-    def file(self) -> Path:
-        return self.folder / "coordinator.toml"
-
-    @property
-    def config(self) -> Config:
-        assert self._config is not None
-        return self._config
-
-    @property
     def environ(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
-        url = {} if self.store_url is None else {"FEDLEARN_STORE_URL": self.store_url}
-        return kept | url | {ballots.STAGE: str(self.stage), "OMP_NUM_THREADS": "1"}
-
-    @property
-    def places(self) -> Places:
-        return Places.of(self.config, environ=self.environ)
+        return super().environ | {ballots.STAGE: str(self.stage)}
 
     def configure(
         self,
@@ -311,129 +105,49 @@ class Site:
 
         ``sections`` stand in the place of those that are written otherwise.
         """
-        door, enrolment, http = free_addresses(3)
         section: dict[str, object] = {
-            "address": door,
-            "enrolment_address": enrolment,
-            "http_address": http,
+            **own_coordinator(),
             "lease_ttl_s": 0.6,
             "recovery_grace_s": LONG_S,
-            "patience_s": LONG_S,  # nobody is left out who is only starting
             "shutdown_grace_s": 2.0,
         }
-        self._config = from_mapping(
-            {
-                "name": RUN,
-                "num_rounds": num_rounds,
-                "data": {"partition": {"kind": "iid", "num_clients": num_clients}},
-                "model": {
-                    "kind": "python",
-                    "factory": f"{HERE / 'ballots.py'}:Ballots",
-                    "args": {"ballast": ballast},
-                },
-                "cohort": {"num_wanted": num_clients},
-                "stragglers": {
-                    "over_selection": 1.0,
-                    "deadline_s": deadline_s,
-                    "min_reports": num_clients if min_reports is None else min_reports,
-                    "below_minimum": "fail",
-                },
-                "evaluation": {"clients": evaluated},
-                "store": {"runs_dir": str(runs_dir or self.folder / "runs")},
-                "coordinator": section | coordinator,
-                **(sections or {}),
+        values = {
+            "name": RUN,
+            "num_rounds": num_rounds,
+            "data": {"partition": {"kind": "iid", "num_clients": num_clients}},
+            "model": {
+                "kind": "python",
+                "factory": f"{HERE / 'ballots.py'}:Ballots",
+                "args": {"ballast": ballast},
             },
-            source="the survival tests",
-        )
-        self.file.write_text(render(self._config))
+            "cohort": {"num_wanted": num_clients},
+            "stragglers": {
+                "over_selection": 1.0,
+                "deadline_s": deadline_s,
+                "min_reports": num_clients if min_reports is None else min_reports,
+                "below_minimum": "fail",
+            },
+            "evaluation": {"clients": evaluated},
+            "store": {"runs_dir": str(runs_dir or self.folder / "runs")},
+            "coordinator": section | coordinator,
+            **(sections or {}),
+        }
+        self.write(from_mapping(values, source="the survival tests"))
 
     def reconfigure(self, **coordinator: object) -> None:
         """Write ``coordinator.toml`` again with other settings of how the run is served."""
         section = self.config.coordinator.model_copy(update=coordinator)
-        self._config = self.config.model_copy(update={"coordinator": section})
-        self.file.write_text(render(self._config))
+        self.write(self.config.model_copy(update={"coordinator": section}))
 
-    # Processes
+    def populate(self) -> list[Process]:
+        """Enrol all clients, which needs a coordinator that serves, and start them.
 
-    def coordinator(
-        self,
-        *options: str,
-        crash: Crash | None = None,
-        is_armed: bool = True,
-        sabotages: Sequence[str] = (),
-    ) -> Process:
-        """Start a coordinator; one that is to crash is told where."""
-        stem = self._stem("coordinator")
-        process = self.launcher.launch(
-            stem,
-            *("coordinator", str(self.file), "--json", *options),
-            environ=self.environ,
-            crash=None if crash is None else crash.request(stem, is_armed=is_armed),
-            sabotages=sabotages,
-        )
-        self._started.append(process)
-        return process
-
-    def serving(self, *options: str, **how: Any) -> Process:
-        """Start a coordinator and return when its door is open."""
-        process = self.coordinator(*options, **how)
-        until(lambda: process.said("serving") > 0 or not process.is_running)
-        assert process.is_running, process.tail()
-        return process
-
-    def enrol(self, number: int) -> None:
-        """Invite and enrol client ``number``; one after the other, so that this is its id."""
-        path = self.folder / f"client-{number}.invitation"
-        home = Home(self.folder / f"client-{number}")
-        with self.places.database() as database:
-            operator = Operator(self.places, database, SystemClock())
-            invitation = operator.invite(f"client-{number}", tags=(), path=path)
-        (address,) = invitation.enrolment_addresses
-        certificate_pem, client_id = asyncio.run(enrol(address, invitation, home.coming_identity()))
-        assert client_id == number
-        home.enrol(invitation, certificate_pem=certificate_pem, client_id=ClientId(client_id))
-
-    def join(
-        self,
-        number: int,
-        *,
-        hurries: bool = True,
-        task: str = f"{HERE / 'ballots.py'}:Voter",
-        crash: Crash | None = None,
-        sabotages: Sequence[str] = (),
-        **variables: str,
-    ) -> Process:
-        """Start the process of a client that is enrolled.
-
-        Args:
-            number: Which.
-            hurries: Whether it looks for the coordinator more often than the product does.
-            task: Its trainer.
-            crash: Where it kills itself, counted from its start.
-            sabotages: Ways to behave differently.
-            variables: Of its environment.
+        One after the other, so that they are numbered in their order.
         """
-        home, stem = self.folder / f"client-{number}", self._stem(f"joined-{number}")
-        process = self.launcher.launch(
-            stem,
-            *("join", f"{home}.invitation", "--task", task, "--home", str(home)),
-            environ=self.environ | variables,
-            crash=None if crash is None else crash.request(stem, is_armed=True),
-            sabotages=[*(["hurry"] if hurries else []), *sabotages],
-        )
-        self._started.append(process)
-        return process
-
-    def populate(self, *, hurries: bool = True) -> list[Process]:
-        """Enrol all clients, which needs a coordinator that serves, and start them."""
-        numbers = range(self.config.cohort.num_wanted)
+        numbers = range(self.config.straggler_policy().num_wanted)
         for number in numbers:
             self.enrol(number)
-        return [self.join(number, hurries=hurries) for number in numbers]
-
-    def _stem(self, name: str) -> Path:
-        number = sum(each.stem.name.startswith(f"{name}.") for each in self._started)
-        return self.folder / f"{name}.{number}.log"
+        return [self.join(number) for number in numbers]
 
     # The stage
 
@@ -458,20 +172,11 @@ class Site:
         """Return the rounds whose training a client was told ``verdict`` of, in all its lives."""
         return {
             line["round_num"]
-            for path in self.folder.glob(f"joined-{number}.*.err")
-            for line in _json_lines(path)
+            for path in self.folder.glob(f"client-{number}.*.err")
+            for line in json_lines(path.read_text())
             if line["event"] == "reply_settled"
             and (line["kind"], line["verdict"]) == (TrainRequest.__name__, verdict)
         }
-
-    # The record
-
-    def rounds(self) -> list[RoundRecord]:
-        """Return the rounds that are committed; none where there is no run yet."""
-        with self.places.database() as database:
-            if not any(run.name == RUN for run in database.runs()):
-                return []
-            return database.run(RUN).rounds()
 
 
 @dataclass(frozen=True)
@@ -529,7 +234,7 @@ class Miscounted(AssertionError):
     """The account does not add up."""
 
 
-def audit(site: Site) -> None:
+def audit(site: VotingSite) -> None:
     """Check that the run is done, and that every report is in the model exactly once.
 
     Raises:
@@ -552,7 +257,7 @@ def audit(site: Site) -> None:
         found = votes[record.round_num]
         if not torch.equal(found, expected):
             raise Miscounted(f"round {record.round_num} of {reported}: the model has {found}")
-        for number in range(site.config.cohort.num_wanted):
+        for number in range(site.config.straggler_policy().num_wanted):
             if record.round_num in site.told(number, "accepted") and number not in reported:
                 raise Miscounted(f"round {record.round_num}: {number} was told that it counts")
 

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.survival.harness import LARGE, LONG_S, Site, audit, stalls, until, until_said
+from tests.e2e.deployed import until_said
+from tests.e2e.survival.changes import DAWDLE, LINGER
+from tests.e2e.survival.harness import LARGE, VotingSite, audit, stalls
 from tests.e2e.survival.network import Proxy
+from tests.processes import LONG_S, Change, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+pytestmark = pytest.mark.slow
 
 #: 8 MB: some seconds on the slowed network.
 _BALLAST = 2_000_000
@@ -23,7 +26,7 @@ _LEAVES_S = 20.0
 
 @pytest.mark.parametrize("disturbance", ["cut", "kill"])
 @pytest.mark.parametrize("way", ["download", "upload"])
-def test_a_transfer_goes_on_where_it_was(site: Site, way: str, disturbance: str) -> None:
+def test_a_transfer_goes_on_where_it_was(site: VotingSite, way: str, disturbance: str) -> None:
     """Cut off, or killed and started again, in the middle: about half a model is left to move.
 
     Whoever began again would move one and a half models.
@@ -48,7 +51,7 @@ def test_a_transfer_goes_on_where_it_was(site: Site, way: str, disturbance: str)
         assert _MODEL_BYTES <= counted.num_bytes < 1.3 * _MODEL_BYTES
 
 
-def test_a_client_that_is_killed_while_it_trains_trains_again(site: Site) -> None:
+def test_a_client_that_is_killed_while_it_trains_trains_again(site: VotingSite) -> None:
     """The round waits for it, and nobody else notices."""
     site.configure(num_rounds=1)
     coordinator = site.serving()
@@ -63,7 +66,7 @@ def test_a_client_that_is_killed_while_it_trains_trains_again(site: Site) -> Non
     assert site.trained(0) == [0]
 
 
-def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: Site) -> None:
+def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: VotingSite) -> None:
     """It has finished, and the coordinator stands still: the reply waits on the client's disk."""
     site.configure(num_rounds=1)
     coordinator = site.serving()
@@ -82,7 +85,7 @@ def test_a_client_that_is_killed_before_its_receipt_brings_the_same_reply(site: 
 
 @pytest.mark.parametrize("ballast", [0, LARGE], ids=["inline", "upload"])
 def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
-    site: Site, ballast: int
+    site: VotingSite, ballast: int
 ) -> None:
     """After a restart the door is open first; a client with a reply does not wait for anything."""
     site.configure(num_rounds=1, num_clients=1, ballast=ballast)
@@ -92,22 +95,22 @@ def test_a_reply_that_comes_before_its_round_is_opened_again_is_heard(
         until(lambda: site.trained(0) == [0])
         first.kill()
     until(lambda: any((site.folder / "client-0" / "spool").glob("*/reply.json")))
-    second = site.coordinator(sabotages=["linger"])
+    second = site.coordinator(changes=[LINGER])
     assert second.wait(within_s=LONG_S / 3) == 0, second.tail()
     audit(site)
     assert site.trained(0) == [0]
 
 
-@pytest.mark.parametrize("sabotages", [(), ("dawdle",)], ids=["", "control"])
+@pytest.mark.parametrize("changes", [(), (DAWDLE,)], ids=["", "control"])
 def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
-    site: Site, sabotages: tuple[str, ...]
+    site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
     """By no more than a second, by the coordinator's own record; awake again, it takes part.
 
     The control: a coordinator that closes its rounds three seconds late.
     """
-    site.configure(num_rounds=2 if sabotages else 4, min_reports=2, deadline_s=_DEADLINE_S)
-    coordinator = site.serving(sabotages=sabotages)
+    site.configure(num_rounds=2 if changes else 4, min_reports=2, deadline_s=_DEADLINE_S)
+    coordinator = site.serving(changes=changes)
     (site.stage / "hold-2").touch()
     clients = site.populate()
     with stalls() as stalled:
@@ -118,7 +121,7 @@ def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
         (site.stage / "hold").unlink()
         until(lambda: len(site.rounds()) >= 2)
     seconds = site.rounds()[1].seconds
-    if sabotages:
+    if changes:
         assert seconds > _DEADLINE_S + 1.0
         return
     assert _DEADLINE_S <= seconds < _DEADLINE_S + 1.0 + stalled.seconds
@@ -128,7 +131,7 @@ def test_a_client_that_stands_still_delays_no_round_past_its_deadline(
     assert any(number >= 2 for number in site.told(2, "accepted"))
 
 
-def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: Site) -> None:
+def test_an_upload_that_stalls_delays_no_round_past_its_deadline(site: VotingSite) -> None:
     """Half of it has come; then the line is silent and stays open."""
     site.configure(num_rounds=2, min_reports=2, deadline_s=_DEADLINE_S)
     coordinator = site.serving()
@@ -153,7 +156,7 @@ _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
 @pytest.mark.skipif(_FAKETIME is None, reason="libfaketime is not here: apt-get install faketime")
-def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: Site) -> None:
+def test_clients_whose_clocks_are_off_by_an_hour_take_part(site: VotingSite) -> None:
     """One behind, one ahead, from the moment the certificates are made; no deadline is theirs."""
     site.configure(num_rounds=2, deadline_s=60.0)
     coordinator = site.serving()

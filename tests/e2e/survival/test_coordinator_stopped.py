@@ -8,9 +8,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from tests.e2e.survival.harness import Crash, PostgreSQL, Site, audit, stalls, until
+from fedlearn.door.authority import Authority
+from fedlearn.store import runs
+from fedlearn.store.lease import Lease, deploy
+from fedlearn.store.runs import Database, StoredRun
+from tests.e2e.survival.harness import PostgreSQL, VotingSite, audit, stalls
+from tests.processes import Crash, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+pytestmark = pytest.mark.slow
 
 #: What the configuration gives an upload to end; and the process, to leave a busy machine.
 _GRACE_S, _LEAVES_S = 2.0, 20.0
@@ -19,15 +24,16 @@ _GRACE_S, _LEAVES_S = 2.0, 20.0
 _AWAY_S = 30.0
 
 
-def test_a_stop_parks_the_round_within_its_bound(site: Site) -> None:
+def test_a_stop_parks_the_round_within_its_bound(site: VotingSite) -> None:
     """SIGTERM, while one client trains on: the next coordinator goes on in the same round.
 
     The clients are not told anything; each trains once.
     """
+    site.hurries = False
     site.configure(num_rounds=2, shutdown_grace_s=_GRACE_S)
     first = site.serving()
     with site.holding(2):
-        clients = site.populate(hurries=False)
+        clients = site.populate()
         until(lambda: site.told(0, "accepted") == {0} == site.told(1, "accepted"))
         with stalls() as stalled:
             first.send(signal.SIGTERM)
@@ -58,7 +64,7 @@ def own_postgresql() -> Iterator[PostgreSQL]:
 
 
 def test_a_database_that_goes_away_in_a_round_is_waited_for(
-    site: Site, own_postgresql: PostgreSQL
+    site: VotingSite, own_postgresql: PostgreSQL
 ) -> None:
     """The last replies come meanwhile; nobody is told that they count before it is back."""
     site.store_url = own_postgresql.url
@@ -79,19 +85,20 @@ def test_a_database_that_goes_away_in_a_round_is_waited_for(
     assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3
 
 
+# ruff: noqa: SLF001 (a coordinator is killed within)
 _FIRST_STEPS = [
-    Crash("database made, no run", "fedlearn.store.runs:Database.create", "before"),
-    Crash("folder made, no file in it", "fedlearn.store.runs:_write_config", "before"),
-    Crash("files made, no run", "fedlearn.store.runs:_write_config", "after"),
-    Crash("run made, not deployed", "fedlearn.store.runs:Database.create", "after"),
-    Crash("deployed, no lease", "fedlearn.deployment.record:deploy", "after"),
-    Crash("lease taken, no keys", "fedlearn.store.lease:Lease.try_acquire", "after"),
-    Crash("keys made, no door", "fedlearn.door.authority:Authority.open", "after"),
-    Crash("door open, no checkpoint", "fedlearn.store.runs:StoredRun.commit", "before"),
+    Crash("database made, no run", Database.create, "before"),
+    Crash("folder made, no file in it", runs._write_config, "before"),
+    Crash("files made, no run", runs._write_config, "after"),
+    Crash("run made, not deployed", Database.create, "after"),
+    Crash("deployed, no lease", deploy, "after"),
+    Crash("lease taken, no keys", Lease.try_acquire, "after"),
+    Crash("keys made, no door", Authority.__init__, "after"),
+    Crash("door open, no checkpoint", StoredRun.commit, "before"),
 ]
 
 
-def test_a_first_start_that_is_killed_at_any_step_is_a_start(site: Site) -> None:
+def test_a_first_start_that_is_killed_at_any_step_is_a_start(site: VotingSite) -> None:
     """Each step is killed once; then a run begins and ends as if nothing had been."""
     site.configure(num_rounds=1)
     for step in _FIRST_STEPS:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fedlearn.store.runs import sqlite_url
-from tests.e2e.survival.harness import Site, audit, until
+from tests.e2e.survival.harness import VotingSite, audit
+from tests.processes import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+pytestmark = pytest.mark.slow
 
 _DISK_BYTES = 64 << 20
 
@@ -32,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def filled_while_clients_train(site: Site, disk: Path) -> Iterator[None]:
+def filled_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
     """Fill ``disk`` to its last page before clients report; the block ends that."""
     ballast = disk / "ballast"
     with site.holding():
@@ -49,7 +50,7 @@ def filled_while_clients_train(site: Site, disk: Path) -> Iterator[None]:
         ballast.unlink()
 
 
-def test_uploads_are_put_off_while_the_disk_is_full(site: Site, small_disk: Path) -> None:
+def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk: Path) -> None:
     """The clients keep their replies and bring them again, without training twice."""
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(small_disk / "door"))
     coordinator = site.serving()
@@ -63,14 +64,14 @@ def test_uploads_are_put_off_while_the_disk_is_full(site: Site, small_disk: Path
     assert [site.trained(number) for number in range(3)] == [[0, 1]] * 3
 
 
-def test_a_commit_waits_for_space(site: Site, small_disk: Path) -> None:
+def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
     """All have been told that they count: the round must not be lost for want of a disk."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(site.folder / "door"))
     coordinator = site.serving()
     with filled_while_clients_train(site, small_disk):
         until(lambda: all(site.told(number, "accepted") == {0} for number in range(3)))
-        until(lambda: coordinator.said("the disk is full") > 0, told=coordinator.tail())
+        until(lambda: coordinator.said("the disk is full") > 0, told=coordinator.tail)
         assert site.rounds() == []
     assert coordinator.wait() == 0, coordinator.tail()
     audit(site)
@@ -78,7 +79,7 @@ def test_a_commit_waits_for_space(site: Site, small_disk: Path) -> None:
 
 
 def test_a_coordinator_that_is_killed_while_it_waits_for_space_goes_on(
-    site: Site, small_disk: Path
+    site: VotingSite, small_disk: Path
 ) -> None:
     """Also one that was killed while it waited: the replies are in the spool."""
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")

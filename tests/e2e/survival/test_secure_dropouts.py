@@ -8,7 +8,7 @@ the model must be, up to the rounding that fixed point states.
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,57 +20,51 @@ import torch
 from torch import Tensor
 
 from fedlearn import build
+from fedlearn.client.home import Home
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure
-from fedlearn.core.randomness import Seed
 from fedlearn.experiment.assemble import initial_params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
-from fedlearn.secagg.fixed_point import QuantisationError
+from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.messages import Release, Survivors, encode
+from fedlearn.secagg.server import Advertising, Confirming, Masking, Sharing, Unmasking
 from fedlearn.secagg.session import Stage
 from fedlearn.session.session import ClientSession
+from fedlearn.store.runs import StoredRun
 from fedlearn.transport.memory import MemoryChannel
+from tests.e2e.deployed import HURRY, until_said
 from tests.e2e.survival import springs
-from tests.e2e.survival.harness import (
-    HERE,
-    LONG_S,
-    RUN,
-    Crash,
-    Launcher,
-    Process,
-    Site,
-    reporters,
-    until,
-    until_said,
-)
+from tests.e2e.survival.changes import NOTE_ADVERTS, NOTE_RELEASES
+from tests.e2e.survival.harness import HERE, RUN, VotingSite, reporters
+from tests.processes import LONG_S, Crash, Function, Launcher, Process, until
 from tests.security.liars import harness as liars
 from tests.security.liars.door import NUM_CLIENTS as NUM_AT_DOOR
-from tests.security.liars.door import DoorSite, door_in
+from tests.security.liars.door import LyingDoor
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("survival")]
+pytestmark = pytest.mark.slow
 
 NUM_CLIENTS, MIN_SURVIVORS = 20, 14
 #: For twenty processes on two busy cores; each stage that loses somebody takes as long.
 STAGE_S = 20.0
 TASK = f"{HERE / 'springs.py'}:{springs.Spring.__name__}"
 
-_CLIENT = "fedlearn.secagg.client:SecureClient"
-_SERVER = "fedlearn.secagg.server"
 #: What a client calls when the request of a stage has reached it.
-STAGES = {
-    "advertise": f"{_CLIENT}.advertise",
-    "share": f"{_CLIENT}.share",
-    "mask": f"{_CLIENT}.mask",
-    "confirm": f"{_CLIENT}.confirm",
-    "unmask": f"{_CLIENT}.release",
+STAGES: Mapping[str, Function] = {
+    "advertise": SecureClient.advertise,
+    "share": SecureClient.share,
+    "mask": SecureClient.mask,
+    "confirm": SecureClient.confirm,
+    "unmask": SecureClient.release,
 }
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-def configure(site: Site, *, num_rounds: int, num_clients: int, corruption: float = 0.1) -> None:
+def configure(
+    site: VotingSite, *, num_rounds: int, num_clients: int, corruption: float = 0.1
+) -> None:
     """Ask everybody; up to three of ten may be lost."""
     site.configure(
         num_rounds=num_rounds,
@@ -120,8 +114,8 @@ class Drop:
     @property
     def crash(self) -> Crash:
         """How the launcher is told."""
-        target, nth = STAGES[self.stage], self.round_num + 1
-        return Crash(f"{self.stage} of round {self.round_num}", target, "before", nth, self.by)
+        function, nth = STAGES[self.stage], self.round_num + 1
+        return Crash(f"{self.stage} of round {self.round_num}", function, "before", nth, self.by)
 
 
 DROPS = [
@@ -140,30 +134,30 @@ DROPS = [
 RESTARTED = {19: Drop(19, 0, "share", KILL)}
 
 
-def populated(site: Site, drops: Sequence[Drop] = ()) -> dict[int, Process]:
+def populated(site: VotingSite, drops: Sequence[Drop] = ()) -> dict[int, Process]:
     """Enrol all clients and start them."""
     crashes = {drop.client_id: drop.crash for drop in reversed(drops)}
-    numbers = range(site.config.cohort.num_wanted)
+    numbers = range(site.config.straggler_policy().num_wanted)
     for number in numbers:
         site.enrol(number)
     return {number: start(site, number, crashes.get(number)) for number in numbers}
 
 
-def start(site: Site, number: int, crash: Crash | None = None) -> Process:
-    return site.join(number, task=TASK, crash=crash, sabotages=["note releases"])
+def start(site: VotingSite, number: int, crash: Crash | None = None) -> Process:
+    return site.join(number, task=TASK, crash=crash, changes=[NOTE_RELEASES])
 
 
-def record_of(site: Site, round_num: int, coordinator: Process) -> RoundRecord:
+def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRecord:
     """Return the record of a round, once there is one."""
 
     def is_there() -> bool:
         return len(site.rounds()) > round_num or not coordinator.is_running
 
-    until(is_there, within_s=6 * STAGE_S + 2 * LONG_S, told=coordinator.tail())
+    until(is_there, told=coordinator.tail)
     return site.rounds()[round_num]
 
 
-def released(site: Site, number: int) -> list[tuple[int, ...]]:
+def released(site: VotingSite, number: int) -> list[tuple[int, ...]]:
     """Return round, attempt and survivors of each release of a client, in all its lives."""
     path = site.stage / f"released-{number}"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -172,7 +166,7 @@ def released(site: Site, number: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A sampler that chooses whoever was in the sum of a round.
+    """An opening that asks whoever was in the sum of a round.
 
     Attributes:
         rounds: By round the clients.
@@ -180,19 +174,11 @@ class Recorded:
 
     rounds: Sequence[Sequence[int]]
 
-    def sample(
-        self,
-        available: Sequence[ClientId],
-        *,
-        num_asked: int,
-        round_num: int,
-        attempt: int,
-        seed: Seed,
-    ) -> tuple[ClientId, ...]:
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
         return tuple(ClientId(each) for each in self.rounds[round_num])
 
 
-def replayed(site: Site, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
     """Return the point after plain aggregation over these clients, and how far fixed point may be.
 
     The bound: a sum of n values is off by at most n steps, a mean by that times W over the sum of
@@ -207,32 +193,27 @@ def replayed(site: Site, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float
     channel = MemoryChannel(sessions, lambda asked, _: np.zeros(len(asked)), VirtualClock())
     most = max(map(len, rounds))
     policy = replace(pieces.policy, num_wanted=most, min_reports=1, deadline_s=inf)
-    algorithm = pieces.algorithm
-    collector = PlainCollector(
-        channel=channel, aggregator=algorithm.aggregator, policy=policy, slab_bytes=0
-    )
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     plain = RoundPlan(
-        sampler=Recorded(rounds),
+        opening=Recorded(rounds),
         policy=policy,
         collector=collector,
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        strategy=pieces.algorithm,
         seed=pieces.seed,
     )
-    params = initial_params(pieces.make_model, pieces.seed, torch.device("cpu"))
+    params = initial_params(pieces, torch.device("cpu"))
     lane = plan.lanes(params.layout)[0]
     state, bound = plain.init(params), 0.0
     for survivors in rounds:
-        state, collected = run_round(state, plain, attempt=0)
+        state, collected, _ = run_round(state, plain, attempt=0)
         assert collected.count(Status.REPORTED) == len(survivors)
         total = sum(springs.examples(each) for each in survivors)
-        error = QuantisationError.of_sum(lane, num_clients=len(survivors)).largest
+        error = lane.largest_error(len(survivors))
         bound += error * plan.max_examples / total + 8 * torch.finfo(torch.float32).eps
     return state.params.vector, bound
 
 
-def final(site: Site) -> Tensor:
+def final(site: VotingSite) -> Tensor:
     """Return the point that the run has ended in."""
     with site.places.database() as database:
         run = database.run(RUN)
@@ -242,7 +223,7 @@ def final(site: Site) -> Tensor:
     return checkpoint.tensors["params/place"]
 
 
-def require_plain_model(site: Site) -> None:
+def require_plain_model(site: VotingSite) -> None:
     """Check the model against plain aggregation over the clients on record.
 
     Control: with one client less in any of the sums the model would be far outside the bound.
@@ -259,13 +240,13 @@ def require_plain_model(site: Site) -> None:
         assert float((model - elsewhere).abs().max()) > 3 * bound
 
 
-def require_one_release_a_session(site: Site) -> None:
-    for number in range(site.config.cohort.num_wanted):
+def require_one_release_a_session(site: VotingSite) -> None:
+    for number in range(site.config.straggler_policy().num_wanted):
         sessions = Counter(each[:2] for each in released(site, number))
         assert max(sessions.values(), default=0) <= 1, number
 
 
-def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Site) -> None:
+def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: VotingSite) -> None:
     """Twenty clients, four rounds; in two of them one is lost at each stage, killed or frozen.
 
     Who is lost before its vector has come is not in the sum; who is lost afterwards is.
@@ -302,11 +283,11 @@ def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Sit
 
 
 def test_below_the_minimum_nothing_is_released_and_the_round_is_tried_with_fresh_keys(
-    site: Site,
+    site: VotingSite,
 ) -> None:
     """Seven of twenty are killed with the model in their hands: thirteen are one too few."""
     configure(site, num_rounds=2, num_clients=NUM_CLIENTS)
-    coordinator = site.serving(sabotages=["note adverts"])
+    coordinator = site.serving(changes=[NOTE_ADVERTS])
     lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
     clients = populated(site, [Drop(number, 0, "mask", KILL) for number in lost])
     until_said(coordinator, "secure_aggregation_ended")
@@ -334,23 +315,23 @@ def test_below_the_minimum_nothing_is_released_and_the_round_is_tried_with_fresh
 
 #: In the order of a session.
 KILLS = [
-    Crash("asked for adverts", f"{_SERVER}:Advertising.receive", "after", 2),
-    Crash("the roster is drawn up", f"{_SERVER}:Advertising.close", "after"),
-    Crash("shares come in", f"{_SERVER}:Sharing.receive", "after", 3),
-    Crash("packets are sorted", f"{_SERVER}:Sharing.close", "after"),
-    Crash("vectors come in", f"{_SERVER}:Masking.receive", "after", 2),
-    Crash("the survivors are known", f"{_SERVER}:Masking.close", "after"),
-    Crash("signatures come in", f"{_SERVER}:Confirming.receive", "after", 2),
-    Crash("signatures are complete", f"{_SERVER}:Confirming.close", "after"),
-    Crash("shares are released", f"{_SERVER}:Unmasking.receive", "after", 2),
-    Crash("before the masks come off", f"{_SERVER}:Unmasking.close", "before"),
-    Crash("the sum is known", f"{_SERVER}:Unmasking.close", "after"),
-    Crash("the sum is not committed", "fedlearn.store.runs:StoredRun.commit", "before", 2),
+    Crash("asked for adverts", Advertising.receive, "after", 2),
+    Crash("the roster is drawn up", Advertising.close, "after"),
+    Crash("shares come in", Sharing.receive, "after", 3),
+    Crash("packets are sorted", Sharing.close, "after"),
+    Crash("vectors come in", Masking.receive, "after", 2),
+    Crash("the survivors are known", Masking.close, "after"),
+    Crash("signatures come in", Confirming.receive, "after", 2),
+    Crash("signatures are complete", Confirming.close, "after"),
+    Crash("shares are released", Unmasking.receive, "after", 2),
+    Crash("before the masks come off", Unmasking.close, "before"),
+    Crash("the sum is known", Unmasking.close, "after"),
+    Crash("the sum is not committed", StoredRun.commit, "before", 2),
 ]
 
 
 def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_one(
-    site: Site,
+    site: VotingSite,
 ) -> None:
     """A round for each stage; its session ends with its coordinator, and the next has its keys.
 
@@ -360,12 +341,13 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
     configure(site, num_rounds=len(KILLS) + 1, num_clients=num_clients)
     clients: dict[int, Process] = {}
     for number, kill in enumerate(KILLS):
-        coordinator = site.coordinator(crash=kill, is_armed=number == 0, sabotages=["note adverts"])
-        until_said(coordinator, "serving")
+        armed_by = StoredRun.commit if number else None
+        crash = replace(kill, armed_by=armed_by)
+        coordinator = site.serving(crash=crash, changes=[NOTE_ADVERTS])
         clients = clients or populated(site)
         assert coordinator.wait() is None, f"{kill.phase}: it went on\n{coordinator.tail()}"
         assert coordinator.has_crashed_itself(), f"{kill.phase}: {coordinator.tail()}"
-    last = site.coordinator(sabotages=["note adverts"])
+    last = site.coordinator(changes=[NOTE_ADVERTS])
     assert last.wait() == 0, last.tail()
     rounds = site.rounds()
     assert all(reporters(record) == list(range(num_clients)) for record in rounds)
@@ -382,13 +364,13 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
 @pytest.mark.parametrize(
     "crash",
     [
-        Crash("released, not on disk", f"{_CLIENT}.release", "after"),
-        Crash("released and on disk", "fedlearn.client.home:Home.hold", "after", 5),
+        Crash("released, not on disk", SecureClient.release, "after"),
+        Crash("released and on disk", Home.hold, "after", 5),
     ],
     ids=["not on disk", "on disk"],
 )
 def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
-    site: Site, crash: Crash
+    site: VotingSite, crash: Crash
 ) -> None:
     """Started again it is asked again; what it says is what it would have said, to the byte.
 
@@ -399,7 +381,7 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     for number in range(3):
         site.enrol(number)
     clients = [start(site, number, crash if number == 1 else None) for number in range(3)]
-    until(clients[1].has_crashed_itself, told=clients[1].tail())
+    until(clients[1].has_crashed_itself, told=clients[1].tail)
     clients[1].wait()
     start(site, 1)
     assert coordinator.wait(within_s=6 * STAGE_S + LONG_S) == 0, coordinator.tail()
@@ -407,7 +389,7 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     assert all(reporters(record) == [0, 1, 2] for record in site.rounds())
     lines = released(site, 1)
     assert len(set(lines)) == 2, "one set of survivors a session"
-    assert Counter(lines)[0, 0, 0, 1, 2] == (2 if crash.target.endswith(".release") else 1)
+    assert Counter(lines)[0, 0, 0, 1, 2] == (2 if crash.function is SecureClient.release else 1)
     require_plain_model(site)
 
 
@@ -422,23 +404,23 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
     victim, task = ClientId(1), f"{Path(liars.__file__)}:{liars.Fixed.__name__}"
     environ = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
 
-    def start(site: DoorSite, number: int, life: int = 0) -> Process:
+    def start(site: LyingDoor, number: int, life: int = 0) -> Process:
         return launcher.launch(
             tmp_path / f"joined-{number}.{life}.log",
             *("join", str(site.folder / f"client-{number}.invitation")),
             *("--task", task, "--home", str(site.home(number))),
             environ=environ | {"OMP_NUM_THREADS": "1"},
-            sabotages=["hurry"],
+            changes=[HURRY],
         )
 
-    with door_in(tmp_path) as site, ExitStack() as stack:
+    with LyingDoor(tmp_path) as site, ExitStack() as stack:
         clients: list[Process] = []
         for number in range(NUM_AT_DOOR):
-            site.invitation(number)
+            site.invite(number)
             clients.append(start(site, number))
             stack.callback(clients[-1].close)
-            until(lambda: len(site.registry.clients()) == len(clients), told=clients[-1].tail())
-        site.wait_for_all()
+            until(lambda: len(site.registry.clients()) == len(clients), told=clients[-1].tail)
+        site.wait_for(NUM_AT_DOOR)
         stand = site.stand(victim=victim)
         everyone = list(range(NUM_AT_DOOR))
         assert stand.require_exact(stand.collect(round_num=0)) == everyone

@@ -9,9 +9,11 @@ import pytest
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.core.clock import SystemClock
 from tests.addresses import free_addresses
-from tests.e2e.survival.harness import Miscounted, Process, Site, audit, stalls, until
+from tests.e2e.survival.changes import SHARE_LOG
+from tests.e2e.survival.harness import Miscounted, VotingSite, audit, stalls
+from tests.processes import Change, Process, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("postgresql")]
+pytestmark = pytest.mark.slow
 
 #: Longer than a machine stands still: a holder that only pauses is not taken over.
 _TTL_S = 4.0
@@ -20,14 +22,14 @@ _TAKEOVER_S, _DEADLINE_S = _TTL_S + 3.4, 16.0
 
 
 @pytest.fixture
-def site(site: Site, postgresql_url: str) -> Site:
+def site(site: VotingSite, postgresql_url: str) -> VotingSite:
     """The same, on PostgreSQL."""
     site.store_url = postgresql_url
     return site
 
 
 def two(
-    site: Site, *, num_rounds: int, sabotages: Sequence[str] = (), **settings: Any
+    site: VotingSite, *, num_rounds: int, changes: Sequence[Change] = (), **settings: Any
 ) -> tuple[Process, Process]:
     """Start a coordinator that leads and one that stands by; clients know both."""
     site.configure(num_rounds=num_rounds, lease_ttl_s=_TTL_S, **settings)
@@ -37,12 +39,12 @@ def two(
     first = site.serving()
     keys = ("address", "enrolment_address", "http_address")
     listening = [f"--set=coordinator.{k}={v}" for k, v in zip(keys, elsewhere, strict=True)]
-    second = site.coordinator(*listening, sabotages=sabotages)
+    second = site.coordinator(*listening, changes=changes)
     until(lambda: second.said("standby") > 0)
     return first, second
 
 
-def test_a_second_coordinator_takes_over_within_seconds(site: Site) -> None:
+def test_a_second_coordinator_takes_over_within_seconds(site: VotingSite) -> None:
     """In the middle of a round: two replies were acknowledged by the one that died."""
     first, second = two(site, num_rounds=2)
     with site.holding(2):
@@ -57,9 +59,9 @@ def test_a_second_coordinator_takes_over_within_seconds(site: Site) -> None:
     assert [site.trained(number) for number in (0, 1)] == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("sabotages", [(), ("share the log",)], ids=["", "control"])
+@pytest.mark.parametrize("changes", [(), (SHARE_LOG,)], ids=["", "control"])
 def test_a_coordinator_that_stood_still_is_fenced_off(
-    site: Site, sabotages: tuple[str, ...]
+    site: VotingSite, changes: tuple[Change, ...]
 ) -> None:
     """It wakes past the deadline of the round that it was in; what it does then harms nobody.
 
@@ -67,7 +69,7 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
     of a reply that the other one has acknowledged, and a third would not find that.
     """
     settings = {"deadline_s": _DEADLINE_S, "min_reports": 1}
-    first, second = two(site, num_rounds=1, sabotages=sabotages, **settings)
+    first, second = two(site, num_rounds=1, changes=changes, **settings)
     clock = SystemClock()
     with site.holding(2):
         with site.holding(1):
@@ -87,10 +89,10 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
         assert first.wait() == RUN_FAILED
         assert "is coordinated by" in first.tail()
         assert site.rounds() == []
-        assert not any("cancelled" in line for line in clients[2].lines())
+        assert not any("cancelled" in line for line in clients[2].out().splitlines())
         third = site.serving()
     assert third.wait() == 0, third.tail()
-    if sabotages:
+    if changes:
         with pytest.raises(Miscounted, match="was told that it counts"):
             audit(site)
         return

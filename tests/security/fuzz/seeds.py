@@ -16,18 +16,24 @@ from fedlearn.core.messages import (
     EvaluateReply,
     EvaluateRequest,
     Failure,
+    SecureReply,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
+    TrainingNotice,
     TrainReply,
     TrainRequest,
 )
 from fedlearn.door import spool
+from fedlearn.identity.identity import Invitation
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
-from fedlearn.transport.identity import Invitation, signed_bytes
+from fedlearn.transport.content import digest_of, signed_bytes
 from tests.security.fuzz.targets import CLIENT, KEY, RUN_ID, signer
 
 CORPUS = Path(__file__).parent / "corpus"
 
 _TENSORS = {"weight": torch.ones(2, 2), "bias": torch.zeros(0), "steps": torch.ones(()).long()}
+_LANES = {"delta": torch.ones(4), "control": torch.zeros(4)}
 _METRICS = {"loss": 0.5}
 
 
@@ -45,15 +51,35 @@ def seeds() -> Mapping[str, Mapping[str, bytes]]:
 
 def _codec() -> Mapping[str, bytes]:
     train = TrainRequest(
-        round_num=1, attempt=0, tensors=_TENSORS, settings={"epochs": 1, "name": "x"}, seed=7
+        round_num=1,
+        attempt=0,
+        tensors=_TENSORS,
+        order=("weight", "bias"),
+        settings={"epochs": 1, "name": "x"},
+        seed=7,
+        told={"control": torch.ones(4)},
     )
     return {
         "train_request": encode(train),
         "evaluate_request": encode(EvaluateRequest(round_num=1, tensors=_TENSORS)),
         "train_reply": encode(
-            TrainReply(round_num=1, delta=_TENSORS, num_examples=5, metrics=_METRICS)
+            TrainReply(round_num=1, lanes=_LANES, num_examples=5, metrics=_METRICS)
         ),
         "evaluate_reply": encode(EvaluateReply(round_num=1, num_examples=5, metrics=_METRICS)),
+        "secure_terms_request": encode(
+            SecureTermsRequest(
+                round_num=1,
+                attempt=0,
+                message=b"message",
+                notice=TrainingNotice(settings=train.settings, rest_hash=bytes(32)),
+                directory={CLIENT: bytes(32)},
+            )
+        ),
+        "secure_train_request": encode(SecureTrainRequest(message=b"message", train=train)),
+        "secure_stage_request": encode(
+            SecureStageRequest(round_num=1, attempt=0, message=b"message")
+        ),
+        "secure_reply": encode(SecureReply(round_num=1, message=b"message")),
         "failure": encode(Failure("battery low")),
     }
 
@@ -104,13 +130,8 @@ def _reply_log() -> Mapping[str, bytes]:
         folder = Path(name) / "log"
         opened = spool.Opened(run_id=RUN_ID, opened_unix_s=1.5)
         log = spool.ReplyLog(folder, opened=opened, durable=True)
-        draft = spool.Draft(
-            client_id=ClientId(3),
-            elapsed_s=0.5,
-            digest=digest_of(b"data"),
-            num_bytes=4,
-            data=b"data",
-        )
+        reply = spool.LoggedReply(ClientId(3), 0.5, digest_of(b"data"), 4)
+        draft = spool.Draft(reply, b"data")
         log.append([draft, draft])
         log.close(spool.Closed(num_consumed=1, by_itself=True))
         content = (folder / "replies.log").read_bytes()

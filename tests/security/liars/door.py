@@ -2,24 +2,21 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
+from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.runtime import Runtime
-from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import ClientId
-from fedlearn.door.authority import Authority
-from fedlearn.door.eligibility import Requirements, Told
-from fedlearn.door.server import Door, DoorSettings
-from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.door.eligibility import Requirements
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.testing.local_door import ANYWHERE, LocalDoor
 from fedlearn.training.trainer import LocalTrainer
-from fedlearn.transport.identity import Invitation
+from fedlearn.transport.wire_pb2 import Eligibility
 from tests.security.liars.harness import Fixed, Stand, plan_for
 
 NUM_CLIENTS = 5
@@ -28,37 +25,23 @@ PLAN = plan_for(NUM_CLIENTS, corruption=0.9, dropout=0.0)
 RUN_ID = "lies"
 LONG_S = 60.0
 FIXED, POLICY = Fixed(), Policy()
-_VALID_S = 600.0
+#: A liar asks more often than a round does.
+SETTINGS = replace(ANYWHERE, max_messages_per_s=1000.0)
 #: Whether a client may be asked, by what it says of itself.
-Eligible = Callable[[EnrolledClient, Told], bool]
+Eligible = Callable[[EnrolledClient, Eligibility], bool]
 ANY: Eligible = Requirements().admits
 
 
-@dataclass
-class DoorSite:
-    """A door with its authority, in this process.
+class LyingDoor(LocalDoor):
+    """A door with a liar behind it, and the homes of its clients."""
 
-    Attributes:
-        folder: Of keys, invitations and homes.
-    """
+    def __init__(self, folder: Path, *, eligible: Eligible = ANY) -> None:
+        super().__init__(folder, settings=SETTINGS, run_id=RUN_ID, eligible=eligible)
 
-    folder: Path
-    door: Door
-    registry: MemoryRegistry
-    authority: Authority
-
-    def invitation(self, number: int) -> Path:
+    def invite(self, number: int) -> Path:
         """Return the file with which a client may join."""
         path = self.folder / f"client-{number}.invitation"
-        Invitation(
-            name=f"client-{number}",
-            addresses=(self.door.address,),
-            enrolment_addresses=(self.door.enrolment_address,),
-            ca_pem=self.authority.ca_pem,
-            token=self.registry.invite(f"client-{number}", tags=(), valid_s=_VALID_S),
-            expires_utc=utc(SystemClock().unix_s() + _VALID_S),
-            coordinator_key=self.authority.coordinator_key,
-        ).save(path)
+        self.invitation(f"client-{number}").save(path)
         return path
 
     def home(self, number: int) -> Path:
@@ -78,43 +61,6 @@ class DoorSite:
             sends_directory=True,
             deadline_s=LONG_S,
         )
-
-    def wait_for_all(self) -> None:
-        """Return when all clients may be asked."""
-        clock = SystemClock()
-        ends_s = clock.now_s() + LONG_S
-
-        def check() -> None:
-            assert clock.now_s() < ends_s, "the clients do not come"
-
-        self.door.channel().wait_for(NUM_CLIENTS, check)
-
-
-@contextmanager
-def door_in(folder: Path, *, eligible: Eligible = ANY) -> Iterator[DoorSite]:
-    """Open a door, and close it."""
-    clock = SystemClock()
-    registry = MemoryRegistry(clock)
-    authority = Authority.open(folder / "authority", host_names=())
-    door = Door(
-        DoorSettings(
-            address="127.0.0.1:0",
-            enrolment_address="127.0.0.1:0",
-            max_messages_per_s=1000.0,  # a liar asks more often than a round does
-        ),
-        registry=registry,
-        run_id=RUN_ID,
-        spool_dir=folder / "spool",
-        authority=authority,
-        eligible=eligible,
-        is_leader=lambda: True,
-        clock=clock,
-    )
-    door.start()
-    try:
-        yield DoorSite(folder, door, registry, authority)
-    finally:
-        door.stop(grace_s=0.5)
 
 
 class ThreadedClient:
@@ -149,11 +95,10 @@ class ThreadedClient:
                 connected.set()
 
         self._runtime = Runtime(
-            self._home,
+            RuntimeOptions(
+                home=self._home.folder, trainer="", invitation=self._invitation, policy=self._policy
+            ),
             self._trainer,
-            invitation=self._invitation,
-            conditions=Conditions(),
-            policy=self._policy,
             on_event=on_event,
         )
         self._thread = threading.Thread(target=self._run)

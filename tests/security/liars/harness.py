@@ -5,7 +5,7 @@ and changes what one client is sent at one stage. So each lie is well signed, co
 and all that follows is what an honest coordinator makes of the answer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Collected, Participation, RoundRequest, Status
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     Failure,
@@ -33,7 +34,6 @@ from fedlearn.core.randomness import SecretBytes
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.fixed_point import QuantisationError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
@@ -43,7 +43,7 @@ from fedlearn.secagg.terms import Terms
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
-from fedlearn.transport.base import Arrival, Channel
+from fedlearn.transport.base import Arrival, Channel, Exchange, ask_once
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(3, 4))
@@ -102,6 +102,8 @@ def policy_of(plan: SecurePlan, *, deadline_s: float) -> StragglerPolicy:
 
 class Fixed:
     """A trainer whose delta and examples follow from its client's number."""
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         me = context.client_id
@@ -200,6 +202,40 @@ class Lie:
 
 
 @dataclass
+class Overheard:
+    """An exchange that somebody sits on; as it is, it changes nothing."""
+
+    exchange: Exchange
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        self.exchange.ask(requests)
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        return self.exchange.next(until_s=until_s)
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+@dataclass
+class Lying(Overheard):
+    """An exchange of one stage in which the lie is told."""
+
+    liar: "Liar"
+    stage: Stage = Stage.ADVERTISE
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        self.stage, asked = self.liar.told(requests)
+        self.exchange.ask(asked)
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        arrival = self.exchange.next(until_s=until_s)
+        if arrival is not None:
+            self.liar.replies[arrival.client_id, self.stage] = arrival.reply
+        return arrival
+
+
+@dataclass
 class Liar:
     """A channel that tells one lie to one client, and notes all that passes.
 
@@ -228,10 +264,11 @@ class Liar:
     def available(self) -> Sequence[ClientId]:
         return self.channel.available()
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        """Ask as told, save for the lie."""
+    def open(self, *, deadline_s: float) -> Exchange:
+        return Lying(self.channel.open(deadline_s=deadline_s), self)
+
+    def told(self, requests: Mapping[ClientId, Request]) -> tuple[Stage, dict[ClientId, Request]]:
+        """Return what is asked instead, and at which stage: what was to be, save for the lie."""
         stage = stage_of(next(iter(requests.values())))
         if stage is Stage.ADVERTISE:
             self.earlier, self.requests, self.replies = self.requests, {}, {}
@@ -242,13 +279,11 @@ class Liar:
                 self.num_told += 1
                 lie = self.lie.request(self._told(honest))
                 asked |= dict.fromkeys([self.victim, *self.also], lie)
-        for arrival in self.channel.exchange(asked, deadline_s=deadline_s):
-            self.replies[arrival.client_id, stage] = arrival.reply
-            yield arrival
+        return stage, asked
 
     def ask(self, client_id: ClientId, request: SecureRequest, *, deadline_s: float) -> Reply:
         """Send one client a request, past the coordinator; return what it says."""
-        (arrival,) = self.channel.exchange({client_id: request}, deadline_s=deadline_s)
+        (arrival,) = ask_once(self.channel, {client_id: request}, deadline_s=deadline_s)
         return arrival.reply
 
     def _told(self, honest: SecureRequest) -> Told:
@@ -303,7 +338,6 @@ class Stand:
         liar = Liar(channel, signer, victim)
         collector = SecureCollector(
             channel=liar,
-            aggregator=WeightedMean(by_examples=True),
             policy=policy_of(plan, deadline_s=deadline_s),
             plan=plan,
             run_id=RUN,
@@ -366,18 +400,19 @@ class Stand:
             deadline_s=60.0,
         )
 
-    def collect(self, *, round_num: int, attempt: int = 0) -> Collected[WeightedSum]:
+    def collect(self, *, round_num: int, attempt: int = 0) -> Collected:
         """Run one session."""
         request = RoundRequest(
             round_num=round_num,
             attempt=attempt,
             params=PARAMS,
-            settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+            strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+            told={},
             seed=0,
         )
         return self.collector.collect(sorted(self.liar.available()), request)
 
-    def require_exact(self, collected: Collected[WeightedSum]) -> list[int]:
+    def require_exact(self, collected: Collected) -> list[int]:
         """Check the mean against that of the survivors in the clear; return who they are.
 
         A sum of n values is off by at most n steps; a float32 by an ulp.
@@ -386,28 +421,30 @@ class Stand:
         weight = sum(examples_of(each) for each in survivors)
         expected = sum(examples_of(each) * delta_of(each) for each in survivors) / weight
         lane = self.plan.lanes(PARAMS.layout)[0]
-        error = QuantisationError.of_sum(lane, num_clients=len(survivors)).largest
+        error = lane.largest_error(len(survivors))
         bound = error * MAX_EXAMPLES / weight + 2 * torch.finfo(torch.float32).eps
-        mean = WeightedMean(by_examples=True).finalize(collected.aggregate)
-        assert float(collected.aggregate.weight) == weight
+        assert collected.aggregate is not None
+        assert collected.aggregate.num_clients == len(survivors)
+        mean = collected.aggregate.lanes["delta"]
         assert float((mean - expected).abs().max()) <= bound < 1e-4
+        recorded = {row_of(collected, each).num_examples for each in survivors}
+        assert recorded == {max(1, round(weight / len(survivors)))}
         return survivors
 
 
-def reporters(collected: Collected[WeightedSum]) -> list[int]:
+def reporters(collected: Collected) -> list[int]:
     """Return who is in the sum."""
     return sorted(
         row.client_id for row in collected.participations if row.status is Status.REPORTED
     )
 
 
-def require_nothing(collected: Collected[WeightedSum]) -> None:
+def require_nothing(collected: Collected) -> None:
     """Check that a session has released nothing."""
     assert reporters(collected) == []
-    assert float(collected.aggregate.weight) == 0.0
-    assert not collected.aggregate.total_P.any()
+    assert collected.aggregate is None
 
 
-def row_of(collected: Collected[WeightedSum], client_id: int) -> Participation:
+def row_of(collected: Collected, client_id: int) -> Participation:
     (row,) = [row for row in collected.participations if row.client_id == client_id]
     return row

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from fedlearn.core.messages import ClientId, SecureRequest
+import torch
+
+from fedlearn.core.messages import (
+    ClientId,
+    SecureRequest,
+    SecureStageRequest,
+    SecureTrainRequest,
+    TrainRequest,
+)
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.graph import Topology
@@ -116,9 +124,18 @@ def of_an_earlier_round(told: Told) -> SecureRequest:
     return told.earlier[Stage.ADVERTISE]
 
 
+def bare(told: Told) -> SecureRequest:
+    """Say the same in a request that carries nothing beside the message."""
+    request = told.request
+    return SecureStageRequest(
+        round_num=request.round_num, attempt=request.attempt, message=request.message
+    )
+
+
 NOT_SIGNED = "the terms are not signed by the pinned coordinator"
 TERMS = [
     Lie("terms without a signature", Stage.ADVERTISE, unsigned, NOT_SIGNED),
+    Lie("terms of a training that is not told of", Stage.ADVERTISE, bare),
     Lie("terms of another coordinator", Stage.ADVERTISE, of_another_coordinator, NOT_SIGNED),
     Lie(
         "terms of another run",
@@ -297,17 +314,40 @@ def earlier_packets(told: Told, rows: dict[ClientId, bytes]) -> None:
     rows.update(found.packets)
 
 
+def masking(told: Told) -> SecureTrainRequest:
+    assert isinstance(told.request, SecureTrainRequest)
+    return told.request
+
+
+def training_of(told: Told) -> TrainRequest:
+    return masking(told).train
+
+
 def another_model(told: Told) -> SecureRequest:
-    train = told.request.train
-    assert train is not None
+    train = training_of(told)
     other = {name: value + 1.0 for name, value in train.tensors.items()}
-    return replace(told.request, train=replace(train, tensors=other))
+    return replace(masking(told), train=replace(train, tensors=other))
 
 
 def other_settings(told: Told) -> SecureRequest:
-    train = told.request.train
-    assert train is not None
-    return replace(told.request, train=replace(train, settings={**train.settings, "epochs": 99}))
+    train = training_of(told)
+    return replace(masking(told), train=replace(train, settings={**train.settings, "epochs": 99}))
+
+
+def another_order(told: Told) -> SecureRequest:
+    train = training_of(told)
+    return replace(masking(told), train=replace(train, order=tuple(reversed(train.order))))
+
+
+def shorter_order(told: Told) -> SecureRequest:
+    train = training_of(told)
+    return replace(masking(told), train=replace(train, order=train.order[1:]))
+
+
+def told_more(told: Told) -> SecureRequest:
+    train = training_of(told)
+    control = torch.zeros(sum(value.numel() for value in train.tensors.values()))
+    return replace(masking(told), train=replace(train, told={"control": control}))
 
 
 PACKETS = [
@@ -329,15 +369,10 @@ PACKETS = [
     ),
     Lie("another model", Stage.MASK, another_model),
     Lie("other settings", Stage.MASK, other_settings),
-    Lie("no model", Stage.MASK, lambda told: replace(told.request, train=None)),
-    Lie(
-        "tensors in other lanes",
-        Stage.MASK,
-        lambda told: replace(
-            told.request,
-            lanes={name: tuple(reversed(held)) for name, held in told.request.lanes.items()},
-        ),
-    ),
+    Lie("no model", Stage.MASK, bare),
+    Lie("the model in another order", Stage.MASK, another_order),
+    Lie("a tensor that is not to be averaged", Stage.MASK, shorter_order),
+    Lie("something told beside the model", Stage.MASK, told_more),
 ]
 
 # --- R3: the survivors ----------------------------------------------------------------------

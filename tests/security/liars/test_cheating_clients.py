@@ -5,13 +5,13 @@ exactly that of the others, or the session ends and nothing is released. The con
 same cohort in the round before, in which it is honest.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 
-from fedlearn.core.messages import ClientId, Failure, Reply, Request, SecureReply
+from fedlearn.core.messages import ClientId, Failure, Reply, SecureReply
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
@@ -26,8 +26,9 @@ from fedlearn.secagg.messages import (
 )
 from fedlearn.secagg.session import Stage, advert_text
 from fedlearn.secagg.terms import Terms
-from fedlearn.transport.base import Arrival, Channel
+from fedlearn.transport.base import Arrival, Channel, Exchange
 from tests.security.liars.harness import (
+    Overheard,
     Sabotage,
     Stand,
     no_sabotage,
@@ -229,13 +230,22 @@ class Twice:
     def available(self) -> Sequence[ClientId]:
         return self.channel.available()
 
-    def exchange(
-        self, requests: Mapping[ClientId, Request], *, deadline_s: float
-    ) -> Iterator[Arrival]:
-        for arrival in self.channel.exchange(requests, deadline_s=deadline_s):
-            yield arrival
-            if arrival.client_id == CHEAT:
-                yield arrival
+    def open(self, *, deadline_s: float) -> Exchange:
+        return Repeating(self.channel.open(deadline_s=deadline_s))
+
+
+@dataclass
+class Repeating(Overheard):
+    """An exchange in which one client's answer comes twice."""
+
+    again: Arrival | None = None
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        again, self.again = self.again, None
+        arrival = again or self.exchange.next(until_s=until_s)
+        if again is None and arrival is not None and arrival.client_id == CHEAT:
+            self.again = arrival
+        return arrival
 
 
 def test_an_answer_counts_once() -> None:

@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
-from fedlearn.core.messages import ClientId, Failure, SecureRequest
-from fedlearn.door.eligibility import Told as DoorTold
+from fedlearn.core.messages import ClientId, Failure, SecureRequest, SecureTermsRequest
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.messages import Survivors
 from fedlearn.secagg.session import Stage
+from fedlearn.transport.wire_pb2 import Eligibility
 from tests.security.liars.door import (
     LONG_S,
     NUM_CLIENTS,
-    DoorSite,
+    LyingDoor,
     ThreadedClient,
-    door_in,
 )
 from tests.security.liars.harness import (
     Fixed,
@@ -72,7 +71,7 @@ SELECTED = {
 class Deployed:
     """Five clients at a door, and the round that comes next."""
 
-    site: DoorSite
+    site: LyingDoor
     clients: list[ThreadedClient]
     stand: Stand
     rounds: Iterator[int]
@@ -87,17 +86,18 @@ class Deployed:
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     with ExitStack() as stack:
-        site = stack.enter_context(door_in(tmp_path_factory.mktemp("door")))
+        site = stack.enter_context(LyingDoor(tmp_path_factory.mktemp("door")))
         clients = []
         for number in EVERYONE:
-            clients.append(ThreadedClient(site.home(number), site.invitation(number)))
+            clients.append(ThreadedClient(site.home(number), site.invite(number)))
             stack.callback(clients[-1].stop)
-        site.wait_for_all()
+        site.wait_for(NUM_CLIENTS)
         yield Deployed(site, clients, site.stand(victim=VICTIM), count())
 
 
 def other_key(told: Told) -> SecureRequest:
     """Tell of a key of a neighbour's that is not the one that was pinned."""
+    assert isinstance(told.request, SecureTermsRequest)
     directory = {**told.request.directory, OTHER: keys.fresh_signer()[1]}
     return replace(told.request, directory=directory)
 
@@ -143,7 +143,7 @@ def test_what_was_released_is_not_released_again_by_a_client_that_was_started_ag
     assert isinstance(released, messages.Release)
     deployed.clients[VICTIM].stop()
     deployed.clients[VICTIM].start()
-    deployed.site.wait_for_all()
+    deployed.site.wait_for(NUM_CLIENTS)
     dropped = Survivors(client_ids=tuple(ClientId(i) for i in EVERYONE if i != OTHER))
     others = replace(liar.requests[Stage.CONFIRM], message=messages.encode(dropped))
     for request in (
@@ -168,14 +168,14 @@ def test_a_client_that_requires_secure_aggregation_does_not_tell_its_examples(
     """Not when it connects, either. The control: one that does not require it says how many."""
     told: dict[str, int] = {}
 
-    def note(client: EnrolledClient, says: DoorTold) -> bool:
+    def note(client: EnrolledClient, says: Eligibility) -> bool:
         told[client.name] = says.num_examples
         return True
 
     strict = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
-    with door_in(tmp_path, eligible=note) as site, ExitStack() as stack:
+    with LyingDoor(tmp_path, eligible=note) as site, ExitStack() as stack:
         for number, policy in enumerate((Policy(), strict)):
-            home, invitation = site.home(number), site.invitation(number)
+            home, invitation = site.home(number), site.invite(number)
             client = ThreadedClient(home, invitation, trainer=Counting(), policy=policy)
             stack.callback(client.stop)
         assert len(site.door.channel().available()) == 2

@@ -205,7 +205,8 @@ class Impostor:
     def _way(self, session: Session, sender: ClientId, to: ClientId) -> SecretBytes:
         mine = sender if to == VICTIM else to
         agreement, theirs = keys.KeyAgreement(self.packet[mine]), session.by_id[VICTIM].packet_key
-        return keys.packet_key(agreement.agree(theirs), session=session.id, way=(sender, to))
+        agreed = agreement.agree(theirs, owner=VICTIM)
+        return keys.packet_key(agreed, session=session.id, way=(sender, to))
 
     def _seed(self, session: Session, packets: tuple[bytes, ...]) -> SecretBytes:
         points, held = [], []
@@ -241,7 +242,7 @@ class Impostor:
         masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
         total = from_words(self.terms, words, num_clients=1)
         (lane,) = [lane for lane in self.terms.lanes if lane.role is LaneRole.VECTOR]
-        return total.mean(lane)
+        return total.weighted_sum(lane) / total.weight
 
 
 def test_a_server_that_invents_the_neighbours_reads_an_update_unless_keys_are_pinned() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.peers.harness import Site, site_in
+from tests.security.peers.harness import Site
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    with site_in(tmp_path) as site:
+    with Site(tmp_path) as site:
         yield site

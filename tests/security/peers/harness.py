@@ -7,7 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,32 +22,25 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.door.authority import Authority
 from fedlearn.door.loop import LoopThread
-from fedlearn.door.server import Door
-from fedlearn.door.settings import DoorSettings
-from fedlearn.identity.registry import MemoryRegistry, Registry
+from fedlearn.identity.identity import SERVER_NAME, Identity
+from fedlearn.identity.registry import Registry
+from fedlearn.testing.local_door import ANYWHERE, LocalDoor
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.base import ask_once
+from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation, signed_bytes
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 #: A net under what comes at once, however slow the machine.
 WAIT_S = 60.0
-LOOPBACK = "127.0.0.1:0"
 #: Whoever is slow is waited for longer than an honest round may take: it shows if others wait too.
-SETTINGS = DoorSettings(
-    address=LOOPBACK,
-    enrolment_address=LOOPBACK,
-    handshake_timeout_s=30.0,
-    stall_timeout_s=30.0,
-)
+SETTINGS = replace(ANYWHERE, handshake_timeout_s=30.0, stall_timeout_s=30.0)
 #: For tests that wait until a handshake has taken too long; an honest one takes 0.05 s.
 HANDSHAKE_S = 2.0
 IMPATIENT = replace(SETTINGS, handshake_timeout_s=HANDSHAKE_S)
 HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
-DELTA = {"weight": torch.ones(4)}
+LANES = {"delta": torch.ones(4)}
 
 #: What an honest round may take while others misbehave. An unhindered one takes 0.05 s; a machine
 #: that pauses is no hindrance, to wait for a peer's handshake or for one that stalls would be.
@@ -80,46 +73,27 @@ class Peer:
     credentials: Credentials
 
 
-@dataclass
-class Site:
-    """A deployment on loopback: its authority, its registry, and the doors that were opened."""
+class Site(LocalDoor):
+    """A door, and peers that speak from a thread of their own.
 
-    folder: Path
-    loop: LoopThread
-    registry: Registry
-    authority: Authority
-    clock: SetClock = field(default_factory=SetClock)
-    doors: list[Door] = field(default_factory=list)
-    num_rounds: int = 0
+    Attributes:
+        loop: Of the peers.
+        clock: May be set.
+        num_rounds: That honest clients were asked for.
+    """
 
-    @property
-    def door(self) -> Door:
-        return self.doors[-1]
+    clock: SetClock
 
-    def open(self, settings: DoorSettings = SETTINGS, *, run_id: str = RUN_ID) -> Door:
-        door = Door(
-            settings,
-            registry=self.registry,
-            run_id=run_id,
-            spool_dir=self.folder / "spool" / run_id,
-            authority=self.authority,
-            eligible=lambda *_: True,
-            is_leader=lambda: True,
-            clock=self.clock,
+    def __init__(self, folder: Path, *, registry: Registry | None = None) -> None:
+        super().__init__(
+            folder, settings=SETTINGS, run_id=RUN_ID, registry=registry, clock=SetClock()
         )
-        door.start()
-        self.doors.append(door)
-        return door
+        self.loop = LoopThread("peers")
+        self.num_rounds = 0
 
-    def invitation(self, name: str, *, valid_s: float = 60.0) -> Invitation:
-        return Invitation(
-            name=name,
-            addresses=(self.door.address,),
-            enrolment_addresses=(self.door.enrolment_address,),
-            ca_pem=self.authority.ca_pem,
-            token=self.registry.invite(name, tags=(), valid_s=valid_s),
-            expires_utc="2999-01-01T00:00:00Z",
-        )
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.loop.stop()
 
     def enrolled(self, name: str) -> Peer:
         identity, invitation = Identity.create(), self.invitation(name)
@@ -131,7 +105,6 @@ class Site:
             ca_pem=self.authority.ca_pem,
             certificate_pem=certificate,
             tls_key_pem=identity.tls_key_pem if certificate else b"",
-            server_name=SERVER_NAME,
         )
         return Peer(name, identity, client_id, credentials)
 
@@ -152,17 +125,28 @@ class Site:
         return self.run(said())
 
     def raw(
-        self, method: str, peer: Peer, *messages: bytes, half_close: bool = False
+        self,
+        method: str,
+        peer: Peer,
+        *messages: bytes,
+        half_close: bool = False,
+        first: Callable[[], object] = lambda: None,
     ) -> tuple[list[bytes], grpc.StatusCode]:
         """Wait for :meth:`raw_call`."""
-        return self.run(self.raw_call(method, peer, *messages, half_close=half_close))
+        return self.run(self.raw_call(method, peer, *messages, half_close=half_close, first=first))
 
     async def raw_call(
-        self, method: str, peer: Peer, *messages: bytes, half_close: bool = False
+        self,
+        method: str,
+        peer: Peer,
+        *messages: bytes,
+        half_close: bool = False,
+        first: Callable[[], object] = lambda: None,
     ) -> tuple[list[bytes], grpc.StatusCode]:
         """Send whatever bytes as messages of a call; return what came, and how the call ended.
 
-        Without ``half_close`` it is the door that ends it.
+        Without ``half_close`` it is the door that ends it. ``first`` happens between the call and
+        its first message.
         """
         tls = grpc.ssl_channel_credentials(
             peer.credentials.ca_pem,
@@ -177,6 +161,7 @@ class Site:
             call = start()
             # From the beginning: after the end of a call nothing is read any more.
             reading = asyncio.create_task(all_of(call))
+            await asyncio.to_thread(first)
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for message in messages:
                     await call.write(message)
@@ -195,7 +180,7 @@ class Site:
         honest = [self.loop.call(answer(self.door.address, peer)) for peer in peers]
         cohort = [ClientId(peer.client_id) for peer in peers]
         channel = self.door.channel()
-        arrivals = channel.exchange(dict.fromkeys(cohort, request), deadline_s=WAIT_S)
+        arrivals = ask_once(channel, dict.fromkeys(cohort, request), deadline_s=WAIT_S)
         assert {arrival.client_id for arrival in arrivals} == set(cohort)
         for each in honest:
             assert each.result(WAIT_S) == wire_pb2.Receipt.ACCEPTED
@@ -219,12 +204,17 @@ async def all_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> list[bytes]:
 
 def request_of(round_num: int) -> TrainRequest:
     return TrainRequest(
-        round_num=round_num, attempt=0, tensors={"weight": torch.zeros(4)}, settings={}, seed=0
+        round_num=round_num,
+        attempt=0,
+        tensors={"weight": torch.zeros(4)},
+        order=("weight",),
+        settings={},
+        seed=0,
     )
 
 
 def reply(round_num: int = 0) -> bytes:
-    return encode(TrainReply(round_num=round_num, delta=DELTA, num_examples=1, metrics={}))
+    return encode(TrainReply(round_num=round_num, lanes=LANES, num_examples=1, metrics={}))
 
 
 async def answer(address: str, peer: Peer) -> int:
@@ -250,10 +240,10 @@ def trained(task: wire_pb2.Task, peer: Peer) -> wire_pb2.FromClient:
     """Return the honest answer: no change, for whatever model."""
     asked = decode(task.data)
     if isinstance(asked, TrainRequest):
-        zeros = {name: torch.zeros_like(value) for name, value in asked.tensors.items()}
+        lanes = {"delta": torch.zeros(sum(asked.tensors[name].numel() for name in asked.order))}
         data = encode(
             TrainReply(
-                round_num=asked.round_num, delta=zeros, num_examples=5, metrics={"loss": 1.0}
+                round_num=asked.round_num, lanes=lanes, num_examples=5, metrics={"loss": 1.0}
             )
         )
     else:
@@ -384,16 +374,3 @@ def frames_until_refused(stream: ssl.SSLSocket) -> Counter[int]:
             counts[content[3]] += 1
             content = content[9 + size :]
     return counts
-
-
-@contextmanager
-def site_in(folder: Path, registry: Registry | None = None) -> Iterator[Site]:
-    """Open a door in ``folder``, and close all that were opened."""
-    loop, clock = LoopThread("peers"), SetClock()
-    authority = Authority.open(folder / "ca", host_names=())
-    site = Site(folder, loop, registry or MemoryRegistry(clock), authority, clock)
-    site.open()
-    yield site
-    for door in site.doors:
-        door.stop(grace_s=0.0)
-    loop.stop()

@@ -6,7 +6,6 @@ The numbers that the documentation names are measured here.
 import asyncio
 import resource
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
@@ -19,9 +18,10 @@ import pytest
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
 from fedlearn.door.loop import LoopThread
+from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
-from fedlearn.transport.identity import SERVER_NAME, Identity, Invitation
 from tests.e2e.deployed import Site, site_in
+from tests.processes import Launcher, Process, until
 from tests.security.peers.harness import (
     HELLO,
     Peer,
@@ -38,7 +38,7 @@ LONG_S = 60.0
 #: Of all the connections, beyond what the coordinator takes anyway.
 MAX_GROWTH_BYTES = 600 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Deployment:
     """A coordinator's process, and where it was started."""
 
     site: Site
-    process: "subprocess.Popen[str]"
+    process: Process
     http: str
 
     def invite(self, name: str) -> Invitation:
@@ -55,10 +55,10 @@ class Deployment:
 
     def until(self, holds: Callable[[], bool]) -> None:
         def holds_or_ended() -> bool:
-            assert self.process.poll() is None, self.log()[-3000:]
+            assert self.process.is_running, self.process.tail()
             return holds()
 
-        self.site.until(holds_or_ended)
+        until(holds_or_ended, told=self.process.tail)
 
     def seconds_of_rounds(self, num: int) -> float:
         """Return the seconds until so many more rounds are finished."""
@@ -73,7 +73,7 @@ class Deployment:
         return metrics["fedlearn_connections_total"] - metrics["fedlearn_authenticated_total"]
 
     def log(self) -> str:
-        return self.site.log("coordinator")
+        return self.process.err()
 
     def peak_bytes(self) -> int:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -88,10 +88,10 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
+def deployment(launcher: Launcher, tmp_path: Path) -> Iterator[Deployment]:
     overrides = ("num_rounds=100000", f"cohort.num_wanted={NUM_CLIENTS}")
-    with site_in(tmp_path, *overrides, "stragglers.over_selection=1.0") as site:
-        yield Deployment(site, site.coordinator(), site.config().coordinator.http_address)
+    with site_in(launcher, tmp_path, *overrides, "stragglers.over_selection=1.0") as site:
+        yield Deployment(site, site.serving(), site.config.coordinator.http_address)
 
 
 @pytest.fixture
@@ -119,7 +119,6 @@ async def take_part(invitation: Invitation, joined: asyncio.Event) -> None:
         ca_pem=invitation.ca_pem,
         certificate_pem=certificate,
         tls_key_pem=identity.tls_key_pem,
-        server_name=SERVER_NAME,
     )
     peer = Peer(invitation.name, identity, client_id, credentials)
     while True:

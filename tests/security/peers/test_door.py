@@ -21,12 +21,16 @@ from fedlearn.core.messages import ClientId, Reply, TrainRequest
 from fedlearn.door.authority import Authority
 from fedlearn.door.exchange import Judgement, Standing
 from fedlearn.door.server import Door
-from fedlearn.door.tasks import Desk, LiveExchange
+from fedlearn.door.spool import Closed, Draft, GroupWriter, ReplyLog, WriteResult
+from fedlearn.door.tasks import Exchanges, LiveQuestion
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
-from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.identity.identity import SERVER_NAME, Identity
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.base import ask_once
+from fedlearn.transport.content import enrolment_bytes
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import SERVER_NAME, Identity, enrolment_bytes
 from tests.security.peers.harness import (
     HELLO,
     IMPATIENT,
@@ -38,7 +42,6 @@ from tests.security.peers.harness import (
     envelope,
     reply,
     request_of,
-    site_in,
 )
 
 
@@ -53,7 +56,7 @@ class Round:
 
         def run() -> None:
             arrivals, num = (
-                channel.exchange(dict.fromkeys(cohort, request or request_of(0)), deadline_s=60.0),
+                ask_once(channel, dict.fromkeys(cohort, request or request_of(0)), deadline_s=60.0),
                 0,
             )
             for num, arrival in enumerate(arrivals, start=1):
@@ -110,7 +113,7 @@ def test_a_peer_without_a_certificate_or_with_another_authoritys_is_refused(
     site: Site, tmp_path: Path
 ) -> None:
     identity = Identity.create()
-    other = Authority.open(tmp_path / "other", host_names=())
+    other = Authority(tmp_path / "other", host_names=())
     forged = other.sign(identity.csr_pem("clinic-a"), name="clinic-a", client_id=0, valid_days=1)
     for certificate in (b"", forged):
         peer = site.peer("clinic-a", identity, certificate, client_id=0)
@@ -132,7 +135,7 @@ def test_a_certificate_that_the_registry_does_not_know_is_refused(site: Site) ->
 
 def test_refusals_are_in_the_log_as_a_number(tmp_path: Path) -> None:
     """A client that was revoked may call as fast as it likes: one line now and then."""
-    with structlog.testing.capture_logs() as logs, site_in(tmp_path) as site:
+    with structlog.testing.capture_logs() as logs, Site(tmp_path) as site:
         peer = site.enrolled("clinic-a")
         site.registry.revoke("clinic-a")
         site.wait_until(lambda: refuses(site, peer))
@@ -155,7 +158,7 @@ def refuses(site: Site, peer: Peer) -> bool:
     return site.raw("Session", peer, half_close=True)[1] == grpc.StatusCode.UNAUTHENTICATED
 
 
-class AwayRegistry(MemoryRegistry):
+class AwayRegistry(FreshRegistry):
     """A registry whose database may be away."""
 
     is_away = False
@@ -169,7 +172,7 @@ class AwayRegistry(MemoryRegistry):
 def test_a_client_is_no_stranger_because_the_registry_cannot_be_read(tmp_path: Path) -> None:
     """It is told to come back: what sounds final would make its user look for a fault."""
     registry = AwayRegistry(SystemClock())
-    with site_in(tmp_path, registry) as site:
+    with Site(tmp_path, registry=registry) as site:
         stranger = site.enrolled("clinic-a")
         peer = site.enrolled("clinic-a")  # with new keys: the certificate before is nobody's now
         registry.is_away = True
@@ -206,6 +209,22 @@ def test_revoking_ends_the_live_session_and_refuses_the_next(site: Site) -> None
         return elapsed_s
 
     assert any(seconds_until_cut(name) < 2.0 for name in ("clinic-a", "clinic-b", "clinic-c"))
+
+
+def test_a_client_that_is_revoked_between_its_call_and_its_hello_is_not_heard(site: Site) -> None:
+    """It was let in before; control: one that is not revoked meanwhile stays until it leaves."""
+    site.open(replace(SETTINGS, handshake_timeout_s=WAIT_S))
+    hello = wire_pb2.FromClient(hello=HELLO).SerializeToString()
+    peer = site.enrolled("clinic-a")
+    assert site.raw("Session", peer, hello, half_close=True)[1] == grpc.StatusCode.OK
+    num_known = site.door.counters.authenticated
+
+    def revoked() -> None:
+        site.wait_until(lambda: site.door.counters.authenticated > num_known)
+        site.registry.revoke("clinic-a")
+        site.wait_until(lambda: refuses(site, peer))
+
+    assert site.raw("Session", peer, hello, first=revoked)[1] == grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_token_works_once_and_only_for_whoever_holds_the_keys(site: Site) -> None:
@@ -440,7 +459,7 @@ def test_a_client_that_does_not_read_is_dropped_and_blocks_nobody(site: Site) ->
     while not site.door.counters.sessions_dropped:
         started_s = clock.now_s()
         requests = dict.fromkeys([ClientId(0), ClientId(1)], request)
-        for arrival in channel.exchange(requests, deadline_s=WAIT_S):
+        for arrival in ask_once(channel, requests, deadline_s=WAIT_S):
             assert arrival.client_id == honest.client_id
             break
         assert clock.now_s() - started_s < ROUND_S < SETTINGS.stall_timeout_s
@@ -505,24 +524,42 @@ def test_uploads_are_held_to_their_envelope(site: Site) -> None:
     assert site.refused("digest") == site.refused("signature") == 1
 
 
+@pytest.mark.parametrize("disk_s", [0, 0.3])
 def test_an_upload_is_late_when_the_round_closes_as_it_begins(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch, disk_s: float
 ) -> None:
+    """It hears so once that is durable, and is not sent away: it is there for the next round."""
     peer = site.enrolled("clinic-a")
-    opened, admit, live = Desk.open, Desk.admit, list[LiveExchange]()
+    put = GroupWriter.put
 
-    def kept(desk: Desk, exchange: LiveExchange) -> None:
+    def slowly(
+        writer: GroupWriter,
+        log: ReplyLog,
+        what: Draft | Closed | None,
+        done: Callable[[WriteResult], None],
+    ) -> None:
+        def told(outcome: WriteResult) -> None:
+            asyncio.get_running_loop().call_later(disk_s, done, outcome)
+
+        put(writer, log, what, done if isinstance(what, Draft) else told)
+
+    monkeypatch.setattr(GroupWriter, "put", slowly)
+    opened, admit, live = Exchanges.open, Exchanges.admit, list[LiveQuestion]()
+
+    def kept(exchanges: Exchanges, exchange: LiveQuestion) -> None:
         live.append(exchange)
-        opened(desk, exchange)
+        opened(exchanges, exchange)
 
-    def closing(desk: Desk, client: EnrolledClient, signed: wire_pb2.Envelope) -> Judgement:
-        judgement = admit(desk, client, signed)
+    def closing(
+        exchanges: Exchanges, client: EnrolledClient, signed: wire_pb2.Envelope
+    ) -> Judgement:
+        judgement = admit(exchanges, client, signed)
         if judgement is Standing.OPEN:
-            asyncio.get_running_loop().call_soon(partial(desk.close, live[0], by_itself=True))
+            asyncio.get_running_loop().call_soon(partial(exchanges.close, live[0], by_itself=True))
         return judgement
 
-    monkeypatch.setattr(Desk, "open", kept)
-    monkeypatch.setattr(Desk, "admit", closing)
+    monkeypatch.setattr(Exchanges, "open", kept)
+    monkeypatch.setattr(Exchanges, "admit", closing)
     Round(site.door, peer)
     task = site.in_session(peer, heard_task)
     data = reply()

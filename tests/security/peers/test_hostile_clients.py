@@ -12,13 +12,14 @@ import pytest
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.door import enrolment as service_enrolment
+from fedlearn.door import enrolment
 from fedlearn.errors import EnrolmentRefused
+from fedlearn.identity.identity import Identity
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.base import ask_once
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import Identity
 from tests.security.peers.harness import (
     DATA,
     END_STREAM,
@@ -39,7 +40,6 @@ from tests.security.peers.harness import (
     reply,
     request_of,
     result,
-    site_in,
     tls_context,
     told,
 )
@@ -68,7 +68,7 @@ def test_one_of_many_who_redeem_a_token_at_once_is_enrolled(tmp_path: Path) -> N
     url = sqlite_url(tmp_path / "runs.db")
     with (
         Database.open(url, runs_dir=tmp_path) as database,
-        site_in(tmp_path, StoredRegistry(database, SystemClock())) as site,
+        Site(tmp_path, registry=StoredRegistry(database, SystemClock())) as site,
         ThreadPoolExecutor(8) as threads,
     ):
         invitation = site.invitation("clinic-a")
@@ -113,7 +113,7 @@ def test_whoever_guesses_tokens_is_slowed_down(site: Site, monkeypatch: pytest.M
     At so low a rate that a slow machine guesses faster, too.
     """
     honest = site.enrolled("honest")
-    monkeypatch.setattr(service_enrolment, "_MAX_PER_S", 5.0)
+    monkeypatch.setattr(enrolment, "_MAX_PER_S", 5.0)
     site.open()
     stolen = replace(site.invitation("clinic-a"), token=b"guess")
 
@@ -158,7 +158,7 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
 
         def collect(round_num: int) -> int:
             request = request_of(round_num)
-            arrivals = channel.exchange(dict.fromkeys(cohort, request), deadline_s=WAIT_S)
+            arrivals = ask_once(channel, dict.fromkeys(cohort, request), deadline_s=WAIT_S)
             return len(list(arrivals))
 
         round_0 = thread.submit(collect, 0)
@@ -200,7 +200,7 @@ def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
     channel = site.door.channel()
     with ThreadPoolExecutor(1) as thread:
         requests = {ClientId(peer.client_id): request_of(0)}
-        collected = thread.submit(lambda: len(list(channel.exchange(requests, deadline_s=WAIT_S))))
+        collected = thread.submit(lambda: len(list(ask_once(channel, requests, deadline_s=WAIT_S))))
 
         async def replay(session: DoorSession) -> list[str]:
             task = (await told(session, "task")).task
@@ -231,7 +231,7 @@ def test_a_client_cannot_sign_for_another(site: Site) -> None:
     with ThreadPoolExecutor(1) as thread:
         requests = dict.fromkeys(cohort, request_of(0))
         collected = thread.submit(
-            lambda: [each.client_id for each in channel.exchange(requests, deadline_s=WAIT_S)]
+            lambda: [each.client_id for each in ask_once(channel, requests, deadline_s=WAIT_S)]
         )
 
         async def forge(session: DoorSession) -> tuple[int, int]:
@@ -367,7 +367,7 @@ def test_an_upload_that_ends_too_early_goes_on_later(site: Site) -> None:
     channel, data = site.door.channel(), reply(0)
     with ThreadPoolExecutor(1) as thread:
         requests = {ClientId(peer.client_id): request_of(0)}
-        collected = thread.submit(lambda: len(list(channel.exchange(requests, deadline_s=WAIT_S))))
+        collected = thread.submit(lambda: len(list(ask_once(channel, requests, deadline_s=WAIT_S))))
 
         async def heard(session: DoorSession) -> wire_pb2.TaskKey:
             return (await told(session, "task")).task.key

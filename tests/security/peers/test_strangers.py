@@ -16,8 +16,8 @@ from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConnectionRefused
+from fedlearn.identity.identity import Identity
 from fedlearn.transport.grpc_client import DoorSession
-from fedlearn.transport.identity import Identity
 from tests.security.peers.harness import (
     HANDSHAKE_S,
     IMPATIENT,
@@ -29,7 +29,6 @@ from tests.security.peers.harness import (
     client_hello,
     http2,
     is_ended,
-    site_in,
     tls_context,
 )
 
@@ -48,7 +47,7 @@ def test_an_expired_certificate_is_refused_before_anything_is_said(
 ) -> None:
     """Of our own authority, and valid once."""
     honest, identity = site.enrolled("honest"), Identity.create()
-    past = Authority.open(tmp_path / "ca", host_names=(), now=lambda: "2020-01-01T00:00:00Z")
+    past = Authority(tmp_path / "authority", host_names=(), now=lambda: "2020-01-01T00:00:00Z")
     assert past.ca_pem == site.authority.ca_pem
     csr = identity.csr_pem("clinic-a")
     for days, error in ((1, ConnectionError), (36500, ConnectionRefused)):  # the second: control
@@ -159,7 +158,7 @@ def few_files() -> Iterator[int]:
 def test_both_ports_together_take_half_of_the_files(tmp_path: Path, few_files: int) -> None:
     """The other half is the run's: its database, its spool, its checkpoints."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with site_in(tmp_path) as site, ExitStack() as stack:
+    with Site(tmp_path) as site, ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * few_files + 200, hard), hard))
         streams = []
         for address in (site.door.address, site.door.enrolment_address):
@@ -214,7 +213,7 @@ def test_garbage_is_cut_off_on_both_ports(site: Site) -> None:
 
 def test_strangers_are_in_the_log_as_a_number(tmp_path: Path) -> None:
     """One line now and then, however many come."""
-    with structlog.testing.capture_logs() as logs, site_in(tmp_path) as site, ExitStack() as stack:
+    with structlog.testing.capture_logs() as logs, Site(tmp_path) as site, ExitStack() as stack:
         connected(stack, site.door.address, 30)
         site.wait_until(lambda: site.door.counters.connections == 30)
         site.clock.jump_s = 60.0

@@ -1,6 +1,7 @@
 """The local update is torch's SGD, and its penalties are what their gradients say."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlearn.algorithms.local import LocalSgd, batch_positions, shuffled_positions
+from fedlearn.algorithms.local import (
+    LocalSgd,
+    Moment,
+    batch_positions,
+    new_memory,
+    shuffled_positions,
+)
+from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.randomness import Seed
 
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -28,20 +36,30 @@ def gradients(num_steps: int) -> list[list[Tensor]]:
     ]
 
 
+def stacked(*clients: list[Tensor]) -> list[Tensor]:
+    """Return clients' tensors with a leading client dimension."""
+    return [torch.stack(list(each)) for each in zip(*clients, strict=True)]
+
+
+def at(step: int) -> Moment:
+    return Moment(round_num=0, step=step)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 def test_the_steps_are_those_of_torch_sgd(momentum: float, weight_decay: float) -> None:
     """Same gradients, same sequence of parameters: dampening 0, decay coupled."""
     local = replace(PLAIN, momentum=momentum, weight_decay=weight_decay)
-    ours, velocity = start(), [torch.zeros_like(p) for p in start()]
+    ours = stacked(start())
+    memory = new_memory(local, ours, kept={})
     theirs = [nn.Parameter(p) for p in start()]
     optimizer = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
-    for grads in gradients(6):
+    for step, grads in enumerate(gradients(6)):
         for parameter, grad in zip(theirs, grads, strict=True):
             parameter.grad = grad.clone()
         optimizer.step()
-        local.step(ours, grads, anchor=[], velocity=velocity)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        local.step(ours, stacked(grads), memory, told={}, moment=at(step))
+        assert all(torch.equal(a[0], b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> None:
@@ -55,26 +73,28 @@ def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> No
     size = sum(p.square().sum() for p in leaves)
     distance = sum((p - a).square().sum() for p, a in zip(leaves, anchor, strict=True))
     penalised = torch.autograd.grad(plain + decay / 2 * size + proximal / 2 * distance, leaves)
-    local = replace(PLAIN, weight_decay=decay, proximal=proximal)
+    local = Proximal(inner=replace(PLAIN, weight_decay=decay), proximal=proximal)
     expected = [p - 0.1 * g for p, g in zip(params, penalised, strict=True)]
-    local.step(params, grads, anchor=anchor, velocity=[])
-    for found, wanted in zip(params, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-15)
+    found = stacked(params)
+    local.step(found, stacked(grads), {}, told={"model": stacked(anchor)}, moment=at(0))
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value[0], wanted, rtol=0.0, atol=1e-15)
 
 
 def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
-    """The rule is element-wise: [K, ...] against one anchor equals K single clients."""
-    local = replace(PLAIN, momentum=0.9, weight_decay=0.1, proximal=0.5)
-    anchor, num_clients = start(), 3
-    stack = [torch.stack([p + k for k in range(num_clients)]) for p in start()]
-    grads = [torch.stack([g + k for k in range(num_clients)]) for g in gradients(1)[0]]
-    rows = [[p[k].clone() for p in stack] for k in range(num_clients)]
-    for k, row in enumerate(rows):
-        zeros = [torch.zeros_like(p) for p in row]
-        local.step(row, [g[k].clone() for g in grads], anchor=anchor, velocity=zeros)
-    local.step(stack, grads, anchor=anchor, velocity=[torch.zeros_like(p) for p in stack])
-    for index, tensor in enumerate(stack):
-        assert torch.equal(tensor, torch.stack([row[index] for row in rows]))
+    """Clients do not see each other: [K, ...] against one global model equals K single clients."""
+    local = Proximal(inner=replace(PLAIN, momentum=0.9, weight_decay=0.1), proximal=0.5)
+    told, num_clients = {"model": stacked(start())}, 3
+    clients = [[p + k for p in start()] for k in range(num_clients)]
+    grads = [[g + k for g in gradients(1)[0]] for k in range(num_clients)]
+    together = stacked(*clients)
+    memory = new_memory(local, together, kept={})
+    local.step(together, stacked(*grads), memory, told=told, moment=at(0))
+    for k in range(num_clients):
+        alone = stacked(clients[k])
+        own = new_memory(local, alone, kept={})
+        local.step(alone, stacked(grads[k]), own, told=told, moment=at(0))
+        assert all(torch.equal(a[0], b[k]) for a, b in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 4, 7, 100])
@@ -102,40 +122,6 @@ def test_orders_differ_by_seed_round_client_and_epoch() -> None:
         assert not np.array_equal(first, other), name
 
 
-def test_settings_travel_and_come_back() -> None:
-    """``from_settings`` is the inverse of ``settings``, whole numbers for reals included."""
-    local = replace(PLAIN, momentum=0.5, keep_momentum=True, batch_size=None)
-    assert LocalSgd.from_settings(local.settings()) == local
-    assert LocalSgd.from_settings({**local.settings(), "learning_rate": 1}).learning_rate == 1.0
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"epochs": 1.5},
-        {"epochs": True},
-        {"batch_size": "4"},
-        {"learning_rate": None},
-        {"shuffle": 1},
-        {"more": 1},
-    ],
-)
-def test_settings_of_other_types_or_names_are_refused(
-    changes: dict[str, int | float | str | bool | None],
-) -> None:
-    """A request from another version is an error, not a different training."""
-    with pytest.raises(ValueError, match="local setting"):
-        LocalSgd.from_settings({**PLAIN.settings(), **changes})
-
-
-def test_missing_settings_are_refused() -> None:
-    """Nothing is filled in."""
-    settings = dict(PLAIN.settings())
-    del settings["proximal"]
-    with pytest.raises(ValueError, match="proximal"):
-        LocalSgd.from_settings(settings)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -146,11 +132,16 @@ def test_missing_settings_are_refused() -> None:
         {"momentum": 1.0},
         {"momentum": -0.1},
         {"weight_decay": -1.0},
-        {"proximal": float("inf")},
         {"keep_momentum": True},
     ],
 )
-def test_values_without_meaning_are_refused(changes: dict[str, float]) -> None:
+def test_values_without_meaning_are_refused(changes: dict[str, Any]) -> None:
     """The message names the field."""
     with pytest.raises(ValueError, match=next(iter(changes))):
-        LocalSgd.from_settings({**PLAIN.settings(), **changes})
+        replace(PLAIN, **changes)
+
+
+def test_a_proximal_term_without_meaning_is_refused() -> None:
+    """Nothing pulls infinitely."""
+    with pytest.raises(ValueError, match="proximal"):
+        Proximal(inner=PLAIN, proximal=float("inf"))

@@ -1,5 +1,7 @@
 """Losses and metrics per example."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from fedlearn.algorithms.objectives import (
     CustomLoss,
     MeanSquaredError,
     Objective,
+    mean_loss,
+    require_fitting,
 )
 
 
@@ -70,6 +74,73 @@ def test_a_custom_loss_must_return_one_value_per_example() -> None:
     assert CustomLoss(per_example).losses(outputs, labels).shape == (6,)
     with pytest.raises(ValueError, match="reduction='none'"):
         CustomLoss(lambda x, y: per_example(x, y).mean()).losses(outputs, labels)
+
+
+def test_a_coupled_loss_must_return_one_value_per_batch() -> None:
+    """Declared as coupled, a vector is refused: its mean over a batch would mean nothing."""
+    outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    coupled = CustomLoss(F.cross_entropy, per_example=False)
+    assert coupled.losses(outputs, labels).shape == ()
+    assert mean_loss(coupled, outputs, labels) == F.cross_entropy(outputs, labels)
+    vector = CustomLoss(lambda x, _: x.square().mean(1), per_example=False)
+    with pytest.raises(ValueError, match="declared as one number of the whole batch"):
+        vector.losses(outputs, labels)
+
+
+def test_a_loss_by_example_that_looks_at_the_others_is_found_out() -> None:
+    """It returns one number an example, and each changes with the rest of the batch."""
+    outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+
+    def centred(x: Tensor, _: Tensor) -> Tensor:
+        return (x - x.mean(0)).square().mean(1)
+
+    with pytest.raises(ValueError, match="depends on the others in its batch"):
+        require_fitting(CustomLoss(centred), outputs, labels)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: F.cross_entropy(x, y, reduction="none"),
+        lambda x, _: (x + torch.rand_like(x)).sum(1),
+        lambda x, _: x.sum(1) * torch.nan,
+    ],
+    ids=["per example", "random", "diverged"],
+)
+def test_a_loss_by_example_is_not_suspected(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The control: one that is, draws random numbers, or has diverged."""
+    outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    require_fitting(CustomLoss(function), outputs, labels)
+
+
+def test_a_loss_that_writes_to_its_outputs_is_tried_out_on_copies() -> None:
+    """What it does to them is done once, in the step."""
+    outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    before = outputs.clone()
+    require_fitting(CustomLoss(lambda x, _: x.sigmoid_().sum(1)), outputs, labels)
+    assert torch.equal(outputs, before)
+
+
+@pytest.mark.parametrize(
+    ("objective", "outputs", "labels", "complaint"),
+    [
+        # One label column broadcasts against all outputs: an accuracy over n x n pairs.
+        (CrossEntropy(), logits(4, 2), torch.ones(4, 1).long(), r"shape \(4, 1\)"),
+        (CrossEntropy(), logits(4, 2), torch.eye(2).repeat(2, 1), "not outputs of shape"),
+        (CrossEntropy(), logits(4, 1), torch.rand(4), "to regress on numbers give an objective"),
+        (BinaryCrossEntropy(), logits(4, 1), torch.tensor([1, 2, 1, 2]), "labels 0 and 1, not 2"),
+        (BinaryCrossEntropy(), logits(4), torch.tensor([-1, 1, 1, 1]), "labels 0 and 1, not -1"),
+        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4), "one output and one label an example"),
+        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4, 2), "take the difference"),
+    ],
+)
+def test_labels_that_an_objective_would_misread_are_refused(
+    objective: Objective, outputs: Tensor, labels: Tensor, complaint: str
+) -> None:
+    """On the first batch, and wherever the model is measured."""
+    for check in (require_fitting, lambda loss, *batch: loss.metrics(*batch)):
+        with pytest.raises(ValueError, match=complaint):
+            check(objective, outputs, labels)
 
 
 @pytest.mark.parametrize("objective", [MeanSquaredError(), CustomLoss(lambda x, _: x)])

@@ -24,8 +24,10 @@ from fedlearn.algorithms.recipes import (
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import SecondMoment, ServerAdaptive
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.simulation.behaviour import Instant
 from fedlearn.simulation.cluster import Alone
@@ -87,26 +89,29 @@ def after_rounds(
         max_retries=0,
     )
     model = ResidentModel(make_model, CrossEntropy(), device=CPU, precision=Precision.FLOAT32)
-    plan = RoundPlan(
-        sampler=UniformSampler(),
+    collector = Engine(
+        population=population,
+        behaviour=Instant(),
+        executor=SequentialExecutor(model),
         policy=policy,
-        collector=Engine(
-            population=population,
-            behaviour=Instant(),
-            executor=SequentialExecutor(model),
-            aggregator=algorithm.aggregator,
+        cluster=Alone(),
+        block_size=4,
+    )
+    plan = RoundPlan(
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
             policy=policy,
-            cluster=Alone(),
-            block_size=4,
+            seed=Seed(3),
         ),
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        policy=policy,
+        collector=collector,
+        strategy=algorithm,
         seed=Seed(3),
     )
     state = plan.init(initial(make_model))
     for _ in range(num_rounds):
-        state, _ = run_round(state, plan, attempt=0)
+        state = run_round(state, plan, attempt=0).state
     return state.params
 
 
@@ -149,7 +154,7 @@ def test_fedavgm_without_momentum_at_rate_one_is_fedavg_bit_for_bit() -> None:
 def test_fedsgd_is_one_gradient_step_on_the_pooled_data() -> None:
     """McMahan et al. 2017, section 2: E = 1 and B = infinity give w - eta * grad f(w)."""
     population, start = population_of(11, 2, 5, 1), initial(make_mlp)
-    gradient = loss_gradient(start, population.features, population.labels)
+    gradient = loss_gradient(start, only(population.features), population.labels)
     pooled = start.vector - 0.3 * gradient
     found = after_rounds(FedSGD(learning_rate=0.3), population, num_rounds=1)
     torch.testing.assert_close(found.vector, pooled, rtol=0.0, atol=1e-15)
@@ -176,7 +181,7 @@ def trained_alone(population: ArrayPopulation, rows: slice) -> Tensor:
     model = make_mlp()
     initial(make_mlp).load_into(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LOCAL.learning_rate)
-    features, labels = population.features[rows], population.labels[rows]
+    features, labels = only(population.features)[rows], population.labels[rows]
     for _ in range(LOCAL.epochs):
         for x, y in zip(features.split(4), labels.split(4), strict=True):
             optimizer.zero_grad()

@@ -143,5 +143,5 @@ def test_an_adaptive_optimizer_refuses_values_without_meaning(
 @pytest.mark.parametrize(("rate", "momentum"), [(0.0, 0.0), (-1.0, 0.0), (1.0, 1.0), (1.0, -0.1)])
 def test_server_sgd_refuses_values_without_meaning(rate: float, momentum: float) -> None:
     """A rate is positive, a momentum in [0, 1)."""
-    with pytest.raises(ValueError, match=r"it is positive|it lies in"):
+    with pytest.raises(ValueError, match=r"give a finite number"):
         ServerSgd(learning_rate=rate, momentum=momentum)

@@ -13,7 +13,7 @@ def test_waits_double_up_to_five_minutes() -> None:
 
 def test_waits_differ_between_clients() -> None:
     """All values below the bound are as likely."""
-    waits = [Backoff(first_s=8.0).next_s() for _ in range(400)]
-    assert min(waits) < 0.5
-    assert max(waits) > 7.5
-    assert 3.2 < sum(waits) / len(waits) < 4.8
+    waits = [Backoff().next_s() for _ in range(400)]
+    assert min(waits) < 1 / 16
+    assert max(waits) > 15 / 16
+    assert 0.4 < sum(waits) / len(waits) < 0.6

@@ -169,3 +169,17 @@ def test_probes_are_asked_and_may_not_know() -> None:
     """Those that there are."""
     probes = Probes(idle=lambda: True, unmetered=lambda: None)
     assert probes.facts() == Facts(idle=True)
+
+
+def test_what_the_application_tells_holds_while_a_probe_takes_its_time(tmp_path: Path) -> None:
+    """Conditions do not flap because it is slow; one that hangs says nothing any more."""
+    clock, nowhere = VirtualClock(), tmp_path / "nothing"
+    device = Device(clock, power_supplies=nowhere, processor_times=nowhere)
+    device.tell(Facts(on_power=True))
+    clock.sleep(9.0)
+    assert device.facts().on_power is True
+    device.tell(Facts(on_power=False, idle=True))
+    clock.sleep(9.0)
+    assert (device.facts().on_power, device.facts().idle) == (False, True)
+    clock.sleep(2.0)
+    assert (device.facts().on_power, device.facts().idle) == (None, None)

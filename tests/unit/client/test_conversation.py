@@ -8,6 +8,7 @@ import pytest
 from fedlearn.client.conversation import (
     Action,
     Answered,
+    Begin,
     CallOff,
     Connected,
     Conversation,
@@ -18,17 +19,18 @@ from fedlearn.client.conversation import (
     Ended,
     Erase,
     Event,
-    Keep,
-    Kept,
+    Held,
+    Hold,
     Offered,
     Settled,
-    Start,
     Stopped,
     Surveyed,
     Withdrawn,
     step,
 )
-from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
+from fedlearn.client.tasks import HeldReply, OpenTask
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import TaskKey
 
 HERE = Path("reply")
 
@@ -38,16 +40,8 @@ def key(round_num: int = 0, run_id: str = "run") -> TaskKey:
 
 
 def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
-    return OpenTask(
-        key=key(round_num),
-        digest=b"",
-        num_bytes=0,
-        data=b"",
-        expires_unix_s=expires_unix_s,
-        max_reply_bytes=0,
-        max_inline_bytes=0,
-        personal=b"",
-    )
+    message = wire_pb2.Task(key=key(round_num).message())
+    return OpenTask(key=key(round_num), message=message, expires_unix_s=expires_unix_s)
 
 
 def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf) -> HeldReply:
@@ -79,9 +73,9 @@ BROKEN = Surveyed(("on_power",), 0.0)
 METERED = Surveyed(("unmetered (unknown)",), 0.0)
 HELLO = Connected("run")
 WORKING: tuple[Event, ...] = (HELLO, Offered(task()))
-FINISHED: tuple[Event, ...] = (*WORKING, answered(), Kept(held()))
-STARTED: list[Action] = [Start(task())]
-SENT: list[Action] = [*STARTED, Keep(answered()), Deliver(held())]
+FINISHED: tuple[Event, ...] = (*WORKING, answered(), Held(held()))
+STARTED: list[Action] = [Begin(task())]
+SENT: list[Action] = [*STARTED, Hold(answered()), Deliver(held())]
 
 TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task is worked on and its reply delivered": (FINISHED, SENT),
@@ -96,30 +90,30 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Deliver(held(), is_asked_again=True)],
     ),
     "a task that is offered again while its last batch runs is answered once": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), answered(), Kept(held())),
+        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), answered(), Held(held())),
         [
             *STARTED,
             CallOff(key(), "conditions"),
             Disconnect(),
-            Keep(answered()),
+            Hold(answered()),
             Deliver(held()),
         ],
     ),
     "a task that is offered again while its last batch runs goes on if that was the end": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended(key())),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Start(task())],
+        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended()),
+        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a reply waits for the next session": (
-        (*WORKING, Disconnected(), answered(), Kept(held()), HELLO),
+        (*WORKING, Disconnected(), answered(), Held(held()), HELLO),
         SENT,
     ),
     "a withdrawn task is called off and erased": (
-        (*WORKING, Withdrawn(key(), "closed"), Ended(key())),
-        [*STARTED, CallOff(key(), "closed"), Erase(key())],
+        (*WORKING, Withdrawn(key(), "closed"), Ended()),
+        [*STARTED, CallOff(key(), "closed"), Erase()],
     ),
     "a task that was finished before it heard is dropped": (
         (*WORKING, Withdrawn(key(), "closed"), answered()),
-        [*STARTED, CallOff(key(), "closed"), Erase(key())],
+        [*STARTED, CallOff(key(), "closed"), Erase()],
     ),
     "a reply whose task is withdrawn is dropped": (
         (*FINISHED, Withdrawn(key(), "closed")),
@@ -130,33 +124,33 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         STARTED,
     ),
     "another task waits until the batch is over": (
-        (*WORKING, Offered(task(1)), Ended(key())),
+        (*WORKING, Offered(task(1)), Ended()),
         [
             *STARTED,
             CallOff(key(), "the coordinator has moved on"),
-            Erase(key()),
-            Start(task(1)),
+            Erase(),
+            Begin(task(1)),
         ],
     ),
     "a task that waited may be withdrawn before it begins": (
-        (*WORKING, Offered(task(1)), Withdrawn(key(1), "closed"), Ended(key())),
-        [*STARTED, CallOff(key(), "the coordinator has moved on"), Erase(key())],
+        (*WORKING, Offered(task(1)), Withdrawn(key(1), "closed"), Ended()),
+        [*STARTED, CallOff(key(), "the coordinator has moved on"), Erase()],
     ),
     "a broken condition calls the task off, keeps its checkpoint and leaves": (
-        (*WORKING, BROKEN, Ended(key())),
+        (*WORKING, BROKEN, Ended()),
         [*STARTED, CallOff(key(), "conditions"), Disconnect()],
     ),
     "a task that was finished when the condition broke is kept": (
         (*WORKING, BROKEN, Disconnected(), answered()),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Keep(answered())],
+        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Hold(answered())],
     ),
     "the task goes on when the condition holds again and it is still open": (
-        (*WORKING, BROKEN, Disconnected(), Ended(key()), FINE, HELLO, Offered(task())),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Start(task())],
+        (*WORKING, BROKEN, Disconnected(), Ended(), FINE, HELLO, Offered(task())),
+        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that is offered again before the batch is over begins after it": (
-        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended(key())),
-        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Start(task())],
+        (*WORKING, BROKEN, Disconnected(), FINE, HELLO, Offered(task()), Ended()),
+        [*STARTED, CallOff(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that comes while a condition is broken is left": (
         (HELLO, BROKEN, Offered(task())),
@@ -168,20 +162,20 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Disconnect()],
     ),
     "work whose download broke leaves and is offered again": (
-        (*WORKING, Ended(key())),
+        (*WORKING, Ended()),
         [*STARTED, Disconnect()],
     ),
     "work whose download broke with the session is offered again by the next": (
-        (*WORKING, Disconnected(), Ended(key()), HELLO, Offered(task())),
-        [*STARTED, Start(task())],
+        (*WORKING, Disconnected(), Ended(), HELLO, Offered(task())),
+        [*STARTED, Begin(task())],
     ),
     "stopping calls the task off and keeps it": (
-        (*WORKING, Stopped(), Ended(key())),
+        (*WORKING, Stopped(), Ended()),
         [*STARTED, CallOff(key(), "stopped")],
     ),
     "stopping keeps a reply that was just finished": (
         (*WORKING, Stopped(), answered()),
-        [*STARTED, CallOff(key(), "stopped"), Keep(answered())],
+        [*STARTED, CallOff(key(), "stopped"), Hold(answered())],
     ),
     "nothing begins while stopping": ((HELLO, Stopped(), Offered(task())), []),
     "it is called off once": (
@@ -193,19 +187,19 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Drop(held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
-        (*WORKING, Disconnected(), Connected("another"), Ended(key())),
-        [*STARTED, CallOff(key(), "its run is over"), Erase(key())],
+        (*WORKING, Disconnected(), Connected("another"), Ended()),
+        [*STARTED, CallOff(key(), "its run is over"), Erase()],
     ),
     "work long past its deadline is given up": (
-        (HELLO, Offered(task(expires_unix_s=9.0)), FINE, Surveyed((), 10.0), Ended(key())),
+        (HELLO, Offered(task(expires_unix_s=9.0)), FINE, Surveyed((), 10.0), Ended()),
         [
-            Start(task(expires_unix_s=9.0)),
+            Begin(task(expires_unix_s=9.0)),
             CallOff(key(), "its deadline is long past"),
-            Erase(key()),
+            Erase(),
         ],
     ),
     "a reply long past its deadline is dropped": (
-        (Kept(held(expires_unix_s=9.0)), FINE, Surveyed((), 10.0)),
+        (Held(held(expires_unix_s=9.0)), FINE, Surveyed((), 10.0)),
         [Drop(held(expires_unix_s=9.0), "its deadline is long past")],
     ),
 }
@@ -233,5 +227,5 @@ def test_a_process_ends_when_its_work_has() -> None:
     assert play(Stopped())[0].is_done
     busy, _ = play(*WORKING, Stopped())
     assert not busy.is_done
-    assert play(Ended(key()), here=busy)[0].is_done
-    assert not play(*WORKING, Ended(key()))[0].is_done
+    assert play(Ended(), here=busy)[0].is_done
+    assert not play(*WORKING, Ended())[0].is_done

@@ -20,7 +20,7 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.terms import Contribution, Terms
-from fedlearn.session.secure import Kept
+from fedlearn.session.secure import KeptState
 from fedlearn.simulation.secure import SimulatedIdentities
 
 CLIENTS = [ClientId(i) for i in range(4)]
@@ -71,9 +71,9 @@ def shared(*, attempt: int = 0) -> tuple[dict[ClientId, ClientState], Mapping[Cl
 
     def ask(client_id: ClientId, message: messages.Message) -> messages.Message:
         reply, states[client_id] = IDENTITIES.client(client_id).handle(
-            messages.encode(message), states[client_id], contribute=untrained
+            message, states[client_id], contribute=untrained
         )
-        return messages.decode(reply)
+        return reply
 
     for client_id in CLIENTS:
         advert = ask(client_id, signed)
@@ -92,7 +92,7 @@ def client() -> SecureClient:
 
 
 def kept(state: ClientState) -> bytes:
-    return Kept(trainer={}, session=state).to_bytes()
+    return KeptState(trainer={}, session=state).to_bytes()
 
 
 def step_of(state: ClientState) -> Shared:
@@ -120,11 +120,10 @@ def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MasksAhead) -> No
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
     assert CLIENTS[3] not in message.packets
-    data = messages.encode(message)
-    plain, _ = client().handle(data, state, contribute=zero)
+    plain, _ = client().handle(message, state, contribute=zero)
     ahead.follow(client(), kept(state))
     restored = ClientState.from_bytes(state.to_bytes())  # as the next message finds it
-    used, _ = client().handle(data, restored, contribute=zero, expanded=ahead.take)
+    used, _ = client().handle(message, restored, contribute=zero, expanded=ahead.take)
     assert used == plain
     assert Counting.num_expansions == 1
     assert ahead.take(step_of(state)) is None
@@ -135,13 +134,12 @@ def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MasksAhe
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
-    data = messages.encode(message)
     ahead.follow(client(), kept(state))
     restarted = MasksAhead()
     assert restarted.take(step_of(state)) is None
-    plain, _ = client().handle(data, state, contribute=zero, expanded=restarted.take)
+    plain, _ = client().handle(message, state, contribute=zero, expanded=restarted.take)
     restarted.close()
-    used, _ = client().handle(data, state, contribute=zero, expanded=ahead.take)
+    used, _ = client().handle(message, state, contribute=zero, expanded=ahead.take)
     assert used == plain
     assert Counting.num_expansions == 1
 

@@ -16,23 +16,18 @@ import pytest
 
 from fedlearn.client import home as home_module
 from fedlearn.client.home import Home
-from fedlearn.client.tasks import HeldReply, OpenTask, TaskKey
+from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
-from fedlearn.transport.identity import Invitation
+from fedlearn.identity.identity import Invitation
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import TaskKey
 
 
 def task(round_num: int = 0, *, digest: bytes = b"\1" * 32) -> OpenTask:
-    return OpenTask(
-        key=TaskKey(run_id="run", kind="TrainRequest", round_num=round_num, attempt=0, exchange=0),
-        digest=digest,
-        num_bytes=7,
-        data=b"",
-        expires_unix_s=math.inf,
-        max_reply_bytes=0,
-        max_inline_bytes=0,
-        personal=b"",
-    )
+    key = TaskKey(run_id="run", kind="TrainRequest", round_num=round_num, attempt=0, exchange=0)
+    message = wire_pb2.Task(key=key.message(), digest=digest, num_bytes=7)
+    return OpenTask(key=key, message=message, expires_unix_s=math.inf)
 
 
 def invitation(token: bytes) -> Invitation:
@@ -336,8 +331,8 @@ def test_a_full_disk_is_an_error_with_a_remedy(home: Home) -> None:
 def test_erasing_keeps_identity_and_consent(home: Home) -> None:
     """Forgetting keeps nothing."""
     home.set_consent(granted=False)
-    home.coming_identity()
-    home.enrol(invitation(b"t"), certificate_pem=b"certificate", client_id=ClientId(3))
+    home.keys.coming_identity()
+    home.keys.enrol(invitation(b"t"), certificate_pem=b"certificate", client_id=ClientId(3))
     home.open_task(task(1))
     home.hold(task(), reply=b"reply", state=b"state")
     home.erase()
@@ -350,7 +345,7 @@ def test_erasing_keeps_identity_and_consent(home: Home) -> None:
 def test_what_others_keep_in_the_folder_is_not_forgotten(home: Home) -> None:
     """An application may have named its own folder."""
     home.set_consent(granted=True)
-    home.coming_identity()
+    home.keys.coming_identity()
     (home.folder / "letters").mkdir()
     (home.folder / "letters" / "first.txt").write_text("precious")
     home.forget()
@@ -421,11 +416,11 @@ def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home)
 
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
     """The token works once: it is of no use here, and of use to a thief until it is redeemed."""
-    identity = home.coming_identity()
-    assert home.enrolment() is None
-    assert home.coming_identity().public_key == identity.public_key, "tried again with these"
-    home.enrol(invitation(b"token"), certificate_pem=b"certificate", client_id=ClientId(3))
-    found = Home(home.folder).enrolment()
+    identity = home.keys.coming_identity()
+    assert home.keys.enrolment() is None
+    assert home.keys.coming_identity().public_key == identity.public_key, "tried again with these"
+    home.keys.enrol(invitation(b"token"), certificate_pem=b"certificate", client_id=ClientId(3))
+    found = Home(home.folder).keys.enrolment()
     assert found is not None
     assert (found.client_id, found.certificate_pem) == (3, b"certificate")
     assert found.identity.public_key == identity.public_key
@@ -434,10 +429,10 @@ def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
 
 def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     """A crash between the two renames leaves the new ones."""
-    home.coming_identity()
-    first = home.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
-    home.coming_identity()
-    second = home.enrol(invitation(b"2"), certificate_pem=b"second", client_id=ClientId(3))
+    home.keys.coming_identity()
+    first = home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
+    home.keys.coming_identity()
+    second = home.keys.enrol(invitation(b"2"), certificate_pem=b"second", client_id=ClientId(3))
     assert second.identity.public_key != first.identity.public_key
     assert [second.is_with(invitation(token)) for token in (b"1", b"2", b"3", b"")] == [
         True,
@@ -447,20 +442,20 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     ]
     (home.folder / "identity").rename(home.folder / "identity.new")
     shutil.copytree(home.folder / "identity.new", home.folder / "identity.old")
-    found = home.enrolment()
+    found = home.keys.enrolment()
     assert found is not None
     assert found.certificate_pem == b"second"
     home.recover()
     assert sorted(path.name for path in home.folder.glob("identity*")) == ["identity"]
-    again = home.enrolment()
+    again = home.keys.enrolment()
     assert again is not None
     assert again.certificate_pem == b"second"
 
 
 def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
     """Nothing is guessed."""
-    home.coming_identity()
-    home.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
+    home.keys.coming_identity()
+    home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
     (home.folder / "identity" / "enrolment.json").write_text("{}")
     with pytest.raises(DeploymentError, match="join with a new invitation"):
-        home.enrolment()
+        home.keys.enrolment()

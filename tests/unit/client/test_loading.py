@@ -20,11 +20,17 @@ from neighbour import NUM
 @dataclass
 class Trainer:
     num_examples: int = NUM
+    honours = ("epochs", "batch_size", "learning_rate")
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 
 class Half:
+    honours = ()
     def train(self, tensors, *, context): ...
+
+class Silent:
+    def train(self, tensors, *, context): ...
+    def evaluate(self, tensors, *, control): ...
 
 value = 3
 """
@@ -101,6 +107,7 @@ def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
         ("{file}:Missing", "no class or function Missing"),
         ("{file}:value", "no class or function value"),
         ("{file}:Half", "without a method evaluate"),
+        ("{file}:Silent", "which settings it honours; add such as `honours = "),
         ("nowhere.py:Trainer", "no file nowhere.py"),
     ],
 )

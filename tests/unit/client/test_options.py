@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import OPTIONS, RuntimeOptions
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 
 
@@ -20,4 +20,4 @@ def test_options_reach_the_other_process_as_they_are() -> None:
         num_threads=2,
         niceness=3,
     )
-    assert RuntimeOptions.from_json(options.to_json()) == options
+    assert OPTIONS.validate_json(OPTIONS.dump_json(options)) == options

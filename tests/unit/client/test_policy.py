@@ -59,11 +59,14 @@ def test_the_days_number_of_trainings_is_kept() -> None:
 REQUIRED = SecureAggregationPolicy(required=True)
 
 
-def test_a_readable_update_is_refused_where_secure_aggregation_is_required() -> None:
-    """Evaluations carry no update."""
+@pytest.mark.parametrize("kind", ["TrainRequest", "EvaluateRequest"])
+def test_what_the_coordinator_could_read_is_refused_where_secure_aggregation_is_required(
+    kind: str,
+) -> None:
+    """Updates and evaluations, which the policy allows by itself. The control: not required."""
     policy = Policy(secure_aggregation=REQUIRED)
-    assert rule(policy, None) == "secure_aggregation.required"
-    assert rule(policy, None, kind="EvaluateRequest") is None
+    assert rule(policy, None, kind=kind) == "secure_aggregation.required"
+    assert rule(Policy(evaluate=True), None, kind=kind) is None
 
 
 def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None:
@@ -84,8 +87,9 @@ def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() 
     floor = Policy().secure_aggregation.terms()
     assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 3)
     assert floor.max_releases_per_round == 2
-    lower = SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=False).terms()
-    assert (lower.adversary, lower.allow_sparse) == (Adversary.HONEST_BUT_CURIOUS, False)
+    assert not floor.allow_sparse
+    lower = SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=True).terms()
+    assert (lower.adversary, lower.allow_sparse) == (Adversary.HONEST_BUT_CURIOUS, True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.client.conditions import Conditions, Facts
+from fedlearn.client.conditions import Conditions
 from fedlearn.client.events import EventKind
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
@@ -70,12 +70,12 @@ def test_nothing_is_imported_from_the_working_directory(
     monkeypatch.chdir(tmp_path)
     child = TrainingProcess.start(options, python=sys.executable)
     try:
-        (event,) = child.events(Facts)
+        (event,) = child.events()
         assert (event.kind, event.is_final) == (EventKind.FAILED, True)
         assert "no module no.such" in event.message
         assert child.process.wait() == 0
     finally:
-        child.close()
+        child.link.close()
     assert not (tmp_path / "imported").exists()
 
 
@@ -98,9 +98,9 @@ os._exit(5)
     program.chmod(0o700)
     child = TrainingProcess.start(options, python=str(program))
     try:
-        assert [event.kind for event in child.events(Facts)] == [EventKind.WAITING]
+        assert [event.kind for event in child.events()] == [EventKind.WAITING]
         assert child.process.wait() == 5
     finally:
-        child.close()
+        child.link.close()
         os.kill(int(worker.read_text()), signal.SIGKILL)
     assert not ended.exists()

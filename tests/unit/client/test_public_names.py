@@ -11,9 +11,8 @@ import fedlearn.client
 @pytest.mark.parametrize("name", fedlearn.client.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     """Imported when it is first used, from the module that has it."""
-    assert getattr(fedlearn.client, name).__module__.startswith(
-        ("fedlearn.client.", "fedlearn.training.")
-    )
+    home = getattr(fedlearn.client, name).__module__
+    assert home.startswith(("fedlearn.client.", "fedlearn.training."))
 
 
 def test_the_list_of_names_is_what_the_module_shows() -> None:

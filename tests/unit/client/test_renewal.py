@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.client.home import Enrolment
-from fedlearn.client.renewal import renewal_advice
+from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
+from fedlearn.identity.identity import Identity, Invitation, expires_unix_s
 from fedlearn.identity.lineage import Lineage
-from fedlearn.transport.identity import Identity, Invitation, expires_unix_s
 
 DAY_S = 86_400.0
 
@@ -37,7 +36,7 @@ def enrolment(certificate_pem: bytes, identity: Identity | None = None) -> Enrol
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Enrolment:
     """A client with a certificate of a year."""
     folder: Path = tmp_path_factory.mktemp("authority")
-    authority, identity = Authority.open(folder, host_names=()), Identity.create()
+    authority, identity = Authority(folder, host_names=()), Identity.create()
     csr_pem = identity.csr_pem("clinic-a")
     return enrolment(
         authority.sign(csr_pem, name="clinic-a", client_id=3, valid_days=365), identity
@@ -52,7 +51,7 @@ def test_the_advice_comes_a_month_before_the_end_and_stays(
 ) -> None:
     """It names the client, the time, and both commands."""
     end_unix_s = expires_unix_s(certified.certificate_pem)
-    advice = renewal_advice(certified, now_unix_s=end_unix_s - days_left * DAY_S)
+    advice = certified.renewal_advice(now_unix_s=end_unix_s - days_left * DAY_S)
     if words is None:
         assert advice is None
     else:
@@ -63,7 +62,7 @@ def test_the_advice_comes_a_month_before_the_end_and_stays(
 
 def test_a_damaged_certificate_has_the_same_remedy() -> None:
     """And a client without TLS has none to renew."""
-    advice = renewal_advice(enrolment(b"certificate"), now_unix_s=0.0)
+    advice = enrolment(b"certificate").renewal_advice(now_unix_s=0.0)
     assert advice is not None
     assert advice.startswith("the certificate of clinic-a is damaged; ask")
-    assert renewal_advice(enrolment(b""), now_unix_s=1e12) is None
+    assert enrolment(b"").renewal_advice(now_unix_s=1e12) is None

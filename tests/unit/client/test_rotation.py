@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.client.credentials import credentials_of
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.home import Enrolment, Home
-from fedlearn.client.renewal import missing_key_advice
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
+from fedlearn.client.live_session import session_at
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
-from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg.client_state import Advertised, ClientState
 from fedlearn.secagg.fixed_point import weight_lane
 from fedlearn.secagg.graph import Topology
@@ -25,11 +26,10 @@ from fedlearn.secagg.messages import Advert
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import Pins
-from fedlearn.session.secure import Kept
+from fedlearn.session.secure import KeptState
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.grpc_client import DoorConnection, enrol
-from fedlearn.transport.identity import Identity, Invitation
+from fedlearn.transport.grpc_client import enrol
 
 KEY = b"c" * 32
 TERMS = Terms(
@@ -69,8 +69,8 @@ def invitation(token: bytes, *, name: str = "laptop", ca_pem: bytes = b"authorit
 
 
 def enrolled(home: Home, given: Invitation, *, client_id: int = 3) -> Enrolment:
-    home.coming_identity()
-    return home.enrol(given, certificate_pem=b"PEM", client_id=ClientId(client_id))
+    home.keys.coming_identity()
+    return home.keys.enrol(given, certificate_pem=b"PEM", client_id=ClientId(client_id))
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def test_rotated_keys_follow_from_those_before(home: Home) -> None:
     """Number, invitation and redeemed tokens stay; the note is gone."""
     first = enrolled(home, invitation(b"1"))
     assert first.lineage == Lineage(first.identity.public_key)
-    assert home.ask_rotation().identity.public_key == first.identity.public_key
-    assert home.wants_rotation(first)
-    second = home.rotate(first, certificate_pem=b"second")
-    assert not home.wants_rotation(second)
+    assert home.keys.ask_rotation().identity.public_key == first.identity.public_key
+    assert home.keys.wants_rotation(first)
+    second = home.keys.rotate(first, certificate_pem=b"second")
+    assert not home.keys.wants_rotation(second)
     assert (second.client_id, second.certificate_pem) == (3, b"second")
     assert second.is_with(invitation(b"1"))
     assert second.lineage.key_after(0) == first.identity.public_key
@@ -99,24 +99,24 @@ def test_rotated_keys_follow_from_those_before(home: Home) -> None:
 def test_a_note_about_earlier_keys_counts_for_nothing(home: Home) -> None:
     """A crash came after they were replaced, and before the note was removed."""
     first = enrolled(home, invitation(b"1"))
-    home.ask_rotation()
+    home.keys.ask_rotation()
     note = (home.folder / "rotate").read_bytes()
-    second = home.rotate(first, certificate_pem=b"second")
+    second = home.keys.rotate(first, certificate_pem=b"second")
     (home.folder / "rotate").write_bytes(note)
-    assert not home.wants_rotation(second)
+    assert not home.keys.wants_rotation(second)
 
 
 def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None:
     """Nor does one whose chain is full."""
     with pytest.raises(DeploymentError, match="is not enrolled"):
-        home.ask_rotation()
+        home.keys.ask_rotation()
     current = enrolled(home, invitation(b"1"))
     for _ in range(MAX_SUCCESSIONS):
-        current = home.rotate(current, certificate_pem=b"PEM")
+        current = home.keys.rotate(current, certificate_pem=b"PEM")
     with pytest.raises(DeploymentError, match="replaced its keys 64 times"):
-        home.ask_rotation()
-    home.coming_identity()
-    assert home.coming_lineage(invitation(b"2")).num_rotations == 0
+        home.keys.ask_rotation()
+    home.keys.coming_identity()
+    assert home.keys.coming_lineage(invitation(b"2")).num_rotations == 0
 
 
 def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Home) -> None:
@@ -146,20 +146,20 @@ def test_elsewhere_or_as_another_a_chain_begins_anew(
 def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
     """It came with a copy of another folder."""
     enrolled(home, invitation(b"1"))
-    Identity.create().save(home.folder / "identity")
+    (home.folder / "identity" / IDENTITY_FILE).write_bytes(Identity.create().pem)
     with pytest.raises(DeploymentError, match="is damaged"):
-        home.enrolment()
+        home.keys.enrolment()
 
 
 def test_consent_that_is_revoked_leaves_pins_and_a_new_enrolment_too(home: Home) -> None:
     """Only who removes the folder believes what is seen first again."""
     pins = Pins().following({ClientId(1): bytes(32)})
-    home.pin_file(enrolled(home, invitation(b"1"))).write(pins)
+    home.keys.pin_file(enrolled(home, invitation(b"1"))).write(pins)
     home.erase()
     again = enrolled(home, invitation(b"2"))
-    assert home.pin_file(again).read() == pins
+    assert home.keys.pin_file(again).read() == pins
     home.forget()
-    assert home.pin_file(again).read() == Pins()
+    assert home.keys.pin_file(again).read() == Pins()
 
 
 # -- rosters ----------------------------------------------------------------------------------
@@ -169,48 +169,42 @@ def roster(*entries: tuple[int, bytes, int], coordinator_key: bytes = KEY) -> Id
     return IdentityRoster(
         coordinator_key=coordinator_key,
         clients={
-            ClientId(number): RosterEntry(name=f"clinic-{number}", key=key, num_rotations=place)
+            ClientId(number): KnownKey(name=f"clinic-{number}", key=key, num_rotations=place)
             for number, key, place in entries
         },
     )
+
+
+def take(home: Home, given: IdentityRoster, enrolment: Enrolment) -> None:
+    file = home.keys.pin_file(enrolment)
+    file.take(given, client_id=enrolment.client_id, lineage=enrolment.lineage)
 
 
 def test_a_roster_is_taken_over_once(home: Home) -> None:
     """The same file at the next start does not undo what followed; another one replaces all."""
     enrolment = enrolled(home, invitation(b"1"))
     given, other = roster((1, b"a" * 32, 0)), roster((1, b"b" * 32, 0))
-    home.pin_roster(given, enrolment)
-    file = home.pin_file(enrolment)
+    take(home, given, enrolment)
+    file = home.keys.pin_file(enrolment)
     assert file.read() == Pins.of(given)
     moved = file.read().without(ClientId(1))
     file.write(moved)
-    home.pin_roster(given, enrolment)
+    take(home, given, enrolment)
     assert file.read() == moved
-    home.pin_roster(other, enrolment)
+    take(home, other, enrolment)
     assert file.read() == Pins.of(other)
 
 
 def test_a_roster_must_know_this_client_by_its_own_key(home: Home) -> None:
     """Or by an earlier one; control: one from before it joined does not know it at all."""
     first = enrolled(home, invitation(b"1"))
-    second = home.rotate(first, certificate_pem=b"PEM")
-    home.pin_roster(roster((3, first.identity.public_key, 0)), second)
-    home.pin_roster(roster((1, b"a" * 32, 0)), second)
+    second = home.keys.rotate(first, certificate_pem=b"PEM")
+    take(home, roster((3, first.identity.public_key, 0)), second)
+    take(home, roster((1, b"a" * 32, 0)), second)
     with pytest.raises(DeploymentError, match="somebody else would be taken for this client"):
-        home.pin_roster(roster((3, b"x" * 32, 0)), second)
+        take(home, roster((3, b"x" * 32, 0)), second)
     with pytest.raises(DeploymentError, match="of another coordinator"):
-        home.pin_roster(roster(coordinator_key=b"d" * 32), second)
-
-
-def test_an_enrolment_without_the_coordinators_key_says_what_to_do(home: Home) -> None:
-    """Control: with it there is nothing to say."""
-    enrolment = enrolled(home, invitation(b"1"))
-    assert missing_key_advice(enrolment) is None
-    old = replace(enrolment, invitation=replace(enrolment.invitation, coordinator_key=b""))
-    advice = missing_key_advice(old)
-    assert advice is not None
-    assert "fedlearn invite laptop" in advice
-    assert "fedlearn join" in advice
+        take(home, roster(coordinator_key=b"d" * 32), second)
 
 
 # -- at the enrolment port --------------------------------------------------------------------
@@ -227,15 +221,15 @@ class Client:
 
     def __post_init__(self) -> None:
         given = Invitation.load(self.coordinator.invite("laptop"))
-        identity = self.home.coming_identity()
+        identity = self.home.keys.coming_identity()
         address = given.enrolment_addresses[0]
         certificate_pem, client_id = asyncio.run(enrol(address, given, identity))
-        self.home.enrol(given, certificate_pem=certificate_pem, client_id=ClientId(client_id))
+        self.home.keys.enrol(given, certificate_pem=certificate_pem, client_id=ClientId(client_id))
         self.rotation = KeyRotation(self.home, clock=self.clock, on_event=self.events.append)
 
     @property
     def enrolment(self) -> Enrolment:
-        found = self.home.enrolment()
+        found = self.home.keys.enrolment()
         assert found is not None
         return found
 
@@ -250,9 +244,8 @@ class Client:
 
         async def greeted() -> int:
             hello = wire_pb2.Hello(protocol=wire.PROTOCOL)
-            door = DoorConnection(self.coordinator.address, credentials_of(enrolment))
-            async with door as connection, connection.session(hello) as session:
-                return session.welcome.client_id
+            async with session_at(self.coordinator.address, enrolment, hello) as live:
+                return live.session.welcome.client_id
 
         return asyncio.run(greeted())
 
@@ -267,7 +260,7 @@ def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> N
     """It hears the new certificate and the old one no more, and gives the same number."""
     before = client.enrolment
     assert not client.is_due()
-    client.home.ask_rotation()
+    client.home.keys.ask_rotation()
     assert client.is_due()
     after = client.rotate()
     assert not client.is_due()
@@ -280,8 +273,8 @@ def test_the_coordinator_takes_keys_that_the_old_one_signed(client: Client) -> N
 
 def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
     """The coordinator has the new keys, the client does not know, and is not heard meanwhile."""
-    client.home.ask_rotation()
-    before, identity = client.enrolment, client.home.coming_identity()
+    client.home.keys.ask_rotation()
+    before, identity = client.enrolment, client.home.keys.coming_identity()
     address = before.invitation.enrolment_addresses[0]
     lineage = before.followed_by(identity).to_bytes()
     asyncio.run(enrol(address, before.invitation, identity, lineage=lineage))
@@ -294,7 +287,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(client: Client) -> None:
 
 def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
     """Who is connected tries again later, who is not at once."""
-    client.home.ask_rotation()
+    client.home.keys.ask_rotation()
     gone = replace(
         client.enrolment,
         invitation=replace(client.enrolment.invitation, enrolment_addresses=("127.0.0.1:1",)),
@@ -308,7 +301,7 @@ def test_a_coordinator_that_is_away_leaves_the_old_keys(client: Client) -> None:
 
 def test_a_revoked_client_keeps_its_keys_and_is_told(client: Client) -> None:
     """Once: what is refused is not asked for again."""
-    client.home.ask_rotation()
+    client.home.keys.ask_rotation()
     client.coordinator.revoke("laptop")
     before = client.enrolment
     assert client.rotate() is not None
@@ -326,25 +319,25 @@ def test_a_chain_from_another_key_is_refused(client: Client) -> None:
         identity=(identity := Identity.create()),
         lineage=Lineage(identity.public_key),
     )
-    client.home.ask_rotation()
+    client.home.keys.ask_rotation()
     client.rotate(stranger)
     assert "does not follow from one that is known here" in client.events[0].message
 
 
 def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
     """It is signed for with the old key; one that never ends is not waited for."""
-    client.home.ask_rotation()
+    client.home.keys.ask_rotation()
     secret = SecretBytes.generate(32)
     fresh = ClientState.fresh(bytes(16))
     begun = fresh.at(Advertised(TERMS, ADVERT, secret, secret))
     path = client.home.folder / "state" / "run"
     path.parent.mkdir()
-    path.write_bytes(Kept(trainer={}, session=begun).to_bytes())
+    path.write_bytes(KeptState(trainer={}, session=begun).to_bytes())
     assert not client.is_due(run_id="run")
     assert not client.is_due(run_id="run", is_connected=False)
     assert client.is_due(run_id="another")
-    path.write_bytes(Kept(trainer={}, session=fresh).to_bytes())
+    path.write_bytes(KeptState(trainer={}, session=fresh).to_bytes())
     assert client.is_due(run_id="run")
-    path.write_bytes(Kept(trainer={}, session=begun).to_bytes())
+    path.write_bytes(KeptState(trainer={}, session=begun).to_bytes())
     client.clock.sleep(601.0)
     assert client.is_due(run_id="run")

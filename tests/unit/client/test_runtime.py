@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.client import runtime
 from fedlearn.client.conditions import Conditions, Device, Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
+from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.client.tasks import OpenTask
@@ -32,7 +35,8 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Request,
-    SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
     TrainReply,
     TrainRequest,
 )
@@ -40,19 +44,22 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
+from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.keys import verify
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash, tensors_of
+from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash
 from fedlearn.secagg.server import open_session
-from fedlearn.session.secure import Kept
+from fedlearn.session.secure import KeptState
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
-from fedlearn.transport.identity import Identity, Invitation, signed_bytes, verify
+from fedlearn.transport.content import digest_of, signed_bytes
 
 WAIT_S = 60.0  # only a hang takes so long
+#: The settings of the requests below.
+HONOURED = ("epochs", "batch_size", "learning_rate")
 EVALUATE = EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)})
 
 
@@ -188,7 +195,7 @@ def _bytes(message: Any) -> bytes:  # Any: one of the kinds of messages
 
 
 def key(request: Request, round_num: int) -> wire_pb2.TaskKey:
-    return wire_pb2.TaskKey(run_id="run", kind=type(request).__name__, round_num=round_num)
+    return wire_pb2.TaskKey(run_id="run", kind=request.kind, round_num=round_num)
 
 
 def train_request(*, size: int = 3, epochs: int = 1) -> TrainRequest:
@@ -196,7 +203,8 @@ def train_request(*, size: int = 3, epochs: int = 1) -> TrainRequest:
         round_num=0,
         attempt=0,
         tensors={"weight": torch.zeros(size)},
-        settings={"epochs": epochs},
+        order=("weight",),
+        settings=settings_of(LocalSgd(epochs=epochs, batch_size=1, learning_rate=0.1)),
         seed=1,
     )
 
@@ -211,6 +219,7 @@ class Stepper:
     num_steps: int = 3
     is_free: threading.Event = field(default_factory=threading.Event)
     begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
+    honours: Collection[str] = HONOURED
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         first = int(context.control.saved().get("step", torch.tensor(0)))
@@ -243,6 +252,8 @@ class Stepper:
 class Quick:
     """Has no data and is done at once."""
 
+    honours = HONOURED
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         finished = context.state.get("finished", torch.tensor(0)) + 1
         return LocalResult(
@@ -263,15 +274,10 @@ class Broken(Quick):
 class Client:
     """A runtime in a thread, and what it says."""
 
-    def __init__(self, home: Home, trainer: Any, **options: Any) -> None:  # Any: as of Runtime
+    def __init__(self, home: Home, trainer: Any, **settings: Any) -> None:  # Any: as of Runtime
         self.events: queue.Queue[AgentEvent] = queue.Queue()
-        settings: dict[str, Any] = {
-            "invitation": None,
-            "conditions": Conditions(),
-            "policy": Policy(),
-            **options,
-        }
-        self.runtime = Runtime(home, trainer, on_event=self.events.put, **settings)
+        options = RuntimeOptions(home=home.folder, trainer="", **settings)
+        self.runtime = Runtime(options, trainer, on_event=self.events.put)
         self._told: Facts | None = None
         self._passed: list[AgentEvent] = []
         self._loop: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
@@ -345,8 +351,8 @@ def home(tmp_path: Path, door: ScriptedDoor) -> Home:
     """An enrolled client's folder, with consent."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
-    home.coming_identity()
-    home.enrol(invitation_to(door), certificate_pem=b"", client_id=ClientId(3))
+    home.keys.coming_identity()
+    home.keys.enrol(invitation_to(door), certificate_pem=b"", client_id=ClientId(3))
     return home
 
 
@@ -379,7 +385,7 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
         envelope = result.envelope
         assert envelope.key == key(request, 0)
         assert envelope.digest == digest_of(result.data)
-        identity = home.enrolment()
+        identity = home.keys.enrolment()
         assert identity is not None
         signed = signed_bytes(envelope.key, client_id=3, digest=envelope.digest)
         assert verify(identity.identity.public_key, envelope.signature, signed)
@@ -607,7 +613,7 @@ def advert(
     threshold: int | None = None,
     epochs: int = 3,
     attempt: int = 0,
-) -> SecureRequest:
+) -> SecureTermsRequest:
     """Return the first message of a session."""
     assumed = Assumptions(
         adversary=adversary,
@@ -629,17 +635,13 @@ def advert(
     )
     layout = Params.of(torch.nn.Linear(2, 1)).layout
     train = train_request(epochs=epochs)
-    notice = notice_of(
-        SecureRequest(
-            round_num=0, attempt=attempt, message=b"", train=train, lanes=tensors_of(layout)
-        )
-    )
+    notice = notice_of(train)
     terms = plan.terms(
         layout, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=noticed_hash(notice)
     )
     terms = replace(terms, threshold=threshold or terms.threshold)
     signed, _ = open_session(terms, signer=SIGNER, directory={})
-    return SecureRequest(
+    return SecureTermsRequest(
         round_num=0, attempt=attempt, message=messages.encode(signed), notice=notice
     )
 
@@ -664,6 +666,14 @@ RULES = [
         secure(required=False),
     ),
     Rule(
+        "secure_aggregation.required",
+        "an evaluation that the coordinator could read",
+        "secure aggregation alone",
+        secure(required=True),
+        EVALUATION,
+        secure(required=False),
+    ),
+    Rule(
         "max_epochs",
         "epochs = 3",
         "at most 2",
@@ -683,8 +693,8 @@ RULES = [
     Rule(
         "allow_sparse",
         "a sparse graph",
-        "complete",
-        secure(adversary=CURIOUS, allow_sparse=False),
+        "a complete one, as a sparse one does not hold against a coordinator that lies",
+        secure(adversary=CURIOUS),
         SPARSE,
         secure(adversary=CURIOUS, allow_sparse=True),
     ),
@@ -744,9 +754,9 @@ def secure_home(tmp_path: Path, door: ScriptedDoor) -> Home:
     """As ``home``, with the coordinator's key."""
     home = Home(tmp_path / "client")
     home.set_consent(granted=True)
-    home.coming_identity()
+    home.keys.coming_identity()
     invitation = replace(invitation_to(door), coordinator_key=COORDINATOR_KEY)
-    home.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
+    home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
     return home
 
 
@@ -807,7 +817,9 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
     """The client remembers the first over its restarts."""
     once = ClientState(run_id=bytes(16), last_release=(0, 0), num_releases=1, step=None)
     (secure_home.folder / "state").mkdir()
-    (secure_home.folder / "state" / "run").write_bytes(Kept(trainer={}, session=once).to_bytes())
+    (secure_home.folder / "state" / "run").write_bytes(
+        KeptState(trainer={}, session=once).to_bytes()
+    )
     policy = secure(adversary=CURIOUS, max_releases_per_round=limit)
     with (
         structlog.testing.capture_logs() as logs,
@@ -856,14 +868,22 @@ def test_without_the_coordinators_key_the_remedy_is_said_to_both(
     """To the user and to the operator; control: in the clear such a client trains."""
     with client(home, Quick()) as running:
         running.wait_for(EventKind.CONNECTED)
-        door.offer(SecureRequest(round_num=0, attempt=0, message=b"terms"))
+        door.offer(SecureStageRequest(round_num=0, attempt=0, message=b"terms"))
         failure = decode(door.hear("result").data)
         assert isinstance(failure, Failure)
         assert "was enrolled without the coordinator's key" in failure.reason
-        assert "fedlearn invite laptop" in failure.reason
-        assert running.wait_for(EventKind.FAILED).message == failure.reason
+        assert "invite it anew" in failure.reason
+        assert failure.reason in running.wait_for(EventKind.FAILED).message
         door.offer(train_request(), round_num=1)
         assert isinstance(decode(door.hear("result").data), TrainReply)
+
+
+def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, door: ScriptedDoor) -> None:
+    """It would name a file of this device; control: any other test."""
+    door.run_id = "../identity"
+    with client(home, Quick()) as running:
+        assert "'../identity'" in running.wait_for(EventKind.REFUSED).message
+        assert not [each for each in running.others() if each.kind is EventKind.CONNECTED]
 
 
 def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:
@@ -997,6 +1017,24 @@ def test_a_run_id_that_is_a_path_ends_the_session(home: Home, door: ScriptedDoor
         assert "run id" in running.wait_for(EventKind.REFUSED).message
 
 
+def test_a_reply_that_cannot_be_read_is_dropped_and_its_task_answered_anew(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Else the coordinator would wait for what this client says it has."""
+    request = train_request()
+    task = wire_pb2.Task(key=key(request, 0), max_inline_bytes=wire.MAX_INLINE_BYTES)
+    held = home.hold(OpenTask.of(task, now_unix_s=0.0), reply=b"reply", state=None)
+    held.path.unlink()
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        until_s = SystemClock().now_s() + WAIT_S
+        while held.path.parent.exists():
+            assert SystemClock().now_s() < until_s
+            SystemClock().sleep(0.01)
+        door.offer(request)
+        assert isinstance(decode(door.hear("result").data), TrainReply)
+
+
 def test_a_task_that_kills_the_process_is_given_up(home: Home, door: ScriptedDoor) -> None:
     """After three crashes, so that the device can go on to the next round."""
     request = train_request()
@@ -1058,7 +1096,7 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
     with client(home, Quick(), invitation=file) as running:
         running.wait_for(EventKind.ENROLLED)
         running.wait_for(EventKind.CONNECTED)
-    enrolment = home.enrolment()
+    enrolment = home.keys.enrolment()
     assert enrolment is not None
     assert enrolment.client_id == 3
     with client(home, Quick(), invitation=file) as running:
@@ -1068,7 +1106,7 @@ def test_a_new_invitation_enrols(tmp_path: Path, door: ScriptedDoor) -> None:
 class Mute(Device):
     """A device of which nothing is known but what it is told."""
 
-    def facts(self) -> Facts:
+    def found(self) -> Facts:
         return Facts()
 
 
@@ -1077,13 +1115,13 @@ def test_a_certificate_that_ends_soon_is_an_event_with_the_remedy(
 ) -> None:
     """Once, although it is looked at every second; the control has a year left."""
     monkeypatch.setattr(runtime, "Device", Mute)
-    authority = Authority.open(tmp_path / "authority", host_names=())
+    authority = Authority(tmp_path / "authority", host_names=())
     for days in (10, 365):
         home = Home(tmp_path / f"client-{days}")
         home.set_consent(granted=True)
-        csr_pem = home.coming_identity().csr_pem("laptop")
+        csr_pem = home.keys.coming_identity().csr_pem("laptop")
         certificate_pem = authority.sign(csr_pem, name="laptop", client_id=3, valid_days=days)
-        home.enrol(invitation_to(door), certificate_pem=certificate_pem, client_id=ClientId(3))
+        home.keys.enrol(invitation_to(door), certificate_pem=certificate_pem, client_id=ClientId(3))
         with client(home, Stepper()) as running:
             running.wait_for(EventKind.CONNECTED)
             for on_power in (True, False):  # each is told after a look

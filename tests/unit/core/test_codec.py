@@ -3,15 +3,17 @@
 import json
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from fedlearn.core.codec import VERSION, decode, encode
+from fedlearn.core.codec import VERSION, decode, encode, peek
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -19,11 +21,12 @@ from fedlearn.core.messages import (
     Failure,
     SecureReply,
     SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
     TrainingNotice,
     TrainReply,
     TrainRequest,
-    settings_in,
-    training_in,
 )
 from fedlearn.errors import ProtocolError
 
@@ -75,6 +78,28 @@ def test_strided_views_of_one_vector_travel() -> None:
     assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
 
 
+def test_who_only_looks_copies_no_tensor() -> None:
+    """The fields are those of the message; its tensors lie in its bytes."""
+    request = TrainRequest(
+        round_num=3,
+        attempt=1,
+        tensors={"a": torch.arange(1000.0)},
+        order=("a",),
+        settings={"epochs": 2},
+        seed=5,
+    )
+    data = encode(request)
+    seen, owned = peek(data), decode(data)
+    assert isinstance(seen, TrainRequest)
+    assert isinstance(owned, TrainRequest)
+    assert (seen.round_num, seen.settings, seen.seed) == (3, {"epochs": 2}, 5)
+    begin = from_dlpack(np.frombuffer(data, np.uint8)).data_ptr()
+    places = [message.tensors["a"].data_ptr() - begin for message in (seen, owned)]
+    assert places[0] == len(data) - 4000
+    assert not 0 <= places[1] < len(data)  # the control: to be trained in place
+    assert torch.equal(seen.tensors["a"], owned.tensors["a"])
+
+
 def test_metrics_that_are_not_finite_travel() -> None:
     """A diverged client says so."""
     metrics = {"loss": float("nan"), "other": float("inf")}
@@ -97,7 +122,7 @@ def test_metrics_arrive_as_floats() -> None:
         (b"", "0 bytes"),
         (b"FL\x01", "3 bytes"),
         (b"XX" + message(REPLY)[2:], "begins with"),
-        (b"FL\x02" + message(REPLY)[3:], "version 2, this side speaks 1"),
+        (b"FL\x01" + message(REPLY)[3:], "version 1, this side speaks 3"),
         (PREFIX.pack(b"FL", VERSION, 2**32 - 1) + b"{}", "a header of 4294967295 bytes"),
         (message(b"not json"), "malformed"),
         (message(b'"\xff\xfe"'), "malformed"),
@@ -190,44 +215,70 @@ def test_nothing_is_unpickled() -> None:
 def test_messages_are_what_their_fields_say() -> None:
     """A request for training carries its settings, of every plain type."""
     settings = {"epochs": 2, "rate": 0.5, "shuffle": True, "batch_size": None, "name": "é"}
-    request = TrainRequest(round_num=1, attempt=2, tensors={}, settings=settings, seed=2**63 - 1)
+    request = TrainRequest(
+        round_num=1, attempt=2, tensors={}, order=(), settings=settings, seed=2**63 - 1
+    )
     found = decode(encode(request))
     assert isinstance(found, TrainRequest)
     assert asdict(found) == asdict(request)
     assert decode(encode(Failure("\ud800"))) == Failure("\ud800"), "lone surrogates are escaped"
 
 
-def secure_request(message: bytes, *, with_training: bool) -> SecureRequest:
+def masking(message: bytes) -> SecureTrainRequest:
     tensors = {"message": torch.ones(3), "model/w": torch.zeros(1, dtype=torch.int8)}
-    train = TrainRequest(round_num=2, attempt=1, tensors=tensors, settings={"epochs": 2}, seed=9)
-    return SecureRequest(
+    train = TrainRequest(
+        round_num=2, attempt=1, tensors=tensors, order=("w",), settings={"epochs": 2}, seed=9
+    )
+    return SecureTrainRequest(message=message, train=train)
+
+
+def beginning(message: bytes) -> SecureTermsRequest:
+    return SecureTermsRequest(
         round_num=2,
         attempt=1,
         message=message,
-        train=train if with_training else None,
-        lanes={"parameters": ["message", "model/w"]} if with_training else {},
-        directory={} if with_training else {ClientId(3): bytes(range(32))},
-        notice=None if with_training else TrainingNotice(settings={"rate": 0.1}, rest_hash=b"12"),
+        notice=TrainingNotice(settings={"rate": 0.1}, rest_hash=b"12"),
+        directory={ClientId(3): bytes(range(32))},
     )
 
 
+def going_on(message: bytes) -> SecureStageRequest:
+    return SecureStageRequest(round_num=2, attempt=1, message=message)
+
+
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256))])
-@pytest.mark.parametrize("with_training", [False, True])
-def test_a_message_of_secure_aggregation_travels(body: bytes, with_training: bool) -> None:  # noqa: FBT001 - a case
+@pytest.mark.parametrize("made", [beginning, masking, going_on])
+def test_a_message_of_secure_aggregation_travels(
+    body: bytes, made: Callable[[bytes], SecureRequest]
+) -> None:
     """With the model in one stage and without it in the others, whatever the tensors are called."""
-    sent = secure_request(body, with_training=with_training)
+    sent = made(body)
     found = decode(encode(sent))
-    assert isinstance(found, SecureRequest)
+    assert isinstance(found, type(sent))
     assert (found.round_num, found.attempt, found.message) == (2, 1, body)
-    assert {lane: list(names) for lane, names in found.lanes.items()} == sent.lanes
-    assert found.directory == sent.directory
-    assert settings_in(found) == settings_in(sent)
     assert encode(found) == encode(sent)
-    train = training_in(found)
-    assert (train is not None) == with_training
-    if train is not None and sent.train is not None:
-        assert (train.round_num, train.attempt, train.seed) == (2, 1, 9)
-        assert all(torch.equal(train.tensors[n], t) for n, t in sent.train.tensors.items())
+    match sent, found:
+        case SecureTermsRequest(), SecureTermsRequest():
+            assert found.directory == sent.directory
+            assert vars(found.notice) == vars(sent.notice)
+        case SecureTrainRequest(), SecureTrainRequest():
+            assert (found.train.settings, found.train.seed) == ({"epochs": 2}, 9)
+            model = found.train.tensors
+            assert all(torch.equal(model[n], t) for n, t in sent.train.tensors.items())
+
+
+def test_what_is_for_one_client_alone_may_travel_apart() -> None:
+    """The cohort's part is the request without its packets."""
+    found = decode(encode(masking(b"")), personal=b"packets")
+    assert encode(found) == encode(masking(b"packets"))
+
+
+@pytest.mark.parametrize("shared", [beginning(b""), going_on(b""), masking(b"own"), Failure("no")])
+def test_a_personal_part_without_a_place_is_refused(shared: SecureRequest | Failure) -> None:
+    """Nor does it take the place of packets that are there; control: without one, it is read."""
+    with pytest.raises(ProtocolError, match="no place"):
+        decode(encode(shared), personal=b"more")
+    assert isinstance(decode(encode(shared)), type(shared))
 
 
 def test_a_reply_of_secure_aggregation_travels() -> None:
@@ -237,52 +288,56 @@ def test_a_reply_of_secure_aggregation_travels() -> None:
     assert (found.round_num, found.message) == (7, b"masked")
 
 
-SECURE: Mapping[str, Any] = {
-    "round_num": 1,
-    "attempt": 0,
-    "lanes": {},
-    "train": {},
-    "directory": {},
-    "notice": {},
-}  # Any: JSON
 OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
+STAGE: Mapping[str, Any] = {"round_num": 1, "attempt": 0}  # Any: JSON
+TERMS: Mapping[str, Any] = {**STAGE, "settings": {}, "rest_hash": "", "directory": {}}
+MASKING: Mapping[str, Any] = {**STAGE, "settings": {}, "seed": 1, "order": []}
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensors"),
+    ("kind", "whole", "fields", "tensors"),
     [
-        ({}, {}),
-        ({}, {"message": torch.zeros(2)}),
-        ({}, {"message": torch.zeros(1, 2, dtype=torch.uint8)}),
-        ({}, {**OCTETS, "model/w": torch.zeros(1)}),
-        ({"train": {"seed": 1, "settings": {}}}, {**OCTETS, "w": torch.zeros(1)}),
-        ({"train": {"seed": 1, "settings": {}, "more": 1}}, OCTETS),
-        ({"train": {"seed": 1}}, OCTETS),
-        ({"train": 3}, OCTETS),
-        ({"lanes": {"parameters": "w"}}, OCTETS),
-        ({"lanes": {"parameters": [1]}}, OCTETS),
-        ({"attempt": -1}, OCTETS),
-        ({"notice": 1}, OCTETS),
-        ({"notice": {"settings": {}}}, OCTETS),
-        ({"notice": {"settings": {}, "rest_hash": "x"}}, OCTETS),
-        ({"notice": {"settings": {"epochs": [1]}, "rest_hash": ""}}, OCTETS),
-        ({"notice": {"settings": {}, "rest_hash": "", "more": 1}}, OCTETS),
-        ({"directory": {"1": "zz"}}, OCTETS),
-        ({"directory": {"one": "00"}}, OCTETS),
-        ({"directory": {"-1": "00"}}, OCTETS),
-        ({"directory": {"1": "00", "01": "00"}}, OCTETS),
-        ({"directory": {"1": 0}}, OCTETS),
+        ("stage", STAGE, {}, {}),
+        ("stage", STAGE, {}, {"message": torch.zeros(2)}),
+        ("stage", STAGE, {}, {"message": torch.zeros(1, 2, dtype=torch.uint8)}),
+        ("stage", STAGE, {}, {**OCTETS, "model/w": torch.zeros(1)}),
+        ("stage", STAGE, {"attempt": -1}, OCTETS),
+        ("stage", STAGE, {"seed": 1}, OCTETS),
+        ("stage", STAGE, {"directory": {}}, OCTETS),
+        ("train", MASKING, {}, {}),
+        ("train", MASKING, {}, {**OCTETS, "w": torch.zeros(1)}),
+        ("train", MASKING, {"more": 1}, OCTETS),
+        ("train", MASKING, {"order": "w"}, OCTETS),
+        ("train", MASKING, {"order": [1]}, OCTETS),
+        ("train", MASKING, {"order": None}, OCTETS),
+        ("train", MASKING, {"attempt": -1}, OCTETS),
+        ("terms", TERMS, {}, {}),
+        ("terms", TERMS, {}, {**OCTETS, "model/w": torch.zeros(1)}),
+        ("terms", TERMS, {"attempt": -1}, OCTETS),
+        ("terms", TERMS, {"settings": 1}, OCTETS),
+        ("terms", TERMS, {"settings": {"epochs": [1]}}, OCTETS),
+        ("terms", TERMS, {"rest_hash": None}, OCTETS),
+        ("terms", TERMS, {"rest_hash": "x"}, OCTETS),
+        ("terms", TERMS, {"more": 1}, OCTETS),
+        ("terms", TERMS, {"directory": {"1": "zz"}}, OCTETS),
+        ("terms", TERMS, {"directory": {"one": "00"}}, OCTETS),
+        ("terms", TERMS, {"directory": {"-1": "00"}}, OCTETS),
+        ("terms", TERMS, {"directory": {"1": "00", "01": "00"}}, OCTETS),
+        ("terms", TERMS, {"directory": {"1": 0}}, OCTETS),
     ],
 )
 def test_a_malformed_secure_request_is_refused(
-    fields: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    kind: str,
+    whole: Mapping[str, object],
+    fields: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Control: without the change it is one."""
-    body = safetensors.torch.save(dict(tensors))
+    name, body = f"secure_{kind}_request", safetensors.torch.save(dict(tensors))
     with pytest.raises(ProtocolError, match="malformed"):
-        decode(message({"kind": "secure_request", "fields": {**SECURE, **fields}}, body))
-    whole = message({"kind": "secure_request", "fields": SECURE}, safetensors.torch.save(OCTETS))
-    assert isinstance(decode(whole), SecureRequest)
+        decode(message({"kind": name, "fields": {**whole, **fields}}, body))
+    good = message({"kind": name, "fields": whole}, safetensors.torch.save(OCTETS))
+    assert isinstance(decode(good), SecureRequest)
 
 
 def test_a_secure_reply_holds_one_message_and_nothing_else() -> None:

@@ -35,12 +35,12 @@ def slot(begin: int, end: int, *, dtype: str = "U8", shape: object = None) -> di
 def delta_of(data: bytes) -> Mapping[str, Tensor]:
     message = decode(data)
     assert isinstance(message, TrainReply)
-    return message.delta
+    return message.lanes
 
 
 def test_a_reply_is_not_copied_and_a_request_is() -> None:
     """Two readings of one reply are the same memory; a request may be trained in place."""
-    data = encode(TrainReply(round_num=0, delta=TENSORS, num_examples=1, metrics={}))
+    data = encode(TrainReply(round_num=0, lanes=TENSORS, num_examples=1, metrics={}))
     left, right = delta_of(data), delta_of(data)
     assert all(left[name].data_ptr() == right[name].data_ptr() for name in TENSORS)
     request = encode(EvaluateRequest(round_num=0, tensors=TENSORS))
@@ -71,7 +71,7 @@ def test_a_tensor_at_any_place_of_a_body_is_read() -> None:
 
 def test_a_message_outlives_the_bytes_it_was_read_from() -> None:
     """Views keep them alive."""
-    data = bytearray(encode(TrainReply(round_num=0, delta=TENSORS, num_examples=1, metrics={})))
+    data = bytearray(encode(TrainReply(round_num=0, lanes=TENSORS, num_examples=1, metrics={})))
     found = delta_of(bytes(data))
     del data
     assert torch.equal(found["a"], TENSORS["a"])

@@ -6,13 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.lanes import DELTA, Updates
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core import cores
-from fedlearn.core.collecting import MAX_DELTA, UNSOUND_DELTA, Block
+from fedlearn.core.collecting import MAX_DELTA, unsound
 from fedlearn.core.cores import on_all_cores
-from fedlearn.core.messages import Failure, TrainReply
-from fedlearn.core.params import Layout
-from fedlearn.rounds.plain import Update, validated
+from fedlearn.core.messages import ClientId, Failure, TrainReply
+from fedlearn.core.params import Layout, Params
+from fedlearn.rounds.plain import validated
+from fedlearn.transport.base import Arrival
 
 LARGE = 3 * (1 << 20) + 5
 
@@ -56,9 +61,10 @@ def test_the_mean_has_the_same_bits_on_any_number_of_cores(
     found = []
     for num in (1, 2, 3):
         use(num, monkeypatch)
-        state = mean.init(layout, device=torch.device("cpu"))
-        block = Block(rows, torch.tensor([1.0, 7.0, 3.0]))
-        found.append(mean.finalize(mean.accumulate(state, block)))
+        state = mean.init([DELTA], layout, device=torch.device("cpu"))
+        clients = [ClientId(client) for client in range(3)]
+        block = Updates(clients, torch.tensor([1.0, 7.0, 3.0]), {"delta": rows})
+        found.append(mean.finalize(mean.accumulate(state, block)).lanes["delta"])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
@@ -69,12 +75,20 @@ def test_what_is_not_sound_is_found_in_every_part(
     place: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(3, monkeypatch)
-    layout, delta = Layout.of(nn.Linear(LARGE, 1, bias=False)), torch.zeros(1, LARGE)
+    delta = torch.zeros(LARGE)
+    request = RoundRequest(
+        round_num=0,
+        attempt=0,
+        params=Params.of(nn.Linear(LARGE, 1, bias=False)),
+        strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+        told={},
+        seed=0,
+    )
 
-    def checked() -> Update | Failure:
-        reply = TrainReply(round_num=0, delta={"weight": delta}, num_examples=1, metrics={})
-        return validated(reply, round_num=0, layout=layout)
+    def checked() -> TrainReply | Failure:
+        reply = TrainReply(round_num=0, lanes={"delta": delta}, num_examples=1, metrics={})
+        return validated(Arrival(ClientId(0), reply, 0.0), request)
 
-    assert isinstance(checked(), Update)
-    delta[0, place] = bad
-    assert checked() == Failure(UNSOUND_DELTA)
+    assert isinstance(checked(), TrainReply)
+    delta[place] = bad
+    assert checked() == Failure(unsound("delta"))

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import TrainReply
 from fedlearn.core.params import Layout, Params
 
 
@@ -195,27 +193,24 @@ def test_params_are_a_copy_of_the_module() -> None:
     assert int(params.named()["num_batches_tracked"]) == 0
 
 
-def test_tensors_that_lie_as_one_vector_are_joined_without_a_copy() -> None:
-    """As a reply's do after decoding; in another order, place or dtype they are not."""
-    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-    vector = torch.arange(float(layout.size))
-    views = layout.views(vector)
-    joined = layout.joined(views)
-    assert joined is not None
-    assert joined.data_ptr() == vector.data_ptr()
-    assert torch.equal(joined, vector)
-    swapped = {"0.weight": views["0.bias"], **{n: v for n, v in views.items() if n != "0.weight"}}
-    apart = {name: view.clone() for name, view in views.items()}
-    wide = {name: view.double() for name, view in views.items()}
-    assert [layout.joined(each) for each in (swapped, apart, wide)] == [None, None, None]
+def test_a_model_is_sent_in_its_own_dtypes() -> None:
+    """Rounded to bfloat16 where the module has that; a uniform model is the same object."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).bfloat16())
+    params = Params.of(module)
+    params = params.with_vector(params.vector + 1e-4)
+    sent = params.as_sent()
+    for name, value in params.named().items():
+        assert torch.equal(sent.layout.views(sent.vector)[name], value.float())
+    assert not torch.equal(sent.vector, params.vector)
+    uniform = Params.of(nn.Linear(3, 2))
+    assert uniform.as_sent() is uniform
 
 
-def test_a_decoded_reply_is_one_vector() -> None:
-    """What a client encodes in its model's order."""
-    layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-    delta = layout.views(torch.arange(float(layout.size)))
-    reply = decode(encode(TrainReply(round_num=0, delta=delta, num_examples=1, metrics={})))
-    assert isinstance(reply, TrainReply)
-    joined = layout.joined(reply.delta)
-    assert joined is not None
-    assert torch.equal(joined, layout.pack(delta))
+def test_a_parameter_that_cannot_be_stepped_is_refused_by_name() -> None:
+    """Float8 has no sums; frozen it may be part of the model."""
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"'weight' is torch.float8_e4m3fn; only real floats"):
+        Layout.of(model)
+    model.requires_grad_(requires_grad=False)
+    assert Layout.of(model).dtype == torch.float32

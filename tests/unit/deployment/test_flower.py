@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
-from fedlearn.core.clock import SystemClock
+from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.deployment.flower import coordinator_identity, run
@@ -21,42 +19,21 @@ from fedlearn.experiment.comparison import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport.flower import Federation
+from tests.grid import LocalGrid
 
 FOLDER = Path(__file__).parents[3] / "server" / "flower" / "federation"
 RUN_CONFIG: dict[str, Scalar] = {"config": "run.toml", "overrides": "", "patience-s": 0}
 
 
-@dataclass
-class LocalGrid:
-    """Nodes in this process that answer at once."""
-
-    num_nodes: int
-    node_config: dict[str, bool | float | int | str] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
-    replies: dict[str, Message] = field(default_factory=dict)
-    num_pushed: int = 0
-
-    def __post_init__(self) -> None:
-        self.app = client_app(lambda node: partition_trainer(node, FOLDER), policy_of=node_policy)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [10 + partition for partition in range(self.num_nodes)]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return [self._push(message) for message in messages]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.replies.pop(each) for each in message_ids]
-
-    def _push(self, message: Message) -> str:
-        self.num_pushed += 1
-        node_id, message_id = message.metadata.dst_node_id, str(self.num_pushed)
-        message.metadata.__dict__["_message_id"] = message_id
-        config = {"partition-id": node_id - 10} | self.node_config
-        fresh = Context(7, node_id, config, RecordDict(), {})
-        fresh.run_config = {"config": "run.toml", "overrides": ""}
-        self.replies[message_id] = self.app(message, self.contexts.setdefault(node_id, fresh))
-        return message_id
+def grid_of(num_nodes: int, **node_config: bool | float | str) -> LocalGrid:
+    """Return nodes with parts of the run's own data."""
+    return LocalGrid(
+        VirtualClock(),
+        client_app(lambda node: partition_trainer(node, FOLDER), policy_of=node_policy),
+        nodes={10 + partition: partition for partition in range(num_nodes)},
+        node_config=node_config,
+        run_config={"config": "run.toml", "overrides": ""},
+    )
 
 
 @dataclass
@@ -76,13 +53,8 @@ class Heard:
         """Keep nothing."""
 
 
-@pytest.fixture(autouse=True)
-def _in_a_server_app() -> None:
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 7, 1, 1
-
-
 def federation(grid: int | LocalGrid, **run_config: Scalar) -> Federation:
-    nodes = LocalGrid(grid) if isinstance(grid, int) else grid
+    nodes = grid_of(grid) if isinstance(grid, int) else grid
     return Federation(grid=nodes, run_id="flower-7", run_config=RUN_CONFIG | run_config)
 
 
@@ -151,10 +123,10 @@ def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_oth
     settings["overrides"] = f'{ON};stragglers.below_minimum="fail"'
     for _ in range(2):
         heard = Heard()
-        nodes = LocalGrid(3, {"coordinator-key": key})
+        nodes = grid_of(3, **{"coordinator-key": key})
         run_of(federation(nodes, **settings), tmp_path / "a", heard)
         assert heard.rounds[0].count(Status.REPORTED) == 3
-    nodes, heard = LocalGrid(3, {"coordinator-key": key}), Heard()
+    nodes, heard = grid_of(3, **{"coordinator-key": key}), Heard()
     with pytest.raises(RoundError):
         run_of(federation(nodes, **settings), tmp_path / "b", heard)
     assert statuses(tmp_path / "b") == [RunStatus.FAILED]
@@ -163,12 +135,12 @@ def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_oth
 def test_a_node_that_requires_secure_aggregation_refuses_a_plain_run(tmp_path: Path) -> None:
     """Control: with the line, the same nodes take part."""
     settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30}
-    required: dict[str, bool | float | int | str] = {"require-secure-aggregation": True}
+    required = {"require-secure-aggregation": True}
     plain = settings | {"overrides": 'stragglers.below_minimum="fail"'}
     with pytest.raises(RoundError):
-        run_of(federation(LocalGrid(3, required), **plain), tmp_path, Heard())
+        run_of(federation(grid_of(3, **required), **plain), tmp_path, Heard())
     heard = Heard()
-    run_of(federation(LocalGrid(3, required), **settings, overrides=ON), tmp_path, heard)
+    run_of(federation(grid_of(3, **required), **settings, overrides=ON), tmp_path, heard)
     assert heard.rounds[0].count(Status.REPORTED) == 3
 
 

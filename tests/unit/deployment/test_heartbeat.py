@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.deployment.heartbeat import Heart
+from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import Aborted, StoreError
 from fedlearn.store.lease import Lease, deploy, deployment, set_control
@@ -41,10 +41,10 @@ class Told:
         return {"beats": self.num_beats}
 
 
-def a_heart(database: Database, told: Told, interruption: Interruption) -> Heart:
+def a_heart(database: Database, told: Told, interruption: Interruption) -> Heartbeat:
     lease = Lease(database, RUN.name, holder="a", ttl_s=0.2, clock=SystemClock())
     assert lease.try_acquire()
-    return Heart(
+    return Heartbeat(
         lease,
         status=told,
         paused=threading.Event(),

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.deployment.interruption import Interruption, StopSignals
+from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.errors import Aborted, Parked
 
 LONG_S = 120.0
@@ -42,7 +42,7 @@ def test_a_sleep_without_a_reason_passes() -> None:
 def test_a_signal_parks_the_run(number: signal.Signals) -> None:
     """Instead of ending the process; afterwards signals do what they did before."""
     interruption, before = Interruption(), signal.getsignal(number)
-    with StopSignals(interruption):
+    with stop_signals(interruption):
         os.kill(os.getpid(), number)
         with pytest.raises(Parked, match=number.name):
             interruption.sleep(LONG_S)

@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import EvaluateReply, Failure
 from fedlearn.deployment.join import check_before, join
 from fedlearn.errors import DeploymentError
@@ -115,7 +116,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_path")
 def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(tmp_path: Path) -> None:
     """By the trainer's line, and by the round that was finished."""
-    settings = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1).settings()
+    settings = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
     with FakeCoordinator() as coordinator, ThreadPoolExecutor(1) as thread:
 
         def ask() -> tuple[object, object]:

@@ -12,9 +12,9 @@ from fedlearn.build import deployment
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.heartbeat import Heart
+from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
-from fedlearn.deployment.live_status import Board, Phase
+from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
@@ -23,11 +23,11 @@ from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
+from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.rounds.journal import Control
 from fedlearn.store.lease import Lease, set_control
 from fedlearn.store.runs import Database
-from fedlearn.transport.identity import Invitation
 
 #: How long operators look for a beat, and what makes it come soon.
 PATIENCE_S, TTL_S = 60.0, 0.8
@@ -140,7 +140,7 @@ def test_a_roster_has_the_keys_of_active_clients(site: Site, tmp_path: Path) -> 
         enrol(site, name)
     path = tmp_path / "all.roster"
     assert set(site.operator.roster(path).clients) == {0, 1}
-    site.operator.revoke("a")
+    site.operator.registry.revoke("a")
     found = site.operator.roster(path)
     assert IdentityRoster.load(path) == found
     assert found.coordinator_key == site.places.authority().coordinator_key
@@ -151,12 +151,12 @@ def test_revoking_an_invitation_and_a_client_differ(site: Site) -> None:
     """One has never joined; of a third nobody knows."""
     site.operator.registry.invite("invited", tags=(), valid_s=60.0)
     enrol(site, "enrolled")
-    assert site.operator.revoke("invited") is None
-    client = site.operator.revoke("enrolled")
+    assert site.operator.registry.revoke("invited") is None
+    client = site.operator.registry.revoke("enrolled")
     assert client is not None
     assert client.status == "revoked"
     with pytest.raises(DeploymentError, match="no client called 'nobody'"):
-        site.operator.revoke("nobody")
+        site.operator.registry.revoke("nobody")
 
 
 # ---- The run ------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_coordinator_that_was_killed_is_not_alive(site: Site, tmp_path: Path) 
     """It still holds the lease, but its beat stands still."""
     lease = site.lease("killed")
     assert lease.try_acquire()
-    lease.renew(Board(num_rounds=20).status())
+    lease.renew(LiveStatus(num_rounds=20).values())
     lines = hasty(site, tmp_path).why().lines()
     assert lines[0] == "federation has no coordinator"
     assert "0 of 20 rounds finished" in lines[1]
@@ -196,8 +196,8 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
     """By their names, in words."""
     for name in ("clinic-a", "clinic-b", "clinic-c"):
         enrol(site, name)
-    board = Board(num_rounds=20, num_wanted=2, min_reports=1)
-    board.phase = Phase.ROUND
+    live_status = LiveStatus(num_rounds=20, num_wanted=2, min_reports=1)
+    live_status.phase = Phase.ROUND
     asked: dict[str, object] = {
         "clients": {
             "0": {"phase": "training", "since_s": 12.4},
@@ -207,7 +207,7 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
         "connected": 1,
         "eligible": 1,
     }
-    with beating(site, board, Interruption(), threading.Event(), asked):
+    with beating(site, live_status, Interruption(), threading.Event(), asked):
         explanation = site.operator.why()
     assert explanation.lines() == [
         "federation: 0 of 20 rounds finished, a round is under way",
@@ -220,39 +220,39 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
 
 def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
     """Those that are connected and those that may be asked."""
-    board = Board(num_rounds=20, num_needed=5)
-    board.phase = Phase.WAITING
+    live_status = LiveStatus(num_rounds=20, num_needed=5)
+    live_status.phase = Phase.WAITING
     told: dict[str, object] = {"clients": {}, "exchange": None, "connected": 3, "eligible": 2}
-    with beating(site, board, Interruption(), threading.Event(), told):
+    with beating(site, live_status, Interruption(), threading.Event(), told):
         lines = site.operator.why().lines()
     assert "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible" in lines
 
 
 def beating(
     site: Site,
-    board: Board,
+    live_status: LiveStatus,
     interruption: Interruption,
     paused: threading.Event,
     more: dict[str, object] | None = None,
-) -> Heart:
+) -> Heartbeat:
     lease = site.lease("alive")
     assert lease.try_acquire()
-    return Heart(
+    return Heartbeat(
         lease,
-        status=lambda: board.status() | (more or {}),
+        status=lambda: live_status.values() | (more or {}),
         paused=paused,
         interruption=interruption,
         clock=SystemClock(),
     )
 
 
-# ---- The heart ----------------------------------------------------------------------------
+# ---- The heartbeat ----------------------------------------------------------------------------
 
 
 def test_the_heart_hears_pause_resume_and_abort(site: Site) -> None:
     """Within a beat; whoever says it hears that a coordinator is alive."""
     paused, interruption = threading.Event(), Interruption()
-    with beating(site, Board(), interruption, paused):
+    with beating(site, LiveStatus(), interruption, paused):
         assert site.operator.control("pause") is True
         assert paused.wait(PATIENCE_S)
         assert site.operator.control("run") is True
@@ -285,7 +285,7 @@ def test_a_coordinator_that_ends_at_once_has_heard(
 def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
     """Its next beat finds another epoch."""
     interruption = Interruption()
-    with beating(site, Board(), interruption, threading.Event()):
+    with beating(site, LiveStatus(), interruption, threading.Event()):
         other = site.lease("alive")  # the same name may take over at once
         assert other.try_acquire()
         with pytest.raises(Fenced):
@@ -294,10 +294,10 @@ def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
 
 def test_the_heart_goes_on_after_the_last_word(site: Site, tmp_path: Path) -> None:
     """What was said at the end is what operators read."""
-    board = Board(num_rounds=20)
-    with beating(site, board, Interruption(), threading.Event()):
-        board.phase = Phase.STOPPING
-    assert hasty(site, tmp_path).why().values()["status"] == board.status()
+    live_status = LiveStatus(num_rounds=20)
+    with beating(site, live_status, Interruption(), threading.Event()):
+        live_status.phase = Phase.STOPPING
+    assert hasty(site, tmp_path).why().values()["status"] == live_status.values()
 
 
 def test_rounds_are_listed_of_a_deployed_run_only(site: Site, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
     """In order of enrolment."""
     enrol(site, "b")
     enrol(site, "a")
-    found = site.operator.clients()
+    found = site.operator.registry.clients()
     assert [(each.client_id, each.name) for each in found] == [
         (ClientId(0), "b"),
         (ClientId(1), "a"),
@@ -342,4 +342,4 @@ def test_a_deployed_run_without_a_checkpoint_names_its_coordinator(site: Site) -
         lease = Lease(database, "federation", holder="me", ttl_s=60.0, clock=SystemClock())
         assert lease.try_acquire()
         with pytest.raises(StoreError, match="`fedlearn coordinator FILE`"):
-            database.run("federation", guard=lease.guard).load_best()
+            database.run("federation", guard=lease.guard).weights(best=True)

@@ -1,6 +1,7 @@
 """A deployed run over a channel: the same model as the simulation, and what it leaves behind."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,26 @@ from fedlearn.build import Deployment, Simulation, deployment, simulation
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.identities import DeployedIdentities, EnrolledKeys
-from fedlearn.deployment.live_status import Board
+from fedlearn.deployment.coordinator import enrolled_keys
+from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.deployment.record import ForgettingStore, first_attempts
-from fedlearn.deployment.rounds import run_over, run_plan
+from fedlearn.deployment.rounds import run_over
 from fedlearn.errors import ConfigError, StoreUnavailable
-from fedlearn.experiment.assemble import assemble
-from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
-from fedlearn.rounds.journal import MemoryJournal, OpenRound
+from fedlearn.experiment.assemble import Identities, assemble, over_channel
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.rounds.journal import OpenRound
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.run import train
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.simulation.cluster import Alone
-from fedlearn.simulation.sessions import session_channel
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.store.patience import Patience
+from fedlearn.testing.registry import FreshRegistry
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.memory import MemoryChannel
+from tests.records import journals_in
 
 NUM_ROUNDS = 3
 
@@ -79,14 +84,28 @@ def clients(simulated: Simulation) -> MemoryChannel:
         device=torch.device("cpu"),
         precision=Precision.FLOAT32,
     )
-    return session_channel(simulated.data.population, simulated.behaviour, model)
+    return SimulatedSessions(
+        simulated.population,
+        simulated.behaviour,
+        trainers_on(model),
+        work=simulated.algorithm.local.work,
+    ).channel()
+
+
+def opening(pieces: Deployment, channel: MemoryChannel) -> SampledOpening:
+    return SampledOpening(
+        sampler=pieces.sampler,
+        available=channel.available,
+        policy=pieces.policy,
+        seed=pieces.seed,
+    )
 
 
 def run(pieces: Deployment, channel: MemoryChannel, store: MemoryStore) -> dict[str, torch.Tensor]:
     state = run_over(
         channel,
         pieces,
-        sampler=pieces.sampler,
+        opening=opening(pieces, channel),
         store=store,
         checkpoint=None,
         clock=SystemClock(),
@@ -101,7 +120,7 @@ def test_a_deployed_run_and_its_simulation_give_the_same_model(config: Config) -
     plan, params = assemble(simulated, Alone(), device=torch.device("cpu"), clock=SystemClock())
     expected_store, store = MemoryStore(), MemoryStore()
     expected = train(
-        plan, params, checkpoint=None, store=expected_store, progress=lambda _: None
+        plan, params, checkpoint=None, store=expected_store, after_round=lambda *_: False
     ).server.params.named()
     found = run(deployment(config, data_dir=Path("nowhere")), clients(simulated), store)
     assert found.keys() == expected.keys()
@@ -132,16 +151,13 @@ def test_secure_aggregation_without_certificates_is_refused() -> None:
     with pytest.raises(ConfigError, match="serve with certificates"):
         run(pieces, channel, MemoryStore())
     signer, _ = fresh_signer()
-    identities = DeployedIdentities(run_id=bytes(16), signer=signer, directory=dict)
-    plan = run_plan(
-        channel, pieces, sampler=pieces.sampler, clock=SystemClock(), identities=identities
-    )
-    assert isinstance(plan.round.collector, SecureCollector)
+    identities = Identities(run_id=bytes(16), signer=signer, directory=dict)
+    assert isinstance(over_channel(pieces, channel, identities), SecureCollector)
 
 
 def test_the_keys_of_enrolled_clients_are_read_as_they_change() -> None:
     """A new client is there, a revoked one is not, and one that enrols anew has its new key."""
-    registry = MemoryRegistry(SystemClock())
+    registry = FreshRegistry(SystemClock())
 
     def certify(client_id: ClientId) -> tuple[bytes, str, str]:
         return b"", f"fingerprint {client_id}", "2030-01-01T00:00:00Z"
@@ -150,7 +166,7 @@ def test_the_keys_of_enrolled_clients_are_read_as_they_change() -> None:
         token = registry.invite(name, tags=(), valid_s=60.0)
         registry.redeem(name, token, identity_key=key, certify=certify)
 
-    keys = enrolled_keys(registry, VirtualClock())
+    keys = partial(enrolled_keys, registry, patiently=patience(VirtualClock()))
     before = keys()
     assert before == {}
     enrol("a", b"a" * 32)
@@ -162,11 +178,11 @@ def test_the_keys_of_enrolled_clients_are_read_as_they_change() -> None:
     assert before == {}  # a session that has begun goes on with what it got
 
 
-def enrolled_keys(registry: MemoryRegistry, clock: VirtualClock) -> EnrolledKeys:
-    return EnrolledKeys(registry=registry, clock=clock, give_up_s=60.0, log=structlog.get_logger())
+def patience(clock: VirtualClock) -> Patience:
+    return Patience(clock=clock, give_up_s=60.0, log=structlog.get_logger())
 
 
-class AwayRegistry(MemoryRegistry):
+class AwayRegistry(FreshRegistry):
     """A registry whose database is away until a moment of its clock."""
 
     def __init__(self, clock: VirtualClock, *, until_s: float) -> None:
@@ -182,10 +198,10 @@ class AwayRegistry(MemoryRegistry):
 def test_the_keys_of_enrolled_clients_wait_for_a_database_that_is_away() -> None:
     """As long as commits do: a secure round must not end with the process for a blink of it."""
     clock = VirtualClock()
-    assert enrolled_keys(AwayRegistry(clock, until_s=30.0), clock)() == {}
+    assert enrolled_keys(AwayRegistry(clock, until_s=30.0), patiently=patience(clock)) == {}
     assert clock.now_s() >= 30.0
     with pytest.raises(StoreUnavailable):
-        enrolled_keys(AwayRegistry(clock, until_s=1e9), clock)()
+        enrolled_keys(AwayRegistry(clock, until_s=1e9), patiently=patience(clock))
 
 
 def test_every_round_is_committed(config: Config) -> None:
@@ -197,17 +213,23 @@ def test_every_round_is_committed(config: Config) -> None:
     assert store.status is RunStatus.DONE
 
 
-def test_what_is_committed_is_forgotten_in_the_journal() -> None:
+def test_what_is_committed_is_forgotten_in_the_journal(tmp_path: Path) -> None:
     """And the replies to it, once the commit has succeeded."""
-    journal, forgotten, board = MemoryJournal(), list[int](), Board()
-    for round_num in (3, 4):
-        journal.open(OpenRound(round_num=round_num, attempt=0, cohort=(), opened_unix_s=0.0))
-    store = ForgettingStore(
-        store=MemoryStore(), journal=journal, forget=forgotten.append, board=board
-    )
-    store.commit(Checkpoint(round_num=4, tensors={}, values={}))
-    assert journal.find(3, 0) is None
-    assert journal.find(4, 0) is not None
+    forgotten, live_status = list[int](), LiveStatus()
+    with journals_in(tmp_path) as empty:
+        journal = empty()
+        for round_num in (3, 4):
+            journal.open(OpenRound(round_num=round_num, attempt=0, cohort=(), opened_unix_s=0.0))
+        store = ForgettingStore(
+            store=MemoryStore(),
+            patiently=patience(VirtualClock()),
+            journal=journal,
+            forget=forgotten.append,
+            live_status=live_status,
+        )
+        store.commit(Checkpoint(round_num=4, tensors={}, values={}))
+        assert journal.find(3, 0) is None
+        assert journal.find(4, 0) is not None
     assert forgotten == [4]
 
 

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 
 from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError, EnrolmentRefused
-from fedlearn.transport.identity import Identity, common_name, load_certificate, verify
+from fedlearn.identity.identity import Identity, common_name, load_certificate
+from fedlearn.secagg.keys import verify
 
 START = datetime.fromisoformat("2030-01-01T00:00:00Z")
 
@@ -27,7 +28,7 @@ def at(days: float) -> Callable[[], str]:
 
 
 def opened(folder: Path, *host_names: str, days: float = 0) -> Authority:
-    return Authority.open(folder, host_names=host_names, now=at(days))
+    return Authority(folder, host_names=host_names, now=at(days))
 
 
 def served(authority: Authority) -> x509.Certificate:
@@ -126,9 +127,7 @@ def test_the_server_certificate_lasts_a_year_and_is_renewed_in_its_last_month(
 
 def test_a_coordinator_that_runs_on_renews_without_a_restart(tmp_path: Path) -> None:
     days = [0.0]
-    authority = Authority.open(
-        tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0]))
-    )
+    authority = Authority(tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0])))
     first = served(authority)
     days[0] = 334
     assert served(authority) == first
@@ -144,7 +143,7 @@ def test_the_last_certificate_of_an_authority_is_not_made_again_and_again(tmp_pa
     opened(tmp_path)
     days = [3640.0]  # 12 before the end
     with capture_logs() as logs:
-        authority = Authority.open(
+        authority = Authority(
             tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0]))
         )
         last = served(authority)
@@ -165,9 +164,7 @@ def test_a_renewal_that_cannot_be_written_is_served_all_the_same(tmp_path: Path)
     opened(tmp_path)
     (tmp_path / "server.pem").unlink()
     days = [0.0]
-    authority = Authority.open(
-        tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0]))
-    )
+    authority = Authority(tmp_path, host_names=(), now=lambda: str(START + timedelta(days=days[0])))
     (tmp_path / "server.pem").unlink()
     (tmp_path / "server.pem" / "in the way").mkdir(parents=True)
     days[0] = 340

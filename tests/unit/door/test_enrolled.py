@@ -4,13 +4,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.door.enrolled import Roster
+from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.errors import StoreUnavailable
-from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.testing.registry import FreshRegistry
 
 
 @dataclass
-class CountedRegistry(MemoryRegistry):
+class CountedRegistry(FreshRegistry):
     """A registry that can be away; counts how often it was looked at."""
 
     num_looks: int = 0
@@ -26,8 +27,8 @@ class CountedRegistry(MemoryRegistry):
             raise StoreUnavailable("the database is away")
         return super().revision()
 
-    def roster(self) -> Roster:
-        return Roster(self, lambda: self.changes.append(None), SystemClock())
+    def enrolled(self) -> EnrolledClients:
+        return EnrolledClients(self, lambda: self.changes.append(None), SystemClock())
 
     def enrol(self, name: str) -> EnrolledClient:
         return self.redeem(
@@ -38,8 +39,10 @@ class CountedRegistry(MemoryRegistry):
         )
 
 
-async def looked_up(roster: Roster, name: str, times: int) -> list[EnrolledClient | None]:
-    looks = (roster.by_fingerprint(f"certificate of {name}") for _ in range(times))
+async def looked_up(
+    enrolled: EnrolledClients, name: str, times: int
+) -> list[EnrolledClient | None]:
+    looks = (enrolled.by_fingerprint(f"certificate of {name}") for _ in range(times))
     return list(await asyncio.gather(*looks))
 
 
@@ -49,15 +52,15 @@ def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
     clinic = registry.enrol("clinic")
 
     async def scenario() -> None:
-        roster = registry.roster()
-        await roster.renew()
+        enrolled = registry.enrolled()
+        await enrolled.renew()
         assert registry.num_looks == 1
-        assert await looked_up(roster, "clinic", 50) == [clinic] * 50
+        assert await looked_up(enrolled, "clinic", 50) == [clinic] * 50
         assert registry.num_looks == 1  # who is known costs none
-        assert await looked_up(roster, "nobody", 50) == [None] * 50
+        assert await looked_up(enrolled, "nobody", 50) == [None] * 50
         assert registry.num_looks == 2
         newcomer = registry.enrol("newcomer")
-        assert await looked_up(roster, "newcomer", 50) == [newcomer] * 50
+        assert await looked_up(enrolled, "newcomer", 50) == [newcomer] * 50
         assert registry.num_looks == 3
 
     asyncio.run(scenario())
@@ -70,11 +73,11 @@ def test_a_roster_says_whether_its_registry_could_be_read() -> None:
     clinic = registry.enrol("clinic")
 
     async def scenario() -> None:
-        roster = registry.roster()
+        enrolled = registry.enrolled()
         for is_away, found in ((True, None), (False, clinic), (True, clinic)):
             registry.is_away = is_away
-            await roster.renew()
-            assert roster.is_away == is_away
-            assert roster.by_id(clinic.client_id) == found
+            await enrolled.renew()
+            assert enrolled.is_away == is_away
+            assert enrolled.by_id(clinic.client_id) == found
 
     asyncio.run(scenario())

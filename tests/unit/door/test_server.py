@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import grpc
 import pytest
 import torch
 
-from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.clock import RealClock, SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -26,25 +27,25 @@ from fedlearn.core.messages import (
     Reply,
     Request,
     SecureReply,
-    SecureRequest,
+    SecureTrainRequest,
     TrainReply,
     TrainRequest,
-    together,
 )
-from fedlearn.door import channel as service_channel
-from fedlearn.door.channel import DoorClock
-from fedlearn.door.connections import Hall, Session
+from fedlearn.door import channel as door_channel
+from fedlearn.door.channel import DoorExchange
+from fedlearn.door.connections import ServerSession, Sessions
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.loop import LoopThread
-from fedlearn.door.server import Door, DoorChannel
-from fedlearn.door.settings import DoorSettings
+from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.spool import Closed, ReplyLog
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
-from fedlearn.identity.registry import EnrolledClient, MemoryRegistry
+from fedlearn.identity.identity import Identity
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.base import ask_once
+from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
-from fedlearn.transport.identity import Identity, signed_bytes
 
 T = TypeVar("T")
 
@@ -60,17 +61,24 @@ Told = wire_pb2.FromCoordinator
 
 def train_request(round_num: int = 0, *, size: int = 4, attempt: int = 0) -> TrainRequest:
     tensors = {"weight": torch.arange(size, dtype=torch.float32)}
-    return TrainRequest(round_num=round_num, attempt=attempt, tensors=tensors, settings={}, seed=0)
+    return TrainRequest(
+        round_num=round_num,
+        attempt=attempt,
+        tensors=tensors,
+        order=tuple(tensors),
+        settings={},
+        seed=0,
+    )
 
 
 def train_reply(value: float, *, round_num: int = 0, size: int = 4) -> TrainReply:
-    delta = {"weight": torch.full((size,), value)}
-    return TrainReply(round_num=round_num, delta=delta, num_examples=1, metrics={})
+    lanes = {"delta": torch.full((size,), value)}
+    return TrainReply(round_num=round_num, lanes=lanes, num_examples=1, metrics={})
 
 
 def value_of(reply: Reply) -> float:
     assert isinstance(reply, TrainReply)
-    return float(reply.delta["weight"][0])
+    return float(reply.lanes["delta"][0])
 
 
 def envelope(
@@ -191,12 +199,12 @@ class Site:
 
     folder: Path
     loop: LoopThread
-    registry: MemoryRegistry
+    registry: FreshRegistry
     doors: list[Door] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     is_leader: bool = True
 
-    def open(self, settings: DoorSettings = SETTINGS, *, clock: DoorClock | None = None) -> Door:
+    def open(self, settings: DoorSettings = SETTINGS, *, clock: RealClock | None = None) -> Door:
         door = Door(
             settings,
             registry=self.registry,
@@ -235,7 +243,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     loop = LoopThread("clients")
-    site = Site(tmp_path / "spool", loop, MemoryRegistry(SystemClock()))
+    site = Site(tmp_path / "spool", loop, FreshRegistry(SystemClock()))
     yield site
     for door in site.doors:
         door.stop(grace_s=0.0)
@@ -277,7 +285,7 @@ class Collecting:
     ) -> None:
         num = 0
         try:
-            for arrival in channel.exchange(requests, deadline_s=deadline_s):
+            for arrival in ask_once(channel, requests, deadline_s=deadline_s):
                 num += 1
                 self.arrived.put((arrival.client_id, arrival.reply))
                 self._go_on.acquire()
@@ -370,16 +378,36 @@ def test_nobody_is_late_or_called_off_before_a_crash_cannot_undo_it(
         patch.setattr(ReplyLog, "close", slowly)
         (_, late, silent), tasks = late_and_silent(site, channel)
         (tmp_path / "reply").write_bytes(encode(train_reply(1.0)))
-        with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no verdict"):
-            silent.upload(tasks[2], tmp_path / "reply").result(WAIT_S)
+        upload = silent.upload(tasks[2], tmp_path / "reply")
         Collecting(channel, [late, silent], train_request(1))
         assert late.hear_task().key.round_num == 1  # and has heard nothing before
         assert silent.hear_task().key.round_num == 1
+        assert not wait([upload], 0.3).done
         durable.set()
+    assert upload.result(WAIT_S).verdict == Receipt.LATE
     assert late.hear_receipt().verdict == Receipt.LATE
     told = silent.hear()
     assert told is not None
     assert told.cancel.key == tasks[2].key
+
+
+def test_an_upload_waits_no_longer_for_a_verdict_than_for_anything_else(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable, close = threading.Event(), ReplyLog.close
+    channel = site.open(replace(SETTINGS, stall_timeout_s=0.5)).channel()
+
+    def slowly(log: ReplyLog, closed: Closed | None) -> None:
+        assert durable.wait(WAIT_S)
+        close(log, closed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "close", slowly)
+        (_, _, silent), tasks = late_and_silent(site, channel)
+        (tmp_path / "reply").write_bytes(encode(train_reply(1.0)))
+        with pytest.raises(ConnectionError, match=r"UNAVAILABLE.*no verdict"):
+            silent.upload(tasks[2], tmp_path / "reply").result(WAIT_S)
+        durable.set()
 
 
 def test_where_the_end_of_an_exchange_is_not_stored_verdicts_wait_for_the_commit(
@@ -513,10 +541,6 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
     assert exchange.end() == 1
 
 
-def masking_request(train: TrainRequest, message: bytes) -> SecureRequest:
-    return SecureRequest(round_num=0, attempt=0, message=message, train=train)
-
-
 def requests_on_disk(site: Site) -> list[str]:
     return [path.name for path in (site.folder / "passing").glob("*/requests/*")]
 
@@ -527,7 +551,7 @@ def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
     """Also one that comes back; control: another model is another file."""
     door = site.open()
     members = site.connected(door, 3)
-    asked = masking_request(train_request(size=1_000_000), b"")
+    asked = SecureTrainRequest(message=b"", train=train_request(size=1_000_000))
     own = {member.client_id: b"packets %d" % member.client_id for member in members}
     requests = {i: replace(asked, message=message) for i, message in own.items()}
     requests[2] = replace(requests[2], train=train_request(size=1_000_001))
@@ -537,7 +561,7 @@ def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
         encoded.append(message)
         return encode(message)
 
-    monkeypatch.setattr(service_channel, "encode", counting)
+    monkeypatch.setattr(door_channel, "encode", counting)
     exchange = Collecting(door.channel(), members, requests)
     tasks = {member.client_id: member.hear_task() for member in members}
     assert {i: task.personal for i, task in tasks.items()} == own
@@ -550,7 +574,7 @@ def test_a_cohort_downloads_one_model_and_each_client_has_its_own_message(
     for member in members:
         task = tasks[member.client_id]
         content = member.downloaded(task, tmp_path / member.name)
-        found = together(decode(content), task.personal)
+        found = decode(content, personal=task.personal)
         assert encode(found) == encode(requests[member.client_id])
         member.answer(task, SecureReply(round_num=0, message=b"masked"))
     assert len([exchange.take() for _ in members]) == exchange.end() == 3
@@ -561,11 +585,13 @@ def test_a_personal_part_that_does_not_fit_into_a_task_asks_nobody(site: Site) -
     door = site.open()
     (member,) = site.connected(door, 1)
     channel, train = door.channel(), train_request()
-    too_large = masking_request(train, bytes(wire.MAX_PERSONAL_BYTES + 1))
+    too_large = SecureTrainRequest(message=bytes(wire.MAX_PERSONAL_BYTES + 1), train=train)
     with pytest.raises(ConfigError, match=r'ask fewer clients .* or set .* to "sparse"'):
-        list(channel.exchange({ClientId(member.client_id): too_large}, deadline_s=NEVER))
+        list(ask_once(channel, {ClientId(member.client_id): too_large}, deadline_s=NEVER))
     assert member.told.empty()
-    largest = masking_request(train_request(size=60_000), bytes(wire.MAX_PERSONAL_BYTES))
+    largest = SecureTrainRequest(
+        message=bytes(wire.MAX_PERSONAL_BYTES), train=train_request(size=60_000)
+    )
     exchange = Collecting(channel, [member], largest)
     task = member.hear_task()
     assert task.data
@@ -767,6 +793,210 @@ def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
     assert exchange.end() == 0
 
 
+def asked(members: list[Member], request: Request) -> dict[ClientId, Request]:
+    return {ClientId(member.client_id): request for member in members}
+
+
+def read(exchange: DoorExchange) -> tuple[int, float]:
+    """Return the next reply of an exchange: whose, and what it says."""
+    arrival = exchange.next(until_s=WAIT_S)
+    assert arrival is not None
+    return arrival.client_id, value_of(arrival.reply)
+
+
+def test_an_exchange_is_asked_again_while_it_is_open(site: Site) -> None:
+    """Whoever has answered, and others; each question has a key of its own."""
+    door = site.open()
+    first, second, third = site.connected(door, 3)
+    exchange = door.channel().open(deadline_s=NEVER)
+    exchange.ask(asked([first, second], train_request()))
+    task, slow = first.hear_task(), second.hear_task()
+    first.answer(task, train_reply(1.0))
+    assert read(exchange) == (0, 1.0)
+    exchange.ask(asked([first, third], train_request(round_num=1)))
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED  # before it hears of more
+    again, other = first.hear_task(), third.hear_task()
+    assert (again.key.round_num, again.key) == (1, other.key)
+    third.answer(other, train_reply(3.0, round_num=1))
+    assert read(exchange) == (2, 3.0)
+    second.answer(slow, train_reply(2.0))
+    assert read(exchange) == (1, 2.0)
+    first.answer(again, train_reply(4.0, round_num=1))
+    assert read(exchange) == (0, 4.0)
+    assert exchange.next(until_s=math.inf) is None
+    exchange.ask(asked([second], train_request(round_num=1)))  # the same round once more
+    assert second.hear_receipt().verdict == Receipt.ACCEPTED
+    more = second.hear_task()
+    assert (more.key.round_num, more.key.exchange) == (1, 1)
+    second.answer(more, train_reply(5.0, round_num=1))
+    assert read(exchange) == (1, 5.0)
+    exchange.close()
+    for member in (first, second, third):
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+    assert door.counters.replies_accepted == 5
+
+
+def test_a_client_whose_task_is_open_is_not_asked_again(site: Site) -> None:
+    """Nor is anyone else in that call; control: once its answer was returned, it is."""
+    door = site.open()
+    first, second = site.connected(door, 2)
+    exchange = door.channel().open(deadline_s=NEVER)
+    exchange.ask(asked([first], train_request()))
+    task = first.hear_task()
+    both = asked([first, second], train_request(round_num=1))
+    first.answer(task, train_reply(1.0))
+    wait_until(lambda: door.counters.replies_logged == 1)
+    with pytest.raises(ValueError, match="client 0 is asked again before its answer"):
+        exchange.ask(both)
+    assert read(exchange) == (0, 1.0)
+    exchange.ask(both)
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED
+    assert first.hear_task().key == second.hear_task().key
+    exchange.close()
+
+
+def test_closing_an_exchange_makes_all_that_was_not_read_late(site: Site) -> None:
+    """To its first question and to those after it; who still works is called off."""
+    door = site.open()
+    first, second, third = site.connected(door, 3)
+    exchange = door.channel().open(deadline_s=NEVER)
+    exchange.ask(asked([first, second], train_request()))
+    task, silent = first.hear_task(), second.hear_task()
+    first.answer(task, train_reply(1.0))
+    assert read(exchange) == (0, 1.0)
+    exchange.ask(asked([first, third], train_request(round_num=1)))
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED
+    again, other = first.hear_task(), third.hear_task()
+    first.answer(again, train_reply(2.0, round_num=1))
+    wait_until(lambda: door.counters.replies_logged == 2)
+    exchange.close()
+    assert exchange.next(until_s=WAIT_S) is None
+    with pytest.raises(ValueError, match="closed; open another one"):
+        exchange.ask(asked([first], train_request(round_num=2)))
+    assert first.hear_receipt().verdict == Receipt.LATE
+    for member, its in ((second, silent), (third, other)):
+        told = member.hear()
+        assert told is not None
+        assert told.cancel.key == its.key
+        member.answer(its, train_reply(2.0, round_num=its.key.round_num))
+        assert member.hear_receipt().verdict == Receipt.LATE
+    assert door.counters.replies_late == 3
+
+
+def test_waiting_for_a_reply_ends_when_it_is_told_to(site: Site) -> None:
+    """Before the deadline the exchange goes on; what is asked later has what is left of it."""
+    clock = VirtualClock()
+    door = site.open(clock=clock)
+    first, second = site.connected(door, 2)
+    exchange = door.channel().open(deadline_s=60.0)
+    exchange.ask(asked([first], train_request()))
+    task = first.hear_task()
+    assert exchange.next(until_s=0.0) is None
+    clock.sleep(20.0)
+    assert exchange.next(until_s=20.0) is None
+    exchange.ask(asked([second], train_request()))
+    assert second.hear_task().remaining_s == 40.0
+    first.answer(task, train_reply(1.0))
+    wait_until(lambda: door.counters.replies_logged == 1)
+    arrival = exchange.next(until_s=20.0)
+    assert arrival is not None
+    assert arrival.elapsed_s == 20.0
+    clock.sleep(40.0)
+    assert exchange.next(until_s=math.inf) is None
+    exchange.close()
+
+
+def test_both_questions_of_an_exchange_are_seen_and_fetched(site: Site, tmp_path: Path) -> None:
+    """A request stays on the disk as long as its question is open."""
+    door = site.open()
+    first, second = site.connected(door, 2)
+    exchange = door.channel().open(deadline_s=NEVER)
+    exchange.ask(asked([first], train_request(size=1_000_000)))
+    exchange.ask(asked([second], train_request(round_num=1, size=1_000_000)))
+    tasks = first.hear_task(), second.hear_task()
+    assert len(requests_on_disk(site)) == 2
+    for round_num, (member, task) in enumerate(zip((first, second), tasks, strict=True)):
+        request = train_request(round_num=round_num, size=1_000_000)
+        assert member.downloaded(task, tmp_path / "request") == encode(request)
+        assert phase_of(door, member) == "downloading"
+    assert exchange_of(door)["phases"] == {"downloading": 2}
+    exchange.close()
+
+
+def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Site) -> None:
+    """Those that were folded, and one that was logged only; the rest is waited for."""
+    door = site.open()
+    first, second = site.connected(door, 2)
+    exchange = door.channel(check=parked_when(site)).open(deadline_s=NEVER)
+    exchange.ask(asked([first, second], train_request()))
+    task, slow = first.hear_task(), second.hear_task()
+    first.answer(task, train_reply(1.0))
+    assert read(exchange) == (0, 1.0)
+    exchange.ask(asked([first], train_request()))
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED
+    again = first.hear_task()
+    first.answer(again, train_reply(2.0))
+    wait_until(lambda: door.counters.replies_logged == 2)
+    park(site)
+    with pytest.raises(Parked):
+        exchange.next(until_s=WAIT_S)
+    exchange.close()  # it is put aside: nobody is late
+    site.shut(door)
+
+    door = site.open()
+    for member, key in ((first, again.key), (second, slow.key)):
+        member.connect(door, held=[key])
+    exchange = door.channel().open(deadline_s=NEVER)
+    exchange.ask(asked([first, second], train_request()))
+    assert read(exchange) == (0, 1.0)
+    exchange.ask(asked([first], train_request()))
+    assert read(exchange) == (0, 2.0)
+    assert second.hear_task().key == slow.key
+    second.answer(slow, train_reply(3.0))
+    assert read(exchange) == (1, 3.0)
+    assert first.hear_receipt().verdict == Receipt.ACCEPTED
+    exchange.close()
+    assert second.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) -> None:
+    """With the keys of all its questions."""
+    door = site.open()
+    first, second = site.connected(door, 2)
+    channel = door.channel(check=parked_when(site))
+    keys = []
+    for _ in range(2):
+        exchange = channel.open(deadline_s=NEVER)
+        exchange.ask(asked([first], train_request()))
+        exchange.ask(asked([second], train_request()))
+        keys.append((first.hear_task().key, second.hear_task().key))
+        park(site)
+        with pytest.raises(Parked):
+            exchange.next(until_s=WAIT_S)
+    assert keys[0] == keys[1]
+    assert keys[0][0] != keys[0][1]
+
+
+def test_a_question_that_all_have_answered_is_closed_when_another_is_put(site: Site) -> None:
+    """So that one that is asked for hours holds no file open for each; one that is open stays."""
+    door = site.open()
+    first, second = site.connected(door, 2)
+    channel = door.channel()
+    exchange = channel.open(deadline_s=NEVER)
+    exchange.ask(asked([second], train_request()))
+    second.hear_task()
+    for round_num in range(1, 4):
+        exchange.ask(asked([first], train_request(round_num)))
+        first.answer(first.hear_task(), train_reply(1.0, round_num=round_num))
+        assert read(exchange) == (0, 1.0)
+        channel.forget(before_round=round_num + 1)
+        exchange.ask({})
+        assert first.hear_receipt().verdict == Receipt.ACCEPTED
+    folders = sorted(path.name for path in (site.folder / "replies").iterdir())
+    assert folders == ["TrainRequest-000000-0-0", "TrainRequest-000003-0-0"]
+    exchange.close()
+
+
 def test_receipts_outlive_a_restart(site: Site) -> None:
     door = site.open()
     (member,) = site.connected(door, 1)
@@ -922,6 +1152,23 @@ def test_a_client_that_is_revoked_gets_no_more_of_a_request(site: Site) -> None:
     assert num_chunks < 20
 
 
+def test_a_client_that_is_revoked_within_an_upload_is_heard_no_further(site: Site) -> None:
+    """Not even by the bytes that would complete it; control: the same parts make a reply above."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    Collecting(door.channel(), [member], train_request(size=1_000_000))
+    data = encode(train_reply(7.0, size=1_000_000))[: wire.CHUNK_BYTES + 1]
+    signed = envelope(member.hear_task(), data, client_id=0, identity=member.identity)
+    revoked = asyncio.Event()
+    uploading = member.loop.call(upload_parts(member, signed, data, half_until=revoked))
+    wait_until(lambda: door.counters.uploads == 1)
+    site.registry.revoke(member.name)
+    assert member.hear() is None
+    member.loop.post(revoked.set)
+    assert uploading.result(WAIT_S) == (0, grpc.StatusCode.UNAUTHENTICATED)
+    assert door.counters.replies_logged == 0
+
+
 def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1021,10 +1268,9 @@ def test_more_clients_than_the_door_holds_come_back_later(site: Site) -> None:
 
 def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
     clock, looked = VirtualClock(), list[ClientId]()
-    hall = Hall(
-        max_connected=1000,
-        come_back_s=60.0,
-        eligible=lambda *_: True,
+    sessions = Sessions(
+        settings=replace(SETTINGS, max_connected=1000, come_back_s=60.0),
+        admits=lambda *_: True,
         changed=lambda: None,
         counters=DoorCounters(),
         clock=clock,
@@ -1034,8 +1280,8 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
         looked.append(client_id)
         return client_id == 0
 
-    hall.is_needed = is_needed
-    registry = MemoryRegistry(clock)
+    sessions.is_needed = is_needed
+    registry = FreshRegistry(clock)
     client = registry.redeem(
         "client",
         registry.invite("client", tags=(), valid_s=60.0),
@@ -1045,7 +1291,7 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
 
     def enters(number: int) -> bool:
         newcomer = replace(client, client_id=ClientId(number))
-        return hall.enter(Session(newcomer, wire_pb2.Hello(), since_s=clock.now_s()))
+        return sessions.enter(ServerSession(newcomer, wire_pb2.Hello(), since_s=clock.now_s()))
 
     assert all(enters(number) for number in range(1000))
     assert not enters(1000)
@@ -1053,7 +1299,7 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
     clock.sleep(60.0)
     assert enters(1001)
     assert looked[1:] == [0, 1]
-    assert hall.find(ClientId(1)) is None
+    assert sessions.find(ClientId(1)) is None
 
 
 def test_a_client_whose_reply_is_awaited_is_let_in_whoever_is_there(site: Site) -> None:
@@ -1084,7 +1330,7 @@ def test_nobody_is_sent_away_while_a_crashed_exchange_waits_for_its_cohort(site:
     assert member.hear_task().key == key
 
 
-class DefectiveRegistry(MemoryRegistry):
+class DefectiveRegistry(FreshRegistry):
     """Once it is broken, it raises what no registry should."""
 
     is_broken = False

@@ -15,11 +15,10 @@ from fedlearn.door.spool import (
     GroupWriter,
     LoggedReply,
     Opened,
-    Outcome,
     PartialUpload,
     ReplyLog,
+    WriteResult,
     ended_exchanges,
-    partial_path,
 )
 from fedlearn.errors import StoreError
 from fedlearn.transport.content import digest_of
@@ -29,27 +28,20 @@ LATER = Opened(run_id="run", opened_unix_s=2000.0)
 
 
 def draft(client_id: int, data: bytes = b"reply") -> Draft:
-    return Draft(
-        client_id=ClientId(client_id),
-        elapsed_s=0.5,
-        digest=digest_of(data),
-        num_bytes=len(data),
-        data=data,
-    )
+    return Draft(LoggedReply(ClientId(client_id), 0.5, digest_of(data), len(data)), data)
 
 
 def upload(folder: Path, client_id: int, data: bytes) -> Draft:
-    digest = digest_of(data)
-    path = partial_path(folder, client_id=ClientId(client_id), digest=digest)
-    partial = PartialUpload(path, num_bytes=len(data))
+    reply, _ = draft(client_id, data)
+    partial = begun(folder, num_bytes=len(data), client_id=client_id, digest=reply.digest)
     partial.write(data[partial.offset :])
-    return Draft(
-        client_id=ClientId(client_id),
-        elapsed_s=0.5,
-        digest=digest,
-        num_bytes=len(data),
-        data=partial,
-    )
+    return Draft(reply, partial)
+
+
+def begun(
+    folder: Path, *, num_bytes: int = 10, client_id: int = 1, digest: bytes = b"a" * 32
+) -> PartialUpload:
+    return PartialUpload(folder, client_id=ClientId(client_id), digest=digest, num_bytes=num_bytes)
 
 
 def logged(log: ReplyLog, drafts: list[Draft]) -> list[LoggedReply]:
@@ -138,13 +130,13 @@ def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -
     logged(log, [draft(0), draft(1)])
     closed = Closed(num_consumed=1, by_itself=by_itself)
     log.close(closed)
-    (ended,) = ended_exchanges(tmp_path, run_id="run")
-    assert (ended.name, ended.closed, len(ended.replies)) == ("x", closed, 2)
+    ((name, ended),) = ended_exchanges(tmp_path, run_id="run")
+    assert (name, ended.closed, len(ended.replies)) == ("x", closed, 2)
     assert not list(ended_exchanges(tmp_path, run_id="other"))
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
     assert (again.closed is not None) == by_itself  # one that had enough may go on
     again.close(closed)
-    assert [each.closed for each in ended_exchanges(tmp_path, run_id="run")] == [closed]
+    assert [each.closed for _, each in ended_exchanges(tmp_path, run_id="run")] == [closed]
 
 
 def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
@@ -226,26 +218,25 @@ def test_a_disk_that_turns_read_only_refuses_replies_and_does_not_end_the_writer
 ) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
     writer = GroupWriter(lambda tell: tell())
-    refused: list[Future[Outcome]] = [Future(), Future()]
+    refused: list[Future[WriteResult]] = [Future(), Future()]
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", read_only_disk)
         patch.setattr(os, "unlink", read_only_disk)  # it refuses names that are not there, too
         for outcome in refused:
-            writer.append(log, draft(1), outcome.set_result)
+            writer.put(log, draft(1), outcome.set_result)
             assert isinstance(outcome.result(60.0), OSError)
-    stored: Future[Outcome] = Future()
-    writer.append(log, draft(1), stored.set_result)
+    stored: Future[WriteResult] = Future()
+    writer.put(log, draft(1), stored.set_result)
     assert isinstance(stored.result(60.0), LoggedReply)
     writer.stop()
     log.close(None)
 
 
 def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:
-    path = partial_path(tmp_path, client_id=ClientId(1), digest=b"a" * 32)
-    first = PartialUpload(path, num_bytes=10)
+    first = begun(tmp_path)
     first.write(b"01234")
     first.close()
-    second = PartialUpload(path, num_bytes=10)
+    second = begun(tmp_path)
     assert (second.offset, second.was_resumed) == (5, True)
     second.write(b"56", b"", b"789")
     assert second.digest() == digest_of(b"0123456789")
@@ -259,10 +250,10 @@ def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
     write, at_most = os.write, iter([2, 1, 100, 4, 1])
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: next(at_most)]))
     chunks = (b"01234", b"", b"56789")
-    path = partial_path(tmp_path, client_id=ClientId(1), digest=b"a" * 32)
-    upload = PartialUpload(path, num_bytes=10)
+    upload = begun(tmp_path)
     upload.write(*chunks)
     assert upload.offset == 10
+    (path,) = tmp_path.iterdir()
     assert path.read_bytes() == b"".join(chunks)
     assert upload.digest() == digest_of(b"".join(chunks))
     upload.close()
@@ -270,11 +261,8 @@ def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
 
 def test_a_client_has_one_unfinished_upload_at_a_time(tmp_path: Path) -> None:
     for digest in (b"a" * 32, b"b" * 32):
-        path = partial_path(tmp_path, client_id=ClientId(1), digest=digest)
-        PartialUpload(path, num_bytes=10).close()
-    PartialUpload(
-        partial_path(tmp_path, client_id=ClientId(11), digest=b"c" * 32), num_bytes=10
-    ).close()
+        begun(tmp_path, digest=digest).close()
+    begun(tmp_path, client_id=11).close()
     assert len(list(tmp_path.glob("1-*.part"))) == 1
     assert len(list(tmp_path.glob("*.part"))) == 2
 
@@ -282,12 +270,12 @@ def test_a_client_has_one_unfinished_upload_at_a_time(tmp_path: Path) -> None:
 def test_what_comes_together_is_logged_together(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
     writer = GroupWriter(lambda tell: tell())
-    outcomes: list[Future[Outcome]] = [Future() for _ in range(1001)]
+    outcomes: list[Future[WriteResult]] = [Future() for _ in range(1001)]
     for client_id, outcome in enumerate(outcomes[:1000]):
-        writer.append(log, draft(client_id), outcome.set_result)
-    writer.close(log, Closed(num_consumed=1000, by_itself=True), outcomes[-1].set_result)
+        writer.put(log, draft(client_id), outcome.set_result)
+    writer.put(log, Closed(num_consumed=1000, by_itself=True), outcomes[-1].set_result)
     assert outcomes[-1].result(60.0) is None
     assert all(isinstance(each.result(0.0), LoggedReply) for each in outcomes[:1000])
     writer.stop()
-    (ended,) = ended_exchanges(tmp_path, run_id="run")
+    ((_, ended),) = ended_exchanges(tmp_path, run_id="run")
     assert [each.client_id for each in ended.replies] == list(range(1000))

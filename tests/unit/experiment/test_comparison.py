@@ -13,14 +13,14 @@ from fedlearn.core.messages import ClientId
 from fedlearn.experiment.comparison import (
     Comparison,
     Counts,
-    Difference,
     History,
     Measure,
-    TimeUnit,
     compare,
     duration_text,
+    number_text,
     series,
     summarize,
+    time_unit,
 )
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
@@ -117,6 +117,53 @@ def test_the_best_is_by_the_metric_the_run_watches() -> None:
     assert (best.metric, best.point.num_finished) == ("loss", 4)
 
 
+DOSE = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
+
+
+def dosed(doses: list[float]) -> list[RoundRecord]:
+    """Rounds that measured a dose, of which less is better, and an accuracy that rises."""
+    return [
+        replace(one, metrics={"dose": dose, **one.metrics})
+        for one, dose in zip(rounds([0.1, 0.2, 0.3]), doses, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DOSE, {"python": {"directions": {"dose": "min"}}, "early_stopping": {"metric": "dose"}}],
+    ids=["from a file", "from Python"],
+)
+def test_a_metric_of_the_users_own_is_best_in_its_direction(config: dict[str, object]) -> None:
+    """By what is declared, in the summary and against another run."""
+    a, b = (
+        (run("lossy-lark-11", config), dosed([3.0, 1.0, 2.0])),
+        (run("b", config), dosed([3, 3, 4])),
+    )
+    best = summarize(*a).best
+    assert best is not None
+    assert (best.metric, best.point.value) == ("dose", 1.0)
+    comparison = compare(a, b)
+    assert (comparison.metric, comparison.target) == ("dose", 3.0), "the worse of the two bests"
+    assert measured(comparison)["best dose"] == (1.0, 3.0)
+    assert next(each for each in comparison.measures if each.name == "best dose").better() == "a"
+    assert measured(comparison)["rounds to dose 3.0000"] == (1.0, 1.0)
+
+
+def test_what_two_runs_disagree_on_is_not_compared() -> None:
+    """Less of it is better in one, more in the other: neither is the better."""
+    other = {"metrics": {"dose": {"direction": "max"}}}
+    comparison = compare((run("a", DOSE), dosed([1, 2, 3])), (run("b", other), dosed([1, 2, 3])))
+    assert comparison.metric == "accuracy"
+    assert "best dose" not in measured(comparison)
+
+
+def test_a_metric_that_nobody_declared_makes_no_best() -> None:
+    """What a record of another program watches is passed over."""
+    best = summarize(run("a", {"early_stopping": {"metric": "dose"}}), dosed([3.0, 1.0, 2.0])).best
+    assert best is not None
+    assert best.metric == "accuracy"
+
+
 def test_the_best_passes_over_nan() -> None:
     """A diverged round is never the best, wherever it comes."""
     best = summarize(B[0], rounds([math.nan, 0.4, math.nan])).best
@@ -177,11 +224,11 @@ def test_configurations_differ_by_dotted_keys() -> None:
     """Types count: 1 is not true; what one lacks is said to be absent."""
     a = run("a", {"seed": 1, "client": {"epochs": 2, "rate": 0.1}, "flag": True, "old": [1]})
     b = run("b", {"seed": 1, "client": {"epochs": 5, "rate": 0.1}, "flag": 1})
-    assert compare((a, []), (b, [])).differences == (
-        Difference(key="client.epochs", a="2", b="5"),
-        Difference(key="flag", a="true", b="1"),
-        Difference(key="old", a="[1]", b="(absent)"),
-    )
+    assert compare((a, []), (b, [])).differences == {
+        "client.epochs": ("2", "5"),
+        "flag": ("true", "1"),
+        "old": ("[1]", "(absent)"),
+    }
 
 
 def test_the_table_is_aligned_and_marks_the_better() -> None:
@@ -241,7 +288,7 @@ def test_a_duration_fits_its_column(seconds: float) -> None:
 def test_the_better_of_two(a: float, b: float, less: object, better: str | None) -> None:
     """Who has no value loses; equal values have no better."""
     assert less is None or isinstance(less, bool)
-    measure = Measure(name="m", a=a, b=b, kind="metric", less_is_better=less)
+    measure = Measure(name="m", a=a, b=b, text=number_text, less_is_better=less)
     assert measure.better() == better
 
 
@@ -258,4 +305,4 @@ def test_a_series_leaves_out_what_was_not_measured() -> None:
 )
 def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
     """No axis says 86,400 seconds."""
-    assert TimeUnit.of(longest_s).name == unit
+    assert time_unit(longest_s)[0] == unit

@@ -1,6 +1,7 @@
 """The curves: what is drawn is what was recorded."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,7 +14,7 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
 from fedlearn.experiment.comparison import History
-from fedlearn.experiment.plot import draw, plot
+from fedlearn.experiment.plot import draw, panels, plot, svg
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
@@ -72,6 +73,20 @@ def test_the_lines_are_the_recorded_values() -> None:
     assert xy(losses, 1) == ([1, 2, 3], [1.0, 0.5, pytest.approx(1 / 3)])
     assert xy(by_time, 0) == ([1, 2, 3], [0.2, 0.7, 0.6])
     assert by_time.get_xlabel() == "virtual time (minutes)"
+
+
+def test_the_watched_metric_is_drawn_with_a_star_at_its_best() -> None:
+    """Less of it is better."""
+    record, rounds = history([0.2, 0.7, 0.6])
+    config = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
+    dosed = [
+        replace(one, metrics={**one.metrics, "dose": dose})
+        for one, dose in zip(rounds, (3.0, 1.0, 2.0), strict=True)
+    ]
+    by_round, _, by_time, _ = draw([(replace(record, config=config), dosed)]).axes
+    assert xy(by_round, 0) == ([1, 2, 3], [3.0, 1.0, 2.0])
+    assert xy(by_round, 1) == ([2], [1.0])
+    assert (by_round.get_ylabel(), by_time.get_ylabel()) == ("dose", "dose")
 
 
 def test_the_band_spans_the_clients_quantiles() -> None:
@@ -153,6 +168,7 @@ def test_nothing_global_is_changed() -> None:
     """A library must not restyle its caller's figures."""
     before = dict(mpl.rcParams)
     draw([history([0.5])])
+    svg(panels([history([0.5])])[0], inches=(4, 3))
     assert dict(mpl.rcParams) == before
 
 

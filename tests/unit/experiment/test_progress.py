@@ -118,6 +118,7 @@ def test_a_round_is_one_json_object_with_every_fact() -> None:
         "virtual_s": 186.0,
         "seconds": 0.041,
         "metrics": {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7},
+        "train_metrics": {},
     }
 
 
@@ -259,6 +260,17 @@ def test_a_new_best_stands_out_and_a_worse_round_does_not() -> None:
     worse = finished(3, {"accuracy": 0.6})
     lines = terminal((ROUNDS[0], ROUNDS[2], worse))[3:6]
     assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
+
+
+def test_the_watched_metric_has_the_first_column_and_stands_out_by_its_direction() -> None:
+    """Less of it is better; without one that is watched the column is accuracy's."""
+    config = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
+    watching = replace(RUN, config=config)
+    rounds = tuple(finished(k, {"dose": dose}) for k, dose in enumerate((3.0, 2.0, 2.5)))
+    header, *lines = terminal(rounds, watching)[2:6]
+    assert "      dose      loss" in header
+    assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
+    assert " dose=3.0000 loss=- " in plain(rounds, watching)[2]
 
 
 def test_a_terminal_without_colours_gets_none() -> None:

@@ -51,7 +51,7 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
     with pytest.raises(type(error)), outcome_told(stored, told, resumable=(Parked,)):
         raise error
     assert stored.record.status is status
-    ends = [each.status for each in told.ends]
+    ends = [each.record.status for each in told.ends]
     assert ends == ([] if status is RunStatus.RUNNING else [RunStatus.FAILED])
 
 
@@ -60,5 +60,5 @@ def test_an_interruption_is_told_of_and_fails_nothing(stored: StoredRun) -> None
     told = Told()
     with pytest.raises(KeyboardInterrupt), outcome_told(stored, told):
         raise KeyboardInterrupt
-    assert [each.status for each in told.ends] == [RunStatus.RUNNING]
+    assert [each.record.status for each in told.ends] == [RunStatus.RUNNING]
     assert stored.record.error == ""

@@ -9,13 +9,13 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.lineage import fingerprint
-from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
 
 ROSTER = IdentityRoster(
     coordinator_key=b"c" * 32,
     clients={
-        ClientId(4): RosterEntry(name="clinic-d", key=b"d" * 32, num_rotations=2),
-        ClientId(1): RosterEntry(name="clinic-a", key=b"a" * 32, num_rotations=0),
+        ClientId(4): KnownKey(name="clinic-d", key=b"d" * 32, num_rotations=2),
+        ClientId(1): KnownKey(name="clinic-a", key=b"a" * 32, num_rotations=0),
     },
 )
 
@@ -44,8 +44,8 @@ def test_every_change_changes_the_digest() -> None:
     [
         ({"fedlearn_roster": 2}, "format 2"),
         ({"coordinator_key": "00"}, "no key"),
-        ({"clients": [{"client_id": 1}]}, "no roster"),
-        ({"clients": 3}, "no roster"),
+        ({"clients": [{"client_id": 1}]}, "not a roster"),
+        ({"clients": 3}, "not a roster"),
     ],
 )
 def test_a_damaged_roster_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
@@ -75,7 +75,7 @@ def test_an_impossible_client_is_refused(tmp_path: Path, change: dict[str, objec
     values = json.loads(path.read_text())
     values["clients"][0].update(change)
     path.write_text(json.dumps(values))
-    with pytest.raises(DeploymentError, match="no roster"):
+    with pytest.raises(DeploymentError, match="not a roster"):
         IdentityRoster.load(path)
 
 

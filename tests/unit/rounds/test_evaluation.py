@@ -36,7 +36,12 @@ def evaluator(deadline_s: float) -> ChannelEvaluator:
     channel = MemoryChannel(
         {c: measuring(c) for c in CLIENTS}, lambda c, _: np.array(c, float), VirtualClock()
     )
-    return ChannelEvaluator(channel=channel, cohort=CLIENTS, deadline_s=deadline_s)
+    return ChannelEvaluator(
+        channel=channel,
+        cohort=lambda _: CLIENTS,
+        directions={"loss": "min", "accuracy": "max"},
+        deadline_s=deadline_s,
+    )
 
 
 def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None:

@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.algorithms.sampling import UniformSampler
-from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import Seed
-from fedlearn.errors import CohortTooSmall, StoreError
-from fedlearn.rounds.journal import JournaledSampler, MemoryJournal, OpenRound, RoundJournal
+from fedlearn.errors import StoreError
+from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.runs import Database, sqlite_url, unguarded
+from fedlearn.store.runs import Database, unguarded
 from tests.records import RUN
 
 OPENED = OpenRound(
     round_num=3, attempt=1, cohort=(ClientId(7), ClientId(2)), opened_unix_s=1_800_000_000.25
 )
-ALL = [ClientId(number) for number in range(10)]
 
 
 @pytest.fixture
@@ -31,24 +27,10 @@ def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
         yield database
 
 
-@pytest.fixture(
-    params=["memory", "sqlite", pytest.param("pg", marks=pytest.mark.xdist_group("postgresql"))]
-)
-def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RoundJournal]:
-    """An empty journal, once of each kind."""
-    if request.param == "memory":
-        yield MemoryJournal()
-        return
-    url = sqlite_url(tmp_path / "runs.db")
-    if request.param == "pg":
-        url = request.getfixturevalue("postgresql_url")
-    with Database.open(url, runs_dir=tmp_path / "runs") as database:
-        database.create(RUN)
-        yield StoredJournal(database, RUN.name, guard=unguarded)
-
-
-def journaled(journal: RoundJournal) -> JournaledSampler:
-    return JournaledSampler(sampler=UniformSampler(), journal=journal, clock=VirtualClock(5.0))
+@pytest.fixture
+def journal(database: Database) -> RoundJournal:
+    """Its empty journal."""
+    return StoredJournal(database, RUN.name, guard=unguarded)
 
 
 def test_an_open_round_comes_back_as_it_was_opened(journal: RoundJournal) -> None:
@@ -114,30 +96,3 @@ def test_a_journal_of_no_run_is_an_error(database: Database) -> None:
     """Which suggests the nearest name."""
     with pytest.raises(StoreError, match="did you mean 'calm-otter-17'"):
         StoredJournal(database, "calm-otter", guard=unguarded)
-
-
-def test_a_cohort_is_chosen_once(journal: RoundJournal) -> None:
-    """A restart asks the same clients, though others are connected by then."""
-    first = journaled(journal).sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
-    assert first == UniformSampler().sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
-    again = journaled(journal).sample([], num_asked=4, round_num=0, attempt=0, seed=Seed(1))
-    assert again == first
-    assert journal.find(0, 0) == OpenRound(round_num=0, attempt=0, cohort=first, opened_unix_s=5.0)
-
-
-def test_another_attempt_is_another_cohort(journal: RoundJournal) -> None:
-    """And so is another round."""
-    sampler = journaled(journal)
-    cohorts = {
-        sampler.sample(ALL, num_asked=4, round_num=round_num, attempt=attempt, seed=Seed(1))
-        for round_num, attempt in ((0, 0), (0, 1), (1, 0))
-    }
-    assert len(cohorts) == 3
-
-
-def test_a_cohort_that_cannot_be_chosen_is_not_written_down() -> None:
-    """The round is tried again when more clients are there."""
-    journal = MemoryJournal()
-    with pytest.raises(CohortTooSmall):
-        journaled(journal).sample(ALL, num_asked=11, round_num=0, attempt=0, seed=Seed(1))
-    assert journal.last() is None

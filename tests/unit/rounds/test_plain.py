@@ -10,19 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Collected, RoundRequest, Status
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
-MEAN = WeightedMean(by_examples=True)
 POLICY = StragglerPolicy(
     num_wanted=10,
     over_selection=1.3,
@@ -35,16 +35,17 @@ REQUEST = RoundRequest(
     round_num=4,
     attempt=0,
     params=PARAMS,
-    settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+    strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+    told={},
     seed=0,
 )
 
 
 def client(client_id: int, *, num_examples: int = 1) -> Handler:
     """A handler whose delta is its client's id, so that the mean says who is in it."""
-    delta = {"weight": torch.full((1, 2), float(client_id))}
+    lanes = {"delta": torch.full((2,), float(client_id))}
     reply = TrainReply(
-        round_num=4, delta=delta, num_examples=num_examples, metrics={"loss": client_id / 10}
+        round_num=4, lanes=lanes, num_examples=num_examples, metrics={"loss": client_id / 10}
     )
     data = encode(reply)
     return lambda _, state: (data, state)
@@ -60,7 +61,7 @@ def collect(
     policy: StragglerPolicy = POLICY,
     failures: Iterable[int] = (),
     num_examples: Mapping[int, int] | None = None,
-) -> Collected[WeightedSum]:
+) -> Collected:
     """Ask clients 0, 1, ... whose replies take so long."""
     cohort = [ClientId(i) for i in range(len(latencies_s))]
     sizes = num_examples or {}
@@ -71,11 +72,17 @@ def collect(
         return np.array([latencies_s[c] for c in clients])
 
     channel = MemoryChannel(handlers, latency, VirtualClock())
-    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=1 << 20)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
     return collector.collect(cohort, REQUEST)
 
 
-def with_status(collected: Collected[WeightedSum], status: Status) -> list[int]:
+def mean_of(collected: Collected) -> list[float]:
+    assert collected.aggregate is not None
+    mean: list[float] = collected.aggregate.lanes["delta"].tolist()
+    return mean
+
+
+def with_status(collected: Collected, status: Status) -> list[int]:
     return [p.client_id for p in collected.participations if p.status is status]
 
 
@@ -85,7 +92,7 @@ def test_a_round_closes_with_the_report_it_wants() -> None:
     assert with_status(collected, Status.REPORTED) == list(range(12, 2, -1))
     assert sorted(with_status(collected, Status.LATE)) == [0, 1, 2]
     assert collected.duration_s == 10.0
-    assert MEAN.finalize(collected.aggregate).tolist() == [7.5, 7.5]
+    assert mean_of(collected) == [7.5, 7.5]
 
 
 def test_failures_are_data_and_the_next_client_takes_their_place() -> None:
@@ -115,9 +122,9 @@ def test_the_deadline_cuts_off_what_comes_later(
 
 def test_late_clients_are_counted_and_left_out() -> None:
     """Their delta is not in the mean, their duration is not known."""
-    policy = replace(POLICY, deadline_s=1.5)
+    policy = replace(POLICY, deadline_s=1.5, min_reports=2)
     collected = collect([0.0, 1.0, 2.0], policy=policy)
-    assert MEAN.finalize(collected.aggregate).tolist() == [0.5, 0.5]
+    assert mean_of(collected) == [0.5, 0.5]
     (late,) = [p for p in collected.participations if p.status is Status.LATE]
     assert (late.client_id, late.num_examples) == (2, 0)
     assert math.isnan(late.duration_s)
@@ -137,20 +144,20 @@ def test_an_empty_cohort_is_an_empty_round() -> None:
     """Poisson sampling may ask nobody."""
     collected = collect([])
     assert len(collected.participations) == 0
+    assert collected.aggregate is None
     assert collected.duration_s == 0.0
 
 
 def test_clients_weigh_as_many_examples_as_they_trained_on() -> None:
     """And their losses and counts stand in the record."""
-    collected = collect([0.0, 1.0], num_examples={0: 3, 1: 1})
-    assert MEAN.finalize(collected.aggregate).tolist() == [0.25, 0.25]
+    policy = replace(POLICY, min_reports=2)
+    collected = collect([0.0, 1.0], policy=policy, num_examples={0: 3, 1: 1})
+    assert mean_of(collected) == [0.25, 0.25]
     assert [(p.num_examples, p.loss) for p in collected.participations] == [(3, 0.0), (1, 0.1)]
 
 
 def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
     """The clients keep their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
-    collector = PlainCollector(channel=channel, aggregator=MEAN, policy=POLICY, slab_bytes=0)
-    assert collector.state_tensors() == {}
-    collector.restore({})
-    assert collector.available() == ()
+    assert PlainCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
+    assert collect([0.0]).kept == {}

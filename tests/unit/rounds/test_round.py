@@ -1,29 +1,29 @@
 """One round, and the seam that collectors of any protocol stand behind."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.lanes import Aggregate, Updates
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
 from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.settings import update_from
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import (
-    Block,
-    Collected,
-    Collector,
     Participation,
     Participations,
-    RoundRequest,
     Status,
 )
 from fedlearn.core.messages import (
@@ -37,8 +37,10 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CohortTooSmall
-from fedlearn.rounds.plain import PlainCollector, Update, validated
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector, validated
 from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.transport.base import ask_once
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 MEAN = WeightedMean(by_examples=True)
@@ -72,33 +74,34 @@ class Asked:
             self.requests[client_id] = request
             if client_id in self.failing:
                 return encode(Failure("battery low")), state
-            delta = {name: torch.ones_like(t) for name, t in request.tensors.items()}
-            reply = TrainReply(round_num=request.round_num, delta=delta, num_examples=1, metrics={})
+            lanes = {"delta": torch.ones(2)}
+            reply = TrainReply(round_num=request.round_num, lanes=lanes, num_examples=1, metrics={})
             return encode(reply), state
 
         return handle
 
 
-def plan_of(
-    asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY
-) -> RoundPlan[WeightedSum]:
+def plan_of(asked: Asked, *, num_clients: int = 4, policy: StragglerPolicy = POLICY) -> RoundPlan:
     handlers = {ClientId(i): asked.handler(i) for i in range(num_clients)}
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    return plan_with(
-        PlainCollector(channel=channel, aggregator=MEAN, policy=policy, slab_bytes=0), policy
-    )
+    return plan_with(PlainCollector(channel=channel, policy=policy, slab_bytes=0), policy)
 
 
-def plan_with(
-    collector: Collector[WeightedSum], policy: StragglerPolicy = POLICY
-) -> RoundPlan[WeightedSum]:
+def plan_with(collector: Collector, policy: StragglerPolicy = POLICY) -> RoundPlan:
     return RoundPlan(
-        sampler=UniformSampler(),
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(7),
+        ),
         policy=policy,
         collector=collector,
-        local=LOCAL,
-        aggregator=MEAN,
-        server_optimizer=ServerSgd(learning_rate=0.5, momentum=0.5),
+        strategy=Algorithm(
+            local=LOCAL,
+            aggregation=MEAN,
+            server_optimizer=ServerSgd(learning_rate=0.5, momentum=0.5),
+        ),
         seed=Seed(7),
     )
 
@@ -108,9 +111,9 @@ def test_a_round_samples_broadcasts_aggregates_and_steps() -> None:
     asked = Asked({})
     plan = plan_of(asked)
     state = plan.init(zeros())
-    state, collected = run_round(state, plan, attempt=0)
+    state, collected, _ = run_round(state, plan, attempt=0)
     assert state.params.vector.tolist() == [0.5, 0.5]
-    state, _ = run_round(state, plan, attempt=0)
+    state, _, _ = run_round(state, plan, attempt=0)
     assert state.params.vector.tolist() == [1.25, 1.25]
     assert state.round_num == 2
     assert collected.count(Status.REPORTED) == 4
@@ -120,24 +123,56 @@ def test_clients_are_sent_the_model_the_settings_and_the_seed() -> None:
     """All of what they need to train is in the request."""
     asked = Asked({})
     plan = plan_of(asked)
-    state, _ = run_round(plan.init(zeros()), plan, attempt=0)
+    state, _, _ = run_round(plan.init(zeros()), plan, attempt=0)
     run_round(state, plan, attempt=2)
     request = asked.requests[0]
     assert (request.round_num, request.attempt, request.seed) == (1, 2, 7)
-    assert LocalSgd.from_settings(request.settings) == LOCAL
+    assert update_from(request.settings) == LOCAL
     assert request.tensors["weight"].tolist() == [[0.5, 0.5]]
 
 
 @pytest.mark.parametrize(("num_failing", "moves"), [(0, True), (1, True), (2, False), (4, False)])
 def test_below_the_minimum_nothing_is_released(num_failing: int, *, moves: bool) -> None:
-    """Three of four are enough, two leave the very state that came in."""
+    """Three of four are enough, two leave the very model that came in."""
     asked = Asked({}, failing=frozenset(range(num_failing)))
     plan = plan_of(asked)
     before = plan.init(zeros())
-    after, collected = run_round(before, plan, attempt=0)
+    after, collected, _ = run_round(before, plan, attempt=0)
     assert collected.count(Status.FAILED) == num_failing
-    assert (after is not before) is moves
+    assert (after.params is not before.params) is moves
+    assert (after.strategy_state is not before.strategy_state) is moves
     assert after.round_num == int(moves)
+
+
+@dataclass(frozen=True)
+class Playing:
+    """A collector that plays its only client, whose memory counts the rounds it was asked."""
+
+    has_enough: bool
+
+    def available(self) -> Sequence[ClientId]:
+        return [ClientId(k) for k in range(4)]
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+        before = request.kept[0]["rounds"] if request.kept else torch.zeros(1)
+        lanes = {"delta": torch.ones(2)}
+        return Collected(
+            aggregate=Aggregate(lanes, num_clients=4) if self.has_enough else None,
+            participations=Participations.of([]),
+            duration_s=1.0,
+            kept={0: {"rounds": before + 1.0}},
+        )
+
+
+@pytest.mark.parametrize("has_enough", [True, False])
+def test_what_clients_keep_passes_on_with_the_state(*, has_enough: bool) -> None:
+    """Also of a round below its minimum, as on clients' own disks: they have trained."""
+    plan = plan_with(Playing(has_enough))
+    state = plan.init(zeros())
+    for num_rounds in (1, 2):
+        state, _, _ = run_round(state, plan, attempt=0)
+        assert state.kept[0]["rounds"].tolist() == [num_rounds]
+        assert state.round_num == (num_rounds if has_enough else 0)
 
 
 def test_another_attempt_asks_others() -> None:
@@ -165,14 +200,23 @@ def test_more_clients_than_there_are_is_an_error() -> None:
 
 def test_a_cohort_may_be_empty() -> None:
     """Poisson sampling may choose nobody: the model stays, nothing divides by zero."""
-    plan = replace(plan_of(Asked({}), num_clients=500), sampler=PoissonSampler(cap=2.0))
-    plan = replace(plan, policy=replace(POLICY, num_wanted=1, min_reports=1))
+    policy = replace(POLICY, num_wanted=1, min_reports=1)
+    plan = plan_of(Asked({}), num_clients=500, policy=policy)
+    plan = replace(
+        plan,
+        opening=SampledOpening(
+            sampler=PoissonSampler(cap=2.0),
+            available=plan.collector.available,
+            policy=policy,
+            seed=Seed(7),
+        ),
+    )
     state = plan.init(zeros())
     sizes = []
     for attempt in range(20):
-        after, collected = run_round(state, plan, attempt=attempt)
+        after, collected, _ = run_round(state, plan, attempt=attempt)
         sizes.append(len(collected.participations))
-        assert (after is state) is (collected.count(Status.REPORTED) == 0)
+        assert (after.round_num == 0) is (collected.count(Status.REPORTED) == 0)
     assert 0 in sizes
 
 
@@ -189,35 +233,29 @@ class LossGuidedCollector:
     def available(self) -> Sequence[ClientId]:
         return self.channel.available()
 
-    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected[WeightedSum]:
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         tensors = request.params.named()
         question = EvaluateRequest(round_num=request.round_num, tensors=tensors)
         losses = {
             arrival.client_id: arrival.reply.metrics["loss"]
-            for arrival in self.channel.exchange(
-                dict.fromkeys(cohort, question), deadline_s=self.policy.deadline_s
+            for arrival in ask_once(
+                self.channel, dict.fromkeys(cohort, question), deadline_s=self.policy.deadline_s
             )
             if isinstance(arrival.reply, EvaluateReply)
         }
         chosen = sorted(losses, key=lambda c: -losses[c])[: len(cohort) // 2]
-        training = TrainRequest(
-            round_num=request.round_num,
-            attempt=request.attempt,
-            tensors=tensors,
-            settings=request.settings,
-            seed=request.seed,
-        )
-        state = MEAN.init(request.params.layout, device=request.params.vector.device)
+        training = request.message()
+        layout, device = request.params.layout, request.params.vector.device
+        state = MEAN.init(request.strategy.lanes, layout, device=device)
         rows = []
-        for arrival in self.channel.exchange(
-            dict.fromkeys(chosen, training), deadline_s=self.policy.deadline_s
+        for arrival in ask_once(
+            self.channel, dict.fromkeys(chosen, training), deadline_s=self.policy.deadline_s
         ):
-            update = validated(
-                arrival.reply, round_num=request.round_num, layout=request.params.layout
-            )
-            assert isinstance(update, Update)
+            update = validated(arrival, request)
+            assert isinstance(update, TrainReply)
             weight_B = torch.tensor([float(update.num_examples)])
-            state = MEAN.accumulate(state, Block(update.delta_P[None], weight_B))
+            rows_B = {name: vector[None] for name, vector in update.lanes.items()}
+            state = MEAN.accumulate(state, Updates([arrival.client_id], weight_B, rows_B))
             rows.append(
                 Participation(
                     arrival.client_id,
@@ -229,16 +267,10 @@ class LossGuidedCollector:
                 )
             )
         return Collected(
-            aggregate=state,
+            aggregate=MEAN.finalize(state),
             participations=Participations.of(rows),
             duration_s=self.channel.clock.now_s(),
         )
-
-    def state_tensors(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        pass
 
 
 def remembering(client_id: int) -> Handler:
@@ -255,9 +287,9 @@ def remembering(client_id: int) -> Handler:
                 return encode(reply), safetensors.torch.save({"loss": torch.tensor(loss)})
             case TrainRequest():
                 remembered = safetensors.torch.load(state)["loss"]
-                delta = {name: remembered.expand_as(t) for name, t in request.tensors.items()}
+                lanes = {"delta": remembered.expand(2)}
                 trained = TrainReply(
-                    round_num=request.round_num, delta=delta, num_examples=1, metrics={}
+                    round_num=request.round_num, lanes=lanes, num_examples=1, metrics={}
                 )
                 return encode(trained), b""
             case _:
@@ -274,7 +306,7 @@ def test_a_protocol_of_several_exchanges_fits_the_seam() -> None:
     )
     policy = replace(POLICY, min_reports=2)
     plan = plan_with(LossGuidedCollector(channel, policy), policy)
-    state, collected = run_round(plan.init(zeros()), plan, attempt=0)
+    state, collected, _ = run_round(plan.init(zeros()), plan, attempt=0)
     assert sorted(p.client_id for p in collected.participations) == [2, 3]
     assert state.params.vector.tolist() == [0.5 * 2.5, 0.5 * 2.5], "the mean of their losses"
     assert collected.duration_s == 2.0, "each exchange takes a second"

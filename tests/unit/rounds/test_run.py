@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedSum
+from fedlearn.algorithms.collecting import Collected
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
@@ -17,20 +17,20 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Collected, Participation, Participations, Status
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.distribution import Direction
 from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, TooFewReports
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _told, train
 from fedlearn.simulation.behaviour import (
     Behaviour,
-    Dropout,
     LognormalBandwidth,
-    LognormalSpeed,
 )
 from fedlearn.simulation.cluster import Alone
 from fedlearn.simulation.engine import Engine
@@ -48,7 +48,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-NEVER = EarlyStopping(metric="accuracy", patience_rounds=None, min_improvement=0.0, target=None)
+NEVER = EarlyStopping(
+    metric="accuracy",
+    direction="max",
+    patience_rounds=None,
+    min_improvement=0.0,
+    target=None,
+)
 POLICY = StragglerPolicy(
     num_wanted=3,
     over_selection=1.0,
@@ -105,7 +111,7 @@ def scripted_round(
     *,
     policy: StragglerPolicy = POLICY,
     num_clients: int = 3,
-) -> RoundPlan[WeightedSum]:
+) -> RoundPlan:
     """Rounds whose deltas are one, of 2 virtual seconds, with failures as scripted."""
 
     def client(client_id: int) -> Handler:
@@ -114,11 +120,10 @@ def scripted_round(
             assert isinstance(request, TrainRequest)
             if fails and fails(client_id, request.round_num, request.attempt):
                 return encode(Failure("battery low")), state
-            tensors = {n: t for n, t in request.tensors.items() if t.is_floating_point()}
-            delta = {name: torch.ones_like(t) for name, t in tensors.items()}
+            size = sum(request.tensors[name].numel() for name in request.order)
             reply = TrainReply(
                 round_num=request.round_num,
-                delta=delta,
+                lanes={"delta": torch.ones(size)},
                 num_examples=1 + client_id,
                 metrics={"loss": float(client_id)},
             )
@@ -132,31 +137,34 @@ def scripted_round(
         VirtualClock(),
     )
     algorithm = FedAvg(LOCAL)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
     return RoundPlan(
-        sampler=UniformSampler(),
-        policy=policy,
-        collector=PlainCollector(
-            channel=channel, aggregator=algorithm.aggregator, policy=policy, slab_bytes=0
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(0),
         ),
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        policy=policy,
+        collector=collector,
+        strategy=algorithm,
         seed=Seed(0),
     )
 
 
-def ignore(record: RoundRecord) -> None:
-    """Show no progress."""
+def ignore(record: RoundRecord, params: Params) -> bool:
+    """Show no progress, and go on."""
+    return False
 
 
 def run_plan(
-    round_plan: RoundPlan[WeightedSum],
+    round_plan: RoundPlan,
     *,
     values: Sequence[float] = (0.0,) * 20,
     num_rounds: int = 4,
     evaluate_every: int = 1,
     early_stopping: EarlyStopping = NEVER,
-) -> RunPlan[WeightedSum]:
+) -> RunPlan:
     return RunPlan(
         round=round_plan,
         evaluator=Scripted(values, early_stopping.metric),
@@ -169,7 +177,7 @@ def run_plan(
 
 
 def run(
-    plan: RunPlan[WeightedSum], params: Params | None = None, *, store: MemoryStore | None = None
+    plan: RunPlan, params: Params | None = None, *, store: MemoryStore | None = None
 ) -> tuple[RunState, MemoryStore]:
     store = store or MemoryStore()
     state = train(
@@ -177,7 +185,7 @@ def run(
         params or linear(),
         checkpoint=None,
         store=store,
-        progress=ignore,
+        after_round=ignore,
     )
     return state, store
 
@@ -187,10 +195,18 @@ def test_a_run_records_every_round() -> None:
     told: list[RoundRecord] = []
     store = MemoryStore()
     plan = run_plan(scripted_round(), num_rounds=3)
-    state = train(plan, linear(), checkpoint=None, store=store, progress=told.append)
+    seen: list[float] = []
+
+    def after_round(record: RoundRecord, params: Params) -> bool:
+        told.append(record)
+        seen.append(params.vector[0].item())
+        return False
+
+    state = train(plan, linear(), checkpoint=None, store=store, after_round=after_round)
     assert state.server.params.vector.tolist() == [3.0, 3.0]
     assert store.status is RunStatus.DONE
     assert told == store.records
+    assert seen == [1.0, 2.0, 3.0]
     assert [record.round_num for record in told] == [0, 1, 2]
     assert [record.virtual_s for record in told] == [2.0, 4.0, 6.0]
     assert {record.outcome for record in told} == {Outcome.AGGREGATED}
@@ -324,19 +340,20 @@ def test_the_model_is_measured_every_k_rounds_and_at_the_end(
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "best_value", "best_round"),
+    ("metric", "direction", "values", "best_value", "best_round"),
     [
-        ("accuracy", [math.nan, 0.1, 0.7, 0.5, 0.7], 0.7, 2),
-        ("loss", [math.nan, 0.9, 0.3, 0.5, 0.3], 0.3, 2),
-        ("clients/loss_mean", [math.nan, 0.9, 0.8, 0.7, 0.6], 0.6, 4),
-        ("accuracy", [math.nan, math.nan, 0.2, math.nan, 0.1], 0.2, 2),
+        ("accuracy", "max", [math.nan, 0.1, 0.7, 0.5, 0.7], 0.7, 2),
+        ("loss", "min", [math.nan, 0.9, 0.3, 0.5, 0.3], 0.3, 2),
+        ("clients/error_mean", "min", [math.nan, 0.9, 0.8, 0.7, 0.6], 0.6, 4),
+        ("lossless", "max", [math.nan, 0.1, 0.2, 0.3, 0.3], 0.3, 3),
+        ("accuracy", "max", [math.nan, math.nan, 0.2, math.nan, 0.1], 0.2, 2),
     ],
 )
 def test_the_best_model_is_kept(
-    metric: str, values: list[float], best_value: float, best_round: int
+    metric: str, direction: Direction, values: list[float], best_value: float, best_round: int
 ) -> None:
-    """Highest accuracy or lowest loss, the first of equals; a NaN is never the best."""
-    watched = replace(NEVER, metric=metric)
+    """Best in the direction declared, the first of equals; a NaN is never the best."""
+    watched = replace(NEVER, metric=metric, direction=direction)
     state, store = run(run_plan(scripted_round(), values=values, early_stopping=watched))
     assert (state.best_value, state.best_round) == (best_value, best_round)
     assert state.best_params is not None
@@ -356,10 +373,14 @@ def test_without_any_finite_metric_there_is_no_best_model() -> None:
     ("early_stopping", "values", "num_rounds"),
     [
         (replace(NEVER, target=0.5), [0, 0.1, 0.49, 0.5, 0.9], 3),
-        (replace(NEVER, metric="loss", target=0.5), [9, 0.9, 0.51, 0.5, 0.1], 3),
+        (replace(NEVER, metric="loss", direction="min", target=0.5), [9, 0.9, 0.51, 0.5, 0.1], 3),
         (replace(NEVER, target=2.0), [0.0] * 13, 12),
         (replace(NEVER, patience_rounds=3), [0, 0.1, 0.5, 0.4, 0.5, 0.2, 0.9], 5),
-        (replace(NEVER, metric="loss", patience_rounds=2), [0, 0.5, 0.3, 0.4, 0.3, 0.1], 4),
+        (
+            replace(NEVER, metric="loss", direction="min", patience_rounds=2),
+            [0, 0.5, 0.3, 0.4, 0.3, 0.1],
+            4,
+        ),
         (replace(NEVER, patience_rounds=2, min_improvement=0.1), [0, 0.1, 0.19, 0.2, 0.9], 3),
         (replace(NEVER, patience_rounds=2, min_improvement=0.1), [0, 0.1, 0.21, 0.3, 0.3, 0], 4),
         (replace(NEVER, patience_rounds=2), [math.nan] * 13, 2),
@@ -398,14 +419,27 @@ def test_commits_are_spaced_in_real_time() -> None:
     plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=2.0)
     clock = plan.clock
     store = MemoryStore()
-    train(
-        plan,
-        linear(),
-        checkpoint=None,
-        store=store,
-        progress=lambda _: clock.sleep(1.0),
-    )
+
+    def after_round(record: RoundRecord, params: Params) -> bool:
+        clock.sleep(1.0)
+        return False
+
+    train(plan, linear(), checkpoint=None, store=store, after_round=after_round)
     assert [checkpoint.round_num for checkpoint, _ in store.commits] == [0, 2, 4, 6]
+
+
+def test_a_run_that_is_told_to_end_is_done_and_durable() -> None:
+    """After the round in which it was told, whatever is left, and whenever it last committed."""
+    plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=math.inf)
+    store = MemoryStore()
+
+    def after_round(record: RoundRecord, params: Params) -> bool:
+        return record.round_num == 1
+
+    state = train(plan, linear(), checkpoint=None, store=store, after_round=after_round)
+    assert state.server.round_num == 2
+    assert store.status is RunStatus.DONE
+    assert [checkpoint.round_num for checkpoint, _ in store.commits] == [0, 2]
 
 
 def make_network(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -422,7 +456,7 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
 
 def simulated(
     algorithm: Algorithm, *, dtype: torch.dtype = torch.float32, num_rounds: int = 6
-) -> RunPlan[WeightedSum]:
+) -> RunPlan:
     """A fresh plan, as a new process would build it: engine, behaviour, evaluator."""
     sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one
     num_examples = sum(sizes)
@@ -437,26 +471,30 @@ def simulated(
         lambda: make_network(dtype), CrossEntropy(), device=CPU, precision=Precision.FLOAT32
     )
     policy = replace(POLICY, num_wanted=4, over_selection=1.5, deadline_s=3.0)
-    plan = RoundPlan(
-        sampler=UniformSampler(),
-        policy=policy,
-        collector=Engine(
-            population=population,
-            behaviour=Behaviour(
-                speed=LognormalSpeed(median_ms_per_example=30.0, sigma=0.5),
-                bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
-                dropout=Dropout(rate=0.1),
-                round_jitter_sigma=0.2,
-            ),
-            executor=SequentialExecutor(model),
-            aggregator=algorithm.aggregator,
-            policy=policy,
-            cluster=Alone(),
-            block_size=2,
+    collector = Engine(
+        population=population,
+        behaviour=Behaviour(
+            median_ms_per_example=30.0,
+            speed_sigma=0.5,
+            bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
+            dropout_rate=0.1,
+            round_jitter_sigma=0.2,
         ),
-        local=algorithm.local,
-        aggregator=algorithm.aggregator,
-        server_optimizer=algorithm.server_optimizer,
+        executor=SequentialExecutor(model),
+        policy=policy,
+        cluster=Alone(),
+        block_size=2,
+    )
+    plan = RoundPlan(
+        opening=SampledOpening(
+            sampler=UniformSampler(),
+            available=collector.available,
+            policy=policy,
+            seed=Seed(5),
+        ),
+        policy=policy,
+        collector=collector,
+        strategy=algorithm,
         seed=Seed(5),
     )
     values = [0.0, 0.1, 0.4, 0.3, 0.6, 0.2, 0.5]
@@ -475,7 +513,7 @@ def assert_same_state(found: RunState, expected: RunState) -> None:
     assert found.server.round_num == expected.server.round_num
     assert torch.equal(found.server.params.vector, expected.server.params.vector)
     assert_same_tensors(found.server.params.constants, expected.server.params.constants)
-    assert_same_tensors(found.server.optimizer_state, expected.server.optimizer_state)
+    assert_same_tensors(found.server.strategy_state, expected.server.strategy_state)
     assert (found.virtual_s, found.best_value, found.best_round) == (
         expected.virtual_s,
         expected.best_value,
@@ -516,7 +554,7 @@ def test_a_run_killed_after_any_commit_ends_in_the_same_model(
             start(dtype),
             checkpoint=checkpoint,
             store=store,
-            progress=ignore,
+            after_round=ignore,
         )
         assert_same_state(resumed, expected)
         assert store.records == whole.records
@@ -536,7 +574,7 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
         start(),
         checkpoint=replace(checkpoint, tensors=kept),
         store=MemoryStore(list(records)),
-        progress=ignore,
+        after_round=ignore,
     )
     assert not torch.equal(resumed.server.params.vector, expected.server.params.vector)
 
@@ -559,7 +597,7 @@ def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) ->
             Params.of(other),
             checkpoint=checkpoint,
             store=MemoryStore(list(records)),
-            progress=ignore,
+            after_round=ignore,
         )
 
 
@@ -573,7 +611,7 @@ def test_a_finished_run_has_nothing_to_resume() -> None:
         linear(),
         checkpoint=checkpoint,
         store=store,
-        progress=ignore,
+        after_round=ignore,
     )
     assert store.records == whole.records
     assert store.status is RunStatus.DONE

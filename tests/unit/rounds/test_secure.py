@@ -1,7 +1,7 @@
 """Collecting a sum over a channel: who is in it, who is lost at which stage, and when it ends."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAdam
+from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Collected, Participation, RoundRequest, Status
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -25,10 +26,13 @@ from fedlearn.core.messages import (
     Request,
     SecureReply,
     SecureRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
     TrainReply,
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
@@ -44,11 +48,13 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 NUM_CLIENTS = 6
 COHORT = [ClientId(i) for i in range(NUM_CLIENTS)]
 PARAMS = Params.of(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+LOCAL = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
 REQUEST = RoundRequest(
     round_num=4,
     attempt=0,
     params=PARAMS,
-    settings=LocalSgd(epochs=1, batch_size=1, learning_rate=0.1).settings(),
+    strategy=FedAvg(LOCAL),
+    told={},
     seed=0,
 )
 POLICY = StragglerPolicy(
@@ -102,6 +108,7 @@ class Fixed:
 
     client_id: int
     scale: float = 1.0
+    honours: Collection[str] = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         change = self.scale * (self.client_id + 1) / 10
@@ -165,8 +172,7 @@ class Federation:
 
         def latency(clients: Sequence[ClientId], request: Request) -> NDArray[np.float64]:
             stage = stage_of(encode(request))
-            assert isinstance(request, SecureRequest)
-            trains = request.train is not None
+            trains = isinstance(request, SecureTrainRequest)
             return np.array(
                 [math.inf if mute.get(c) is stage else trains * slow.get(c, 1.0) for c in clients]
             )
@@ -175,7 +181,6 @@ class Federation:
         channel = MemoryChannel(handlers, latency, VirtualClock())
         collector = SecureCollector(
             channel=channel,
-            aggregator=WeightedMean(by_examples=plan.by_examples),
             policy=policy,
             plan=plan,
             run_id=bytes(16),
@@ -187,13 +192,14 @@ class Federation:
         )
         return cls(collector, channel)
 
-    def collect(self, *, attempt: int = 0, round_num: int = 4) -> Collected[WeightedSum]:
+    def collect(self, *, attempt: int = 0, round_num: int = 4) -> Collected:
         request = replace(REQUEST, attempt=attempt, round_num=round_num)
         return self.collector.collect(COHORT, request)
 
 
-def mean_of(collected: Collected[WeightedSum]) -> Tensor:
-    return WeightedMean(by_examples=True).finalize(collected.aggregate)
+def mean_of(collected: Collected) -> Tensor:
+    assert collected.aggregate is not None
+    return collected.aggregate.lanes["delta"]
 
 
 def expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> float:
@@ -202,7 +208,7 @@ def expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> floa
     return sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
 
 
-def by_id(collected: Collected[WeightedSum]) -> dict[int, Participation]:
+def by_id(collected: Collected) -> dict[int, Participation]:
     return {p.client_id: p for p in collected.participations}
 
 
@@ -211,7 +217,8 @@ def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
     collected = Federation.of().collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
-    assert float(collected.aggregate.weight) == 21.0
+    assert collected.aggregate is not None
+    assert collected.aggregate.num_clients == NUM_CLIENTS
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
     loss = sum((i + 1) * i for i in range(6)) / 21
     assert collected.participations.mean_loss() == pytest.approx(loss, abs=1e-5)
@@ -239,9 +246,8 @@ def test_clients_that_count_the_same_send_no_weight() -> None:
     """The examples are summed in a lane of their own."""
     plan = replace(PLAN, by_examples=False)
     collected = Federation.of(plan=plan).collect()
-    mean = WeightedMean(by_examples=False).finalize(collected.aggregate)
     expected = expected_mean(range(6), by_examples=False)
-    assert torch.allclose(mean, torch.tensor(expected), atol=1e-5)
+    assert torch.allclose(mean_of(collected), torch.tensor(expected), atol=1e-5)
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
 
 
@@ -304,8 +310,7 @@ def test_below_the_minimum_the_session_ends_and_nothing_is_released(stage: Stage
     """Three of six are silent at a stage: four must be left, four must sign, four must release."""
     collected = Federation.of(silent={ClientId(i): stage for i in (0, 2, 4)}).collect()
     assert collected.count(Status.REPORTED) == 0
-    assert float(collected.aggregate.weight) == 0.0
-    assert not collected.aggregate.total_P.any()
+    assert collected.aggregate is None
     reasons = {i: row.reason for i, row in by_id(collected).items()}
     assert all(reasons[i] == f"late at the stage `{stage}`" for i in (0, 2, 4))
     assert all(f"ended at the stage `{stage}`" in reasons[i] for i in (1, 3, 5))
@@ -322,7 +327,7 @@ def test_a_round_is_tried_again_with_fresh_keys() -> None:
     federation = Federation.of(note)
     honest_latency = federation.channel.latency
     federation.channel.latency = lambda clients, request: np.where(
-        [isinstance(request, SecureRequest) and request.train is not None] * len(clients),
+        [isinstance(request, SecureTrainRequest)] * len(clients),
         math.inf,
         0.0,
     )
@@ -343,11 +348,11 @@ def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
 
     federation.channel.latency = note
     assert federation.collect().count(Status.REPORTED) == NUM_CLIENTS
-    told = seen[Stage.ADVERTISE].notice
-    assert told is not None
-    assert told.settings == REQUEST.settings
-    assert noticed_hash(told) == request_hash(seen[Stage.MASK])
-    assert {stage for stage, request in seen.items() if request.notice} == {Stage.ADVERTISE}
+    first, masking = seen[Stage.ADVERTISE], seen[Stage.MASK]
+    assert isinstance(first, SecureTermsRequest)
+    assert isinstance(masking, SecureTrainRequest)
+    assert first.notice.settings == settings_of(LOCAL)
+    assert noticed_hash(first.notice) == request_hash(masking.train)
 
 
 def test_a_client_does_not_release_twice_in_a_round() -> None:
@@ -410,7 +415,7 @@ HOSTILE: Mapping[str, Callable[[bytes], bytes]] = {
     "nothing": lambda _: encode(SecureReply(round_num=4, message=b"")),
     "another kind": lambda _: encode(EvaluateReply(round_num=4, num_examples=1, metrics={})),
     "a plain update": lambda _: encode(
-        TrainReply(round_num=4, delta={}, num_examples=1, metrics={})
+        TrainReply(round_num=4, lanes={}, num_examples=1, metrics={})
     ),
     "a failure": lambda _: encode(Failure("battery low")),
     "another stage": lambda _: secure(messages.Survivors(client_ids=(ClientId(1),))),
@@ -472,19 +477,22 @@ def test_a_false_vector_ends_the_session_or_passes_within_the_clip() -> None:
 
 def test_a_round_of_a_server_optimiser_runs_on_the_sum_and_stays_where_there_is_none() -> None:
     """The round itself knows nothing of how its updates were collected."""
-    local = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
-    algorithm = FedAdam(local, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
+    algorithm = FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     for silent, moved in ({}, True), (dict.fromkeys(COHORT[:3], Stage.MASK), False):
-        plan: RoundPlan[WeightedSum] = RoundPlan(
-            sampler=UniformSampler(),
+        collector = Federation.of(silent=silent).collector
+        plan: RoundPlan = RoundPlan(
+            opening=SampledOpening(
+                sampler=UniformSampler(),
+                available=collector.available,
+                policy=POLICY,
+                seed=Seed(0),
+            ),
             policy=POLICY,
-            collector=Federation.of(silent=silent).collector,
-            local=local,
-            aggregator=algorithm.aggregator,
-            server_optimizer=algorithm.server_optimizer,
+            collector=collector,
+            strategy=algorithm,
             seed=Seed(0),
         )
         before = plan.init(PARAMS)
-        after, _ = run_round(before, plan, attempt=0)
-        assert (after is not before) == moved
+        after, _, _ = run_round(before, plan, attempt=0)
+        assert (after.round_num > before.round_num) == moved
         assert torch.equal(after.params.vector, before.params.vector) != moved

@@ -2,18 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Updates
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Block, Collected, RoundRequest, Status
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Layout, Params
 from fedlearn.rounds.plain import PlainCollector
@@ -21,7 +25,7 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 
 PARAMS = Params.of(nn.Linear(30, 10))
 MODEL_BYTES = PARAMS.vector.nbytes
-REQUEST = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings={}, seed=0)
+LOCAL = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
 MEAN = WeightedMean(by_examples=True)
 
 
@@ -34,17 +38,14 @@ class Noting:
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         return MEAN.weigh(num_examples_B)
 
-    def init(self, layout: Layout, *, device: torch.device) -> WeightedSum:
-        return MEAN.init(layout, device=device)
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        return MEAN.init(lanes, layout, device=device)
 
-    def accumulate(self, state: WeightedSum, block: Block) -> WeightedSum:
-        self.sizes.append(len(block.deltas_BP))
-        return MEAN.accumulate(state, block)
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+        self.sizes.append(len(updates.client_ids))
+        return MEAN.accumulate(state, updates)
 
-    def merge(self, left: WeightedSum, right: WeightedSum) -> WeightedSum:
-        return MEAN.merge(left, right)
-
-    def finalize(self, state: WeightedSum) -> Tensor:
+    def finalize(self, state: LaneSums) -> Aggregate:
         return MEAN.finalize(state)
 
 
@@ -53,14 +54,12 @@ def deltas(count: int) -> list[Tensor]:
     return [torch.randn(PARAMS.layout.size, generator=draws) for _ in range(count)]
 
 
-def collector_of(
-    deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int, noting: Noting
-) -> PlainCollector[WeightedSum]:
+def collector_of(deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int) -> PlainCollector:
     """Client i answers with the i-th delta and i + 1 examples, in this order."""
 
     def client(num: int, delta_P: Tensor) -> Handler:
-        delta = PARAMS.layout.views(delta_P)
-        data = encode(TrainReply(round_num=0, delta=delta, num_examples=num, metrics={}))
+        lanes = {"delta": delta_P}
+        data = encode(TrainReply(round_num=0, lanes=lanes, num_examples=num, metrics={}))
         return lambda _, state: (data, state)
 
     handlers = {ClientId(i): client(i + 1, delta_P) for i, delta_P in enumerate(deltas_P)}
@@ -73,16 +72,29 @@ def collector_of(
         max_retries=0,
     )
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
-    return PlainCollector(channel=channel, aggregator=noting, policy=policy, slab_bytes=slab_bytes)
+    return PlainCollector(channel=channel, policy=policy, slab_bytes=slab_bytes)
 
 
 def collect(
     deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int = 10
-) -> tuple[Collected[WeightedSum], list[int]]:
+) -> tuple[Collected, list[int]]:
     """Return the outcome and the sizes of the blocks."""
     noting = Noting()
-    collector = collector_of(deltas_P, slab_bytes=slab_bytes, num_wanted=num_wanted, noting=noting)
-    return collector.collect(collector.available(), REQUEST), noting.sizes
+    collector = collector_of(deltas_P, slab_bytes=slab_bytes, num_wanted=num_wanted)
+    request = RoundRequest(
+        round_num=0,
+        attempt=0,
+        params=PARAMS,
+        strategy=replace(FedAvg(LOCAL), aggregation=noting),
+        told={},
+        seed=0,
+    )
+    return collector.collect(collector.available(), request), noting.sizes
+
+
+def mean_of(collected: Collected) -> Tensor:
+    assert collected.aggregate is not None
+    return collected.aggregate.lanes["delta"]
 
 
 @pytest.mark.parametrize(
@@ -103,19 +115,18 @@ def test_as_many_replies_wait_as_fit_the_bound(slab_bytes: int, sizes: list[int]
     assert found == sizes
     weights = torch.arange(1.0, 11.0, dtype=torch.float64)
     expected = weights @ torch.stack(deltas_P).double() / weights.sum()
-    torch.testing.assert_close(
-        MEAN.finalize(collected.aggregate).double(), expected, rtol=0.0, atol=1e-6
-    )
+    torch.testing.assert_close(mean_of(collected).double(), expected, rtol=0.0, atol=1e-6)
 
 
 def test_without_a_slab_replies_are_folded_in_one_by_one() -> None:
     """To the last bit, as an engine at block size 1 does it."""
     deltas_P = deltas(10)
     collected, _ = collect(deltas_P, slab_bytes=0)
-    state = MEAN.init(PARAMS.layout, device=torch.device("cpu"))
+    state = MEAN.init([DELTA], PARAMS.layout, device=torch.device("cpu"))
     for i, delta_P in enumerate(deltas_P):
-        state = MEAN.accumulate(state, Block(delta_P[None], torch.tensor([i + 1.0])))
-    assert torch.equal(MEAN.finalize(collected.aggregate), MEAN.finalize(state))
+        rows = {"delta": delta_P[None]}
+        state = MEAN.accumulate(state, Updates([ClientId(i)], torch.tensor([i + 1.0]), rows))
+    assert torch.equal(mean_of(collected), MEAN.finalize(state).lanes["delta"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -132,7 +143,7 @@ def test_a_reply_that_is_not_finite_leaves_nothing_behind(bad: float, num_rows: 
     assert sum(sizes) == 7
     weights = torch.tensor([2.0, 3, 4, 6, 7, 8, 9])
     expected = weights @ torch.stack(sound) / weights.sum()
-    torch.testing.assert_close(MEAN.finalize(collected.aggregate), expected, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(mean_of(collected), expected, rtol=0.0, atol=1e-6)
 
 
 def test_infinities_that_cancel_are_noticed() -> None:

@@ -15,11 +15,11 @@ from fedlearn.secagg.fixed_point import vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import add_packed, zeros
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.policy import Policy
-from fedlearn.secagg.rehearsal import Cast, Way, deliver, rehearse
+from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import Masking, open_session
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
+from tests.rehearsal import Cast, Way, deliver, rehearse
 
 IDS = [ClientId(i) for i in range(4)]
 RUN = bytes(16)
@@ -27,8 +27,7 @@ LANE = vector_lane(
     "delta",
     size=9,
     bound=1.0,
-    quantisation_bits=16,
-    weight_bits=0,
+    modulus_bits=24,
     num_clients=4,
     weighted=False,
 )
@@ -47,7 +46,7 @@ TERMS = Terms(
     max_weight=0,
     lanes=(LANE,),
 )
-POLICY = Policy(
+POLICY = TermsPolicy(
     adversary=Adversary.HONEST_BUT_CURIOUS,
     allow_sparse=False,
     corruption=0.25,
@@ -68,14 +67,14 @@ class Restarting(SecureClient):
 
     def handle(
         self,
-        data: bytes,
+        message: messages.Message,
         state: ClientState,
         *,
         contribute: Callable[[Terms], Contribution],
         expanded: Expanded = nothing_expanded,
-    ) -> tuple[bytes, ClientState]:
+    ) -> tuple[messages.Up, ClientState]:
         before = ClientState.from_bytes(state.to_bytes())
-        reply, after = super().handle(data, before, contribute=contribute, expanded=expanded)
+        reply, after = super().handle(message, before, contribute=contribute, expanded=expanded)
         return reply, ClientState.from_bytes(after.to_bytes())
 
 
@@ -90,10 +89,7 @@ def shared() -> tuple[dict[ClientId, ClientState], dict[ClientId, messages.Packe
         advertising.receive(i, advert)
     roster, sharing = advertising.close()
     for i in IDS:
-        reply, states[i] = CAST.clients[i].handle(
-            messages.encode(roster), states[i], contribute=lambda _: ZERO
-        )
-        answer = messages.decode(reply)
+        answer, states[i] = CAST.clients[i].handle(roster, states[i], contribute=lambda _: ZERO)
         assert isinstance(answer, messages.Shares)
         if i != IDS[3]:
             sharing.receive(i, answer)

@@ -1,6 +1,7 @@
 """Fixed point: unbiased, bounded, and never out of its modulus."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,9 @@ from fedlearn.secagg.fixed_point import (
     MODULUS_BITS,
     Lane,
     LaneRole,
-    QuantisationError,
     decode,
     encode,
     levels_of,
-    modulus_bits_for,
     vector_lane,
     weight_lane,
 )
@@ -111,14 +110,13 @@ def test_a_lane_that_could_overflow_cannot_be_made() -> None:
 
 
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 100, 128, 129, 1000])
-def test_the_chosen_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
-    for bits in (2, 9, 16, 20, 30):
+def test_the_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
+    for bits in MODULUS_BITS[:-1]:
         made = vector_lane(
             "delta",
             size=1,
             bound=1.0,
-            quantisation_bits=bits,
-            weight_bits=0,
+            modulus_bits=bits,
             num_clients=num_clients,
             weighted=False,
         )
@@ -128,10 +126,12 @@ def test_the_chosen_modulus_holds_the_largest_sum_exactly(num_clients: int) -> N
         assert decode(made, total, num_clients=num_clients)[0] == pytest.approx(num_clients)
 
 
-def test_too_many_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 64"):
-        modulus_bits_for(60, num_clients=100)
-    assert modulus_bits_for(57, num_clients=100) == 64
+def test_a_modulus_without_room_for_a_level_is_refused() -> None:
+    """A sign and one level for each of 2**14 clients take all of 16 bits."""
+    made = partial(vector_lane, "delta", size=1, bound=1.0, modulus_bits=16, weighted=False)
+    with pytest.raises(ConfigError, match="16385 clients leaves no level in 16 bits"):
+        made(num_clients=(1 << 14) + 1)
+    assert made(num_clients=1 << 14).max_level == 1
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,7 @@ def test_the_reported_error_bounds_the_measured_one() -> None:
         "delta",
         size=20_000,
         bound=1.0,
-        quantisation_bits=8,
-        weight_bits=0,
+        modulus_bits=16,
         num_clients=30,
         weighted=False,
     )
@@ -178,6 +177,6 @@ def test_the_reported_error_bounds_the_measured_one() -> None:
     for row, one in enumerate(values):
         total += encode(made, one, factor=1.0, noise=noise(20_000, seed=row))
     error = decode(made, total, num_clients=30) - values.sum(axis=0)
-    reported = QuantisationError.of_sum(made, num_clients=30)
-    assert np.abs(error).max() < reported.largest
-    assert 0.7 * reported.rms < np.sqrt((error**2).mean()) < reported.rms
+    rms = np.sqrt(30) * made.step / 2
+    assert np.abs(error).max() < made.largest_error(30)
+    assert 0.7 * rms < np.sqrt((error**2).mean()) < rms

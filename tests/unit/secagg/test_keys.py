@@ -42,8 +42,8 @@ def test_a_low_order_key_is_refused() -> None:
     ours = keys.KeyAgreement(SecretBytes.generate(32))
     for weak in (bytes(32), b"\x01" + bytes(31)):
         with pytest.raises(ProtocolError, match="low order"):
-            ours.agree(weak)
-    ours.agree(keys.KeyAgreement(SecretBytes.generate(32)).public_key)
+            ours.agree(weak, owner=ClientId(3))
+    ours.agree(keys.KeyAgreement(SecretBytes.generate(32)).public_key, owner=ClientId(3))
 
 
 def test_a_packet_opens_only_where_it_was_sent() -> None:

@@ -120,7 +120,7 @@ def test_assumptions_that_nothing_satisfies_are_refused(
 
 @pytest.mark.parametrize(("name", "value"), [("corruption", 1.0), ("dropout", -0.1)])
 def test_impossible_fractions_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} lies in"):
+    with pytest.raises(ConfigError, match=f"{name} is"):
         assume(ACTIVE, Topology.COMPLETE, **{name: value})
 
 

@@ -6,12 +6,12 @@ from fedlearn.errors import PolicyViolation
 from fedlearn.secagg.fixed_point import vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.policy import Policy
+from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.terms import Terms, propose
 
 
-def policy(corruption: float) -> Policy:
-    return Policy(
+def policy(corruption: float) -> TermsPolicy:
+    return TermsPolicy(
         adversary=Adversary.HONEST_BUT_CURIOUS,
         allow_sparse=True,
         corruption=corruption,
@@ -38,8 +38,7 @@ def terms(n: int, adversary: Adversary, topology: Topology, *, corruption: float
         "delta",
         size=1,
         bound=1.0,
-        quantisation_bits=8,
-        weight_bits=0,
+        modulus_bits=16,
         num_clients=n,
         weighted=False,
     )

@@ -10,9 +10,9 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, PolicyViolation, ProtocolError
 from fedlearn.identity.lineage import Lineage, fingerprint
-from fedlearn.identity.rosters import IdentityRoster, RosterEntry
+from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.secagg import keys
-from fedlearn.session.pins import Pin, PinFile, Pins
+from fedlearn.session.pins import PinFile, Pins
 
 A, B = ClientId(1), ClientId(2)
 OLD, OLD_KEY = keys.fresh_signer()
@@ -22,7 +22,7 @@ CHAIN = Lineage(OLD_KEY).followed_by(NEW_KEY, client_id=A, old=OLD, new=NEW).to_
 SEEN = Pins().following({A: OLD_KEY, B: OTHER_KEY})
 ROSTER = IdentityRoster(
     coordinator_key=b"c" * 32,
-    clients={A: RosterEntry(name="clinic-a", key=OLD_KEY, num_rotations=0)},
+    clients={A: KnownKey(name="clinic-a", key=OLD_KEY, num_rotations=0)},
 )
 
 
@@ -35,13 +35,13 @@ def test_who_is_seen_first_is_pinned_and_stays() -> None:
     """Also while others are told of; a chain at first sight is pinned at its end."""
     assert SEEN.keys == {A: OLD_KEY, B: OTHER_KEY}
     assert SEEN.following({A: OLD_KEY}) == SEEN
-    assert Pins().following({A: CHAIN}).clients[A] == Pin(key=NEW_KEY, num_rotations=1)
+    assert Pins().following({A: CHAIN}).clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
 
 
 def test_a_chain_moves_a_pin() -> None:
     """And its owner's old key is worth nothing from then on."""
     moved = SEEN.following({A: CHAIN})
-    assert moved.clients[A] == Pin(key=NEW_KEY, num_rotations=1)
+    assert moved.clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
     assert moved.clients[B] == SEEN.clients[B]
     with pytest.raises(PolicyViolation, match=r"client 1, .*from before the pinned one"):
         moved.following({A: OLD_KEY})
@@ -76,7 +76,7 @@ def test_a_forgotten_client_is_pinned_anew() -> None:
 def test_a_roster_admits_its_clients_alone_and_their_successors() -> None:
     """By their names; and only another roster lets in another."""
     pins = Pins.of(ROSTER)
-    assert pins.following({A: CHAIN}).clients[A] == Pin(
+    assert pins.following({A: CHAIN}).clients[A] == KnownKey(
         key=NEW_KEY, num_rotations=1, name="clinic-a"
     )
     with pytest.raises(PolicyViolation, match="client 2, who is not in the roster"):

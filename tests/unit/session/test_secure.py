@@ -14,21 +14,24 @@ from fedlearn.core.messages import (
     Failure,
     SecureReply,
     SecureRequest,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
     TrainReply,
     TrainRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.errors import Cancelled
+from fedlearn.errors import Cancelled, ProtocolError
 from fedlearn.identity.lineage import Lineage
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan, request_hash, tensors_of
+from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
 from fedlearn.secagg.server import Advertising, open_session
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.secure import Kept, after_failure
+from fedlearn.session.secure import KeptState, after_failure, message_in
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -52,9 +55,13 @@ PLAN = SecurePlan(
     by_examples=True,
     modulus_bits=32,
 )
-TRAIN = TrainRequest(round_num=4, attempt=0, tensors=PARAMS.named(), settings={}, seed=1)
-TRAINING = SecureRequest(
-    round_num=4, attempt=0, message=b"", train=TRAIN, lanes=tensors_of(PARAMS.layout)
+TRAIN = TrainRequest(
+    round_num=4,
+    attempt=0,
+    tensors=PARAMS.named(),
+    order=tuple(PARAMS.layout.by_name),
+    settings={},
+    seed=1,
 )
 
 
@@ -65,6 +72,8 @@ class Trainer:
         self.num_trainings = 0
         self.num_examples = num_examples
         self.is_called_off = is_called_off
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         if self.is_called_off:
@@ -92,8 +101,9 @@ class Desk:
         ]
         self.states = [b""] * 3
         self.directory: Mapping[ClientId, bytes] = {}
+        self.announced = TRAIN
 
-    def terms(self, *, attempt: int = 0, hashed: SecureRequest = TRAINING) -> Terms:
+    def terms(self, *, attempt: int = 0, hashed: TrainRequest = TRAIN) -> Terms:
         return PLAN.terms(
             PARAMS.layout,
             run_id=bytes(16),
@@ -108,11 +118,20 @@ class Desk:
 
     def ask(self, client: int, message: messages.Message, *, train: bool = False) -> object:
         """Return the message in a client's reply, or its failure."""
-        request = replace(TRAINING, message=messages.encode(message))
-        if not train:
-            begins = isinstance(message, messages.SignedTerms)
-            directory = self.directory if begins else {}
-            request = replace(request, train=None, lanes={}, directory=directory)
+        request: SecureRequest
+        data = messages.encode(message)
+        if train:
+            request = SecureTrainRequest(message=data, train=TRAIN)
+        elif isinstance(message, messages.SignedTerms):
+            request = SecureTermsRequest(
+                round_num=4,
+                attempt=0,
+                message=data,
+                notice=notice_of(self.announced),
+                directory=self.directory,
+            )
+        else:
+            request = SecureStageRequest(round_num=4, attempt=0, message=data)
         reply, self.states[client] = self.sessions[client].handle(
             encode(request), self.states[client]
         )
@@ -143,15 +162,15 @@ def test_the_model_is_trained_once_and_the_trainer_keeps_its_state() -> None:
     vector = desk.ask(0, packets[ClientId(0)], train=True)
     assert isinstance(vector, messages.MaskedVector)
     assert trainer.num_trainings == 1
-    assert int(Kept.of(desk.states[0]).trainer["count"]) == 1
+    assert int(KeptState.of(desk.states[0]).trainer["count"]) == 1
 
 
 def test_another_model_than_the_terms_name_is_not_trained() -> None:
     """Control: the one that they name is."""
     trainer = Trainer()
     desk = Desk([trainer, Trainer(), Trainer()])
-    other = replace(TRAINING, train=replace(TRAIN, seed=2))
-    packets = desk.packets(desk.terms(hashed=other))
+    desk.announced = replace(TRAIN, seed=2)
+    packets = desk.packets(desk.terms(hashed=desk.announced))
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), Failure)
     assert isinstance(desk.ask(1, packets[ClientId(1)]), Failure)  # nor none
     assert trainer.num_trainings == 0
@@ -163,7 +182,7 @@ def test_a_message_is_answered_once() -> None:
     packets = desk.packets(desk.terms())[ClientId(0)]
     assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
     assert isinstance(desk.ask(0, packets, train=True), Failure)
-    session = Kept.of(desk.states[0]).session
+    session = KeptState.of(desk.states[0]).session
     assert session is not None
     assert session.step is None
 
@@ -173,11 +192,11 @@ def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> Non
     desk = Desk([Trainer(), Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     tensors = {"count": torch.tensor(5)}
-    desk.states[0] = replace(Kept.of(desk.states[0]), trainer=tensors).to_bytes()
+    desk.states[0] = replace(KeptState.of(desk.states[0]), trainer=tensors).to_bytes()
     reply, state = desk.sessions[0].handle(b"garbage", desk.states[0])
     assert isinstance(decode(reply), Failure)
     desk.states[0] = state
-    assert int(Kept.of(state).trainer["count"]) == 5
+    assert int(KeptState.of(state).trainer["count"]) == 5
     assert isinstance(desk.ask(0, packets, train=True), Failure)
 
 
@@ -212,7 +231,7 @@ def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
     desk.directory = told
     packets = desk.packets(desk.terms())
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
-    assert Kept.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
+    assert KeptState.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
     desk.directory = {ClientId(1): told[ClientId(2)]}
     refused = desk.ask(0, desk.open(desk.terms(attempt=1))[0])
     assert isinstance(refused, Failure)
@@ -234,7 +253,7 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
     desk.sessions[0] = replace(session, pin_file=file if is_at_home else None)
 
     def pinned() -> Pins:
-        return file.read() if is_at_home else Kept.of(desk.states[0]).pins
+        return file.read() if is_at_home else KeptState.of(desk.states[0]).pins
 
     for attempt, (lineage, is_taken) in enumerate(
         [(old[1], True), (new[1], False), (chain.to_bytes(), True), (old[1], False)]
@@ -288,7 +307,7 @@ def test_a_client_without_examples_adds_nothing() -> None:
 def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
     """It says so, and still trains in the clear."""
     session = ClientSession(ClientId(0), Trainer())
-    reply, state = session.handle(encode(replace(TRAINING, message=b"x")), b"")
+    reply, state = session.handle(encode(SecureTrainRequest(message=b"x", train=TRAIN)), b"")
     failure = decode(reply)
     assert isinstance(failure, Failure)
     assert "invite it anew" in failure.reason
@@ -299,12 +318,43 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
 def test_a_trainers_state_is_kept_in_any_format() -> None:
     """Its values, whatever their order in memory."""
     matrix = torch.arange(6.0).view(2, 3).t()
-    kept = Kept.of(Kept(trainer={"a": matrix}, session=None).to_bytes())
+    kept = KeptState.of(KeptState(trainer={"a": matrix}, session=None).to_bytes())
     assert torch.equal(kept.trainer["a"], matrix)
 
 
 def test_a_state_without_a_session_is_left_as_it_is() -> None:
     """Also one that cannot be read."""
-    plain = Kept(trainer={"a": torch.ones(2)}, session=None).to_bytes()
+    plain = KeptState(trainer={"a": torch.ones(2)}, session=None).to_bytes()
     for state in (b"", plain, b"damaged"):
         assert after_failure(state) == state
+
+
+def request_with(kind: str, data: bytes) -> SecureRequest:
+    match kind:
+        case "terms":
+            return SecureTermsRequest(round_num=4, attempt=0, message=data, notice=notice_of(TRAIN))
+        case "train":
+            return SecureTrainRequest(message=data, train=TRAIN)
+        case _:
+            return SecureStageRequest(round_num=4, attempt=0, message=data)
+
+
+def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
+    """Else a session could begin without a word of the training, or mask without one."""
+    desk = Desk([Trainer(), Trainer(), Trainer()])
+    signed = desk.open(desk.terms())[0]
+    belongs: list[tuple[messages.Message, str]] = [
+        (signed, "terms"),
+        (messages.Packets(packets={}), "train"),
+        (messages.Roster(adverts=()), "stage"),
+        (messages.Survivors(client_ids=()), "stage"),
+        (messages.Signatures(signatures={}), "stage"),
+    ]
+    for message, its_kind in belongs:
+        for kind in ("terms", "train", "stage"):
+            request = request_with(kind, messages.encode(message))
+            if kind == its_kind:
+                assert type(message_in(request)) is type(message)
+            else:
+                with pytest.raises(ProtocolError, match="belongs elsewhere"):
+                    message_in(request)

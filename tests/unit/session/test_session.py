@@ -37,6 +37,8 @@ class Counting:
 
     contexts: list[TrainContext] = field(default_factory=list)
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         self.contexts.append(context)
         count = context.state.get("count", torch.zeros(())) + 1
@@ -54,6 +56,8 @@ class Counting:
 class Leaking:
     """A trainer whose errors quote its data."""
 
+    honours = ("epochs", "batch_size", "learning_rate")
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise RuntimeError("patient Alice has value 42")
 
@@ -63,7 +67,7 @@ class Leaking:
 
 def train_request(round_num: int = 4) -> bytes:
     request = TrainRequest(
-        round_num=round_num, attempt=1, tensors=MODEL, settings={"epochs": 2}, seed=9
+        round_num=round_num, attempt=1, tensors=MODEL, order=("w",), settings={"epochs": 2}, seed=9
     )
     return encode(request)
 
@@ -76,7 +80,7 @@ def test_the_reply_is_the_local_model_minus_the_global_one() -> None:
     """With the round, the number of examples and the metrics of the trainer."""
     reply = decode(session(Counting()).handle(train_request(), b"")[0])
     assert isinstance(reply, TrainReply)
-    assert reply.delta["w"].tolist() == [1.0, 1.0]
+    assert reply.lanes["delta"].tolist() == [1.0, 1.0]
     assert (reply.round_num, reply.num_examples, reply.metrics) == (4, 7, {"loss": 0.5})
 
 
@@ -96,7 +100,7 @@ def test_state_goes_in_and_comes_out() -> None:
     reply, state = session(Counting()).handle(train_request(), state)
     message = decode(reply)
     assert isinstance(message, TrainReply)
-    assert message.delta["w"].tolist() == [2.0, 2.0]
+    assert message.lanes["delta"].tolist() == [2.0, 2.0]
     evaluated, unchanged = session(Counting()).handle(
         encode(EvaluateRequest(round_num=1, tensors=MODEL)), state
     )
@@ -136,6 +140,8 @@ class Raising:
     """A trainer that fails in a way of its own, beside a value that is nobody's business."""
 
     error: Exception
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         patient = "ecilA"[::-1]
@@ -200,6 +206,8 @@ class CalledOff(Unattended):
 
 class Attentive(Counting):
     """A trainer that listens before it trains or evaluates."""
+
+    honours = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         context.control.check()

@@ -1,5 +1,7 @@
 """Virtual durations and failures of clients."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -8,18 +10,21 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.behaviour import (
     Behaviour,
-    ClientBehaviour,
-    Dropout,
+    DeviceRound,
     Instant,
     LognormalBandwidth,
-    LognormalSpeed,
     TraceBandwidth,
 )
 
 _IDS = np.arange(1000)
-_EQUAL_SPEED = LognormalSpeed(median_ms_per_example=2.0, sigma=0.0)
 _EQUAL_BANDWIDTH = LognormalBandwidth(median_mbit_per_s=8.0, sigma=0.0)
-_NEVER = Dropout(rate=0.0)
+_EQUAL = Behaviour(
+    median_ms_per_example=2.0,
+    speed_sigma=0.0,
+    bandwidth=_EQUAL_BANDWIDTH,
+    dropout_rate=0.0,
+    round_jitter_sigma=0.0,
+)
 # 10 s at 1 Mbit/s, 10 s of silence, 10 s at 3 Mbit/s; then a second trace of 5 Mbit/s.
 _TRACES = TraceBandwidth(
     np.array([0.0, 10.0, 20.0, 30.0, 100.0, 101.0]),
@@ -29,37 +34,34 @@ _TRACES = TraceBandwidth(
 _MBIT = 125_000
 
 
-def _behaviour(
-    *, speed: LognormalSpeed = _EQUAL_SPEED, dropout: Dropout = _NEVER, jitter: float = 0.0
-) -> Behaviour:
-    return Behaviour(
-        speed=speed, bandwidth=_EQUAL_BANDWIDTH, dropout=dropout, round_jitter_sigma=jitter
-    )
-
-
-def _durations_s(
-    behaviour: ClientBehaviour, ids: NDArray[np.int64], *, round_num: int = 0, attempt: int = 0
-) -> NDArray[np.float64]:
-    return behaviour.durations_s(
-        ids,
+def _asked(
+    ids: NDArray[np.int64],
+    *,
+    round_num: int = 0,
+    attempt: int = 0,
+    download_bytes: int = 3_000_000,
+    upload_bytes: int = 1_000_000,
+) -> DeviceRound:
+    return DeviceRound(
+        client_ids=ids,
         round_num=round_num,
         attempt=attempt,
         num_examples_processed=np.full(ids.shape, 100),
-        download_bytes=3_000_000,
-        upload_bytes=1_000_000,
+        download_bytes=download_bytes,
+        upload_bytes=upload_bytes,
         seed=Seed(0),
     )
 
 
 def test_a_duration_follows_the_formula_of_fedscale() -> None:
     """3 x 100 examples x 2 ms, and 32 Mbit over 8 Mbit/s."""
-    assert _durations_s(_behaviour(), _IDS[:3]) == pytest.approx([0.6 + 4.0] * 3)
+    assert _EQUAL.durations_s(_asked(_IDS[:3])) == pytest.approx([0.6 + 4.0] * 3)
 
 
 def test_devices_are_lognormal_around_the_median() -> None:
     """Logarithms of a million devices' latencies have the median and the sigma asked."""
-    speed = LognormalSpeed(median_ms_per_example=5.0, sigma=0.7)
-    logs = np.log(speed.ms_per_example(np.arange(1_000_000), seed=Seed(1)))
+    devices = replace(_EQUAL, median_ms_per_example=5.0, speed_sigma=0.7)
+    logs = np.log(devices.ms_per_example(np.arange(1_000_000), seed=Seed(1)))
     assert np.median(logs) == pytest.approx(np.log(5.0), abs=0.005)
     assert logs.std() == pytest.approx(0.7, abs=0.005)
 
@@ -67,40 +69,34 @@ def test_devices_are_lognormal_around_the_median() -> None:
 def test_speed_and_bandwidth_of_a_client_are_unrelated() -> None:
     """The two draws of one client come from different streams."""
     ids = np.arange(100_000)
-    speed = LognormalSpeed(median_ms_per_example=1.0, sigma=1.0).ms_per_example(ids, seed=Seed(0))
+    speed = replace(_EQUAL, speed_sigma=1.0).ms_per_example(ids, seed=Seed(0))
     bandwidth = LognormalBandwidth(median_mbit_per_s=1.0, sigma=1.0).mbit_per_s(ids, seed=Seed(0))
     assert abs(np.corrcoef(np.log(speed), np.log(bandwidth))[0, 1]) < 0.02
 
 
 def test_a_client_is_the_same_whoever_else_is_asked() -> None:
     """Values are random access: neither order nor company changes them."""
-    behaviour = _behaviour(
-        speed=LognormalSpeed(median_ms_per_example=1.0, sigma=1.0),
-        dropout=Dropout(rate=0.5),
-        jitter=0.1,
-    )
+    behaviour = replace(_EQUAL, speed_sigma=1.0, dropout_rate=0.5, round_jitter_sigma=0.1)
     some = np.array([900, 3, 17])
-    assert np.array_equal(_durations_s(behaviour, some), _durations_s(behaviour, _IDS)[some])
-    failures = [
-        behaviour.failures(ids, round_num=1, attempt=0, seed=Seed(0)) for ids in (some, _IDS)
-    ]
-    assert np.array_equal(failures[0], failures[1][some])
+    few, all_ = _asked(some, round_num=1), _asked(_IDS, round_num=1)
+    assert np.array_equal(behaviour.durations_s(few), behaviour.durations_s(all_)[some])
+    assert np.array_equal(behaviour.failures(few), behaviour.failures(all_)[some])
 
 
 def test_only_jitter_changes_a_device_from_round_to_round() -> None:
     """Without it, a client takes as long in every round and attempt."""
     for jitter, same in ((0.0, True), (0.1, False)):
-        behaviour = _behaviour(jitter=jitter)
-        first = _durations_s(behaviour, _IDS)
-        assert np.array_equal(first, _durations_s(behaviour, _IDS, round_num=1)) is same
-        assert np.array_equal(first, _durations_s(behaviour, _IDS, attempt=1)) is same
+        behaviour = replace(_EQUAL, round_jitter_sigma=jitter)
+        first = behaviour.durations_s(_asked(_IDS))
+        for other in (_asked(_IDS, round_num=1), _asked(_IDS, attempt=1)):
+            assert np.array_equal(first, behaviour.durations_s(other)) is same
 
 
 def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
     """The rate holds over clients, and neither rounds nor attempts repeat a pattern."""
-    behaviour, ids = _behaviour(dropout=Dropout(rate=0.2)), np.arange(100_000)
+    behaviour, ids = replace(_EQUAL, dropout_rate=0.2), np.arange(100_000)
     patterns = [
-        behaviour.failures(ids, round_num=round_num, attempt=attempt, seed=Seed(0))
+        behaviour.failures(_asked(ids, round_num=round_num, attempt=attempt))
         for round_num, attempt in ((0, 0), (1, 0), (0, 1))
     ]
     for pattern in patterns:
@@ -112,14 +108,14 @@ def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
 def test_dropout_of_zero_and_one_are_certain() -> None:
     """The ends of the range leave nothing to chance."""
     for rate in (0.0, 1.0):
-        failures = Dropout(rate=rate).failures(_IDS, round_num=0, attempt=0, seed=Seed(0))
+        failures = replace(_EQUAL, dropout_rate=rate).failures(_asked(_IDS))
         assert (failures == bool(rate)).all()
 
 
 def test_ideal_devices_take_no_time_and_never_fail() -> None:
     """Instant is the explicit value for no behaviour."""
-    assert not _durations_s(Instant(), _IDS).any()
-    assert not Instant().failures(_IDS, round_num=0, attempt=0, seed=Seed(0)).any()
+    assert not Instant().durations_s(_asked(_IDS)).any()
+    assert not Instant().failures(_asked(_IDS)).any()
 
 
 @pytest.mark.parametrize(
@@ -196,10 +192,10 @@ def test_whole_laps_never_give_a_wrong_number() -> None:
 def test_the_upload_starts_after_computing() -> None:
     """A client that computes through the silence uploads in the fast part."""
     ids = np.arange(4000)
-    shared = {"round_num": 0, "attempt": 0, "download_bytes": 0, "upload_bytes": 3 * _MBIT}
+    asked = _asked(ids, download_bytes=0, upload_bytes=3 * _MBIT)
     only_first = TraceBandwidth(_TRACES.time_s[:4], _TRACES.mbit_per_s[:4], _TRACES.offsets[:2])
     seconds = [
-        only_first.communication_s(ids, compute_s=np.full(ids.shape, pause), seed=Seed(0), **shared)
+        only_first.communication_s(asked, compute_s=np.full(ids.shape, pause))
         for pause in (0.0, 30.0, 15.0)
     ]
     assert seconds[0] == pytest.approx(seconds[1])  # a whole lap later the trace is the same
@@ -212,13 +208,8 @@ def test_a_client_keeps_its_trace_and_moves_within_it() -> None:
     assert set(traces.tolist()) == {0, 1}
     per_round = [
         _TRACES.communication_s(
-            _IDS,
-            round_num=round_num,
-            attempt=0,
-            download_bytes=_MBIT,
+            _asked(_IDS, round_num=round_num, download_bytes=_MBIT, upload_bytes=0),
             compute_s=np.zeros(_IDS.shape),
-            upload_bytes=0,
-            seed=Seed(0),
         )
         for round_num in (0, 1)
     ]
@@ -249,14 +240,14 @@ def test_unusable_traces_are_refused(times: list[float], rates: list[float], mes
 def test_values_out_of_range_are_refused() -> None:
     """Each field of each piece is checked when it is made."""
     with pytest.raises(ValueError, match="median_ms_per_example is 0"):
-        LognormalSpeed(median_ms_per_example=0.0, sigma=0.0)
-    with pytest.raises(ValueError, match="sigma is -1"):
-        LognormalSpeed(median_ms_per_example=1.0, sigma=-1.0)
+        replace(_EQUAL, median_ms_per_example=0.0)
+    with pytest.raises(ValueError, match="speed_sigma is -1"):
+        replace(_EQUAL, speed_sigma=-1.0)
     with pytest.raises(ValueError, match="median_mbit_per_s is nan"):
         LognormalBandwidth(median_mbit_per_s=float("nan"), sigma=0.0)
     with pytest.raises(ValueError, match="sigma is inf"):
         LognormalBandwidth(median_mbit_per_s=1.0, sigma=float("inf"))
-    with pytest.raises(ValueError, match=r"dropout rate is 1\.5"):
-        Dropout(rate=1.5)
+    with pytest.raises(ValueError, match=r"dropout_rate is 1\.5"):
+        replace(_EQUAL, dropout_rate=1.5)
     with pytest.raises(ValueError, match="round_jitter_sigma is -1"):
-        _behaviour(jitter=-1.0)
+        replace(_EQUAL, round_jitter_sigma=-1.0)

@@ -1,6 +1,8 @@
 """Which executor is chosen, and that the reason is told."""
 
 import json
+import random  # noqa: TID251 - a user's model draws from it
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -13,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss
+from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import (
     ExecutorKind,
     Job,
-    ProbeCache,
-    Speed,
     choose,
     make_executor,
     named,
@@ -33,6 +34,8 @@ from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision
 
+#: Seconds of the timings of a probe that finds stacked training four times as fast.
+_STACKED_WINS = (9.0, 4.0, 4.0, 9.0, 1.0, 1.0)
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
@@ -88,7 +91,9 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
     made = Job(
         make_model=make_model,
         objective=CrossEntropy(),
+        metrics={},
         local=PLAIN,
+        told={},
         population=population,
         params=Params.of(make_model()),
         precision=Precision.FLOAT32,
@@ -100,7 +105,7 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
 
 def test_a_chain_of_layers_is_fused_without_a_probe(tmp_path: Path) -> None:
     """No clock is read: the fused executor is the fastest wherever it fits."""
-    choice = choose(job(chain), clock=Ticking(), cache=ProbeCache(tmp_path))
+    choice = choose(job(chain), clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.FUSED
     assert "chain of layers" in choice.reason
     assert choice.block_size >= 1
@@ -117,7 +122,7 @@ def test_any_other_model_takes_what_was_faster(
     """The better of two timings each, the first being to warm up; the ratio is told."""
     clock = Ticking(9.0, sequential_s, 2 * sequential_s, 9.0, 2 * stacked_s, stacked_s)
     small = job(normalised, num_clients=1)
-    choice = choose(small, clock=clock, cache=ProbeCache(tmp_path))
+    choice = choose(small, clock=clock, cache_dir=tmp_path)
     assert choice.kind is kind
     assert f"{sequential_s / stacked_s:.1f} x sequential" in choice.reason
     assert "not fused" in choice.reason
@@ -126,27 +131,340 @@ def test_any_other_model_takes_what_was_faster(
 def test_a_probe_is_cached(tmp_path: Path) -> None:
     """The second choice reads no clock and is the same; another update rule is another job."""
     small = job(normalised, num_clients=1)
-    cache = ProbeCache(tmp_path / "new folder")
-    first = choose(small, clock=Ticking(9.0, 4.0, 4.0, 9.0, 1.0, 1.0), cache=cache)
-    assert choose(small, clock=Ticking(), cache=cache) == first
+    cache = tmp_path / "new folder"
+    first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=cache)
+    assert choose(small, clock=Ticking(), cache_dir=cache) == first
     momentum = replace(small, local=replace(PLAIN, momentum=0.9))
     with pytest.raises(StopIteration):
-        choose(momentum, clock=Ticking(), cache=cache)
+        choose(momentum, clock=Ticking(), cache_dir=cache)
 
 
 def test_a_model_that_cannot_be_stacked_trains_in_turn(tmp_path: Path) -> None:
     """It never fails; the reason is told."""
-    choice = choose(job(Branching), clock=Ticking(), cache=ProbeCache(tmp_path))
+    choice = choose(job(Branching), clock=Ticking(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.SEQUENTIAL
     assert choice.reason
+
+
+class Plain(nn.Module):
+    """A linear layer: a chain, which the models below are not, or not always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen = nn.Linear(5, 3), 0, list[int]()
+        self.kept: Tensor | float = 0.0
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(x)
+        return outputs
+
+
+class Counting(Plain):
+    """Does something else from its hundredth call on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls < 100 else 2 * super().forward(x)
+
+
+class Listing(Plain):
+    """Counts by what it appends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return super().forward(x) if len(self.seen) < 100 else 2 * super().forward(x)
+
+
+CALLS = {"of all": 0}
+
+
+class CountingGlobally(Plain):
+    """Counts in a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS["of all"] += 1
+        return super().forward(x) if CALLS["of all"] % 100 else 2 * super().forward(x)
+
+
+class CountingForAll(Plain):
+    """Counts in its class."""
+
+    total = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountingForAll.total += 1
+        return super().forward(x) if self.total % 100 else 2 * super().forward(x)
+
+
+class First(Plain):
+    """Treats its first call otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 1 + min(self.calls, 1)
+        return super().forward(x) if self.calls == 1 else torch.tanh(super().forward(x))
+
+
+class Feeding(Plain):
+    """Takes in what the last call gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x) + self.kept
+        self.kept = outputs.detach().mean()
+        return outputs
+
+
+class Keeping(Plain):
+    """Keeps its outputs for somebody to look at, and does not read them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = outputs = super().forward(x)
+        return outputs
+
+
+class Deep(Plain):
+    """Leaves out a layer once in a thousand calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu(self.more(x)) if self.draw() < 0.999 else x)
+
+    def draw(self) -> float:
+        return random.random()  # noqa: S311 - as users do
+
+
+class DeepByNumpy(Deep):
+    """Draws from numpy's global generator."""
+
+    def draw(self) -> float:
+        return float(np.random.rand())  # noqa: NPY002 - as users do
+
+
+class DeepByTorch(Deep):
+    """Draws from torch's."""
+
+    def draw(self) -> float:
+        return float(torch.rand(()))
+
+
+class DeepByItsOwn(Deep):
+    """Draws from one of its own."""
+
+    def draw(self) -> float:
+        return float(self.generator.random())
+
+
+def is_stand_in(x: object) -> bool:
+    """Whether this is a tracer's, or stands for many clients' tensors."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - as debuggers do
+    return not isinstance(x, Tensor) or bool(is_wrapped(x))
+
+
+class Suspicious(Plain):
+    """Fails on anything but a tensor with values, by an error of its own."""
+
+    class Error(Exception):
+        """Is none of Python's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_stand_in(x):
+            raise self.Error("no stand-ins")
+        return super().forward(x)
+
+
+def hooked() -> nn.Module:
+    """A chain with a hook on it that counts."""
+    model, calls = normalised(), list[int]()
+
+    def count(_module: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
+        calls.append(1)
+        return outputs if len(calls) < 100 else 2 * outputs
+
+    model.register_forward_hook(count)
+    return model
+
+
+def alternating() -> nn.Module:
+    """Another activation every other time."""
+    CALLS["of all"] += 1
+    activation = nn.ReLU() if CALLS["of all"] % 2 else nn.Tanh()
+    return nn.Sequential(nn.Linear(5, 7), activation, nn.Linear(7, 3))
+
+
+def growing() -> nn.Module:
+    """Another width every time."""
+    CALLS["of all"] += 1
+    return nn.Sequential(nn.Linear(5, CALLS["of all"]), nn.Linear(CALLS["of all"], 3))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "says"),
+    [
+        (Counting, "changes 'calls' of the model"),
+        (Listing, "changes 'seen' of the model"),
+        (CountingGlobally, "changes something that the code of CountingGlobally refers to"),
+        (CountingForAll, "changes something that the code of CountingForAll refers to"),
+        (First, "a second training of the same clients"),
+        (Feeding, "changes 'kept'"),
+        (Deep, "random numbers of Python or numpy"),
+        (DeepByNumpy, "random numbers of Python or numpy"),
+        (DeepByTorch, "draws random numbers"),
+        (DeepByItsOwn, "changes 'generator' of the model"),
+        (Suspicious, "Error: no stand-ins"),
+        (hooked, "changes '_forward_hooks' of the model"),
+        (alternating, "a second model of make_model"),
+        (Branching, "RuntimeError"),
+    ],
+)
+def test_a_forward_pass_that_changes_from_call_to_call_trains_in_turn(
+    tmp_path: Path, make_model: Callable[[], nn.Module], says: str
+) -> None:
+    """Whatever it does and raises; named, the fast executors say the same."""
+    unsteady = job(make_model)
+    states = random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - the application's
+    choice = choose(unsteady, clock=Ticking(), cache_dir=tmp_path)
+    assert (random.getstate(), repr(np.random.get_state())) == states  # noqa: NPY002 - as above
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert says in choice.reason
+    make_executor(unsteady, choice.kind).train(unsteady.work(2))
+    with pytest.raises(EngineError):
+        named(unsteady, ExecutorKind.FUSED)
+    with pytest.raises(EngineError, match=re.escape(says)):
+        named(unsteady, ExecutorKind.VMAP)
+
+
+def test_a_loss_that_changes_from_call_to_call_trains_in_turn(tmp_path: Path) -> None:
+    """A curriculum that counts calls in a closure."""
+    calls = list[int]()
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        share = min(1.0, len(calls) / 1e4)
+        return nn.functional.cross_entropy(outputs, labels, reduction="none") * (1 - share)
+
+    unsteady = job(chain, objective=CustomLoss(loss))
+    choice = choose(unsteady, clock=Ticking(), cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert "changes its loss" in choice.reason
+
+
+def test_a_model_that_keeps_its_outputs_is_fused(tmp_path: Path) -> None:
+    """The control: what is a function of the inputs is no memory."""
+    choice = choose(job(Keeping), clock=Ticking(), cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.FUSED
+
+
+def test_a_model_that_is_another_each_time_is_refused(tmp_path: Path) -> None:
+    """No executor can train it: the message says which tensor differs."""
+    with pytest.raises(EngineError, match=r"another model from call to call: '0.weight'"):
+        choose(job(growing), clock=Ticking(), cache_dir=tmp_path)
+
+
+def test_a_model_that_no_executor_can_train_is_an_engine_error(tmp_path: Path) -> None:
+    """With what it raised."""
+
+    class Narrow(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, :4])
+
+    for kind in (ExecutorKind.VMAP, ExecutorKind.COMPILED):
+        with pytest.raises(EngineError, match=r"cannot be trained.*shapes cannot be multiplied"):
+            named(job(Narrow), kind)
+    with pytest.raises(EngineError, match=r"cannot be trained.*shapes cannot be multiplied"):
+        choose(job(Narrow), clock=Ticking(), cache_dir=tmp_path)
+
+
+def test_a_model_that_fails_on_larger_blocks_trains_in_turn(tmp_path: Path) -> None:
+    """What passes the trial and fails when it is timed."""
+
+    class Small(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 3 and is_stand_in(x):
+                raise LookupError("too many")
+            return super().forward(x).square()
+
+    choice = choose(job(Small), clock=Ticking(*[1.0] * 6), cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert "LookupError: too many" in choice.reason
+
+
+class Widening(Plain):
+    """A layer in float64 behind one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(super().forward(x).double())
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("make_model", "says"),
+    [
+        (lambda: chain().bfloat16(), "'0.weight' is torch.bfloat16"),
+        (Widening, "'linear.weight' is torch.float32, not torch.float64"),
+    ],
+)
+def test_a_model_of_other_dtypes_trains_in_turn(
+    tmp_path: Path, make_model: Callable[[], nn.Module], says: str
+) -> None:
+    """As it is, and the reason is told; stacked it would be converted."""
+    odd = job(make_model)
+    choice = choose(odd, clock=Ticking(), cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert says in choice.reason
+    assert make_executor(odd, choice.kind).train(odd.work(4)).deltas_KP.abs().amax(1).all()
+    with pytest.raises(EngineError, match="trains as such"):
+        named(odd, ExecutorKind.VMAP)
+
+
+def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
+    """Where a cast is missing, no executor can train."""
+
+    class Uncast(Widening):
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.head(self.linear(x))
+            return outputs
+
+    says = r"same dtype.*torch.float32 \('linear.weight', ...\), torch.float64 \('head.weight'"
+    with pytest.raises(EngineError, match=says):
+        choose(job(Uncast), clock=Ticking(), cache_dir=tmp_path)
+
+
+def test_a_model_in_float64_takes_features_in_float32(tmp_path: Path) -> None:
+    """Stacked as well as in turn."""
+    clock = Ticking(*_STACKED_WINS)
+    wide = job(lambda: normalised().double(), num_clients=1)
+    assert choose(wide, clock=clock, cache_dir=tmp_path).kind is ExecutorKind.VMAP
 
 
 def test_mixed_precision_is_not_fused(tmp_path: Path) -> None:
     """The fused executor computes without autocast."""
     mixed = job(chain, precision=Precision.BFLOAT16, num_clients=1)
     clock = Ticking(9.0, 1.0, 1.0, 9.0, 4.0, 4.0)
-    choice = choose(mixed, clock=clock, cache=ProbeCache(tmp_path))
+    choice = choose(mixed, clock=clock, cache_dir=tmp_path)
     assert choice.kind is not ExecutorKind.FUSED
+
+
+def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
+    """A chain takes one tensor; the others call it as the features say."""
+    of_one = job(chain, num_clients=1)
+    assert isinstance(of_one.population, ArrayPopulation)
+    by_name = replace(of_one.population, features={"input": only(of_one.population.features)})
+    several = replace(of_one, population=by_name)
+    says = "the features are input 'input', where one tensor is needed"
+    clock = Ticking(9.0, 1.0, 1.0, 9.0, 4.0, 4.0)
+    choice = choose(several, clock=clock, cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert f"not fused: {says}" in choice.reason
+    with pytest.raises(EngineError, match=says):
+        named(several, ExecutorKind.FUSED)
+    assert named(several, ExecutorKind.VMAP).kind is ExecutorKind.VMAP
 
 
 def test_executors_are_made_by_name() -> None:
@@ -175,29 +493,33 @@ def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
 )
 def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path, damage: str) -> None:
     """The next run measures again."""
-    cache = ProbeCache(tmp_path)
-    assert cache.put("a" * 64, Speed(2.0, 1.0)) == cache.get("a" * 64)
+    small = job(normalised, num_clients=1)
+    first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=tmp_path)
     (entry,) = tmp_path.iterdir()
-    assert json.loads(entry.read_text()) == {"sequential_s": 2.0, "stacked_s": 1.0}
+    assert json.loads(entry.read_text()) == {"sequential_s": 1.0, "stacked_s": 0.25}
     entry.write_text(damage)
-    assert cache.get("a" * 64) is None
+    assert choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=tmp_path) == first
+    entry.write_text(damage)
+    with pytest.raises(StopIteration):
+        choose(small, clock=Ticking(), cache_dir=tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     """A folder that cannot be made: what was measured is used and forgotten."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    cache = ProbeCache(blocked / "cache")
-    assert cache.put("b", Speed(2.0, 1.0)) == Speed(2.0, 1.0)
-    assert cache.get("b") is None
+    small = job(normalised, num_clients=1)
+    clock = Ticking(*_STACKED_WINS)
+    assert choose(small, clock=clock, cache_dir=blocked / "cache").kind is ExecutorKind.VMAP
+    with pytest.raises(StopIteration):
+        choose(small, clock=Ticking(), cache_dir=blocked / "cache")
 
 
 def test_a_trial_block_is_made_of_real_clients_largest_first() -> None:
-    """With zero velocities where the rule keeps them, and no more clients than there are."""
+    """With nothing kept from before, and no more clients than there are."""
     keeping = replace(PLAIN, momentum=0.9, keep_momentum=True)
     work = job(chain, local=keeping).work(3)
     assert len(work.client_ids) == 3
     assert (np.diff(work.schedule.counts_TK.sum(0)) <= 0).all()
-    assert work.velocity_KQ is not None
-    assert work.velocity_KQ.shape == (3, work.params.layout.num_trainable)
+    assert work.kept == {}
     assert len(job(chain).work(100).client_ids) == 4

@@ -174,6 +174,87 @@ def test_a_worker_that_dies_ends_the_run(end: str, explanation: str) -> None:
     assert_gone(pids)
 
 
+INHERITED = """
+    import asyncio, gc, weakref
+    import grpc.aio
+
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+    async def served():
+        server, left = grpc.aio.server(), Cycle()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        left.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        await left.channel.channel_ready()
+        await left.channel.close()
+        await server.stop(0)
+        return weakref.ref(left)
+
+    def collected(cluster):
+        gc.collect()
+        gone = torch.zeros(cluster.world_size, dtype=torch.int64)
+        gone[cluster.rank] = int(left() is None)
+        own = Cycle()
+        own = weakref.ref(own)
+        gc.collect()
+        gone[cluster.rank] += 2 * int(own() is None)
+        cluster.all_reduce([gone])
+        return gone.tolist()
+
+    gc.disable()
+    left = asyncio.run(served())
+    gc.enable()
+"""
+
+
+def test_a_group_keeps_values_that_another_dtype_cannot_hold() -> None:
+    """Losses travel in the dtype of the model: as two numbers, and an infinite one stays it."""
+    done = run(
+        """
+        import torch.distributed as dist
+        from fedlearn.simulation.cluster import ProcessGroup
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        losses = torch.tensor([0.1, float("inf"), 1e300, float("nan")], dtype=torch.float64)
+        ProcessGroup(0, 1).all_reduce([torch.zeros(2), losses])
+        say(losses=[repr(loss) for loss in losses.tolist()])
+        dist.destroy_process_group()
+        """
+    )
+    losses = said(done).get("losses")
+    assert isinstance(losses, list), done.stderr
+    assert float(losses[0]) == pytest.approx(0.1, rel=1e-14)
+    assert losses[1:] == ["inf", "inf", "nan"]
+
+
+def test_a_worker_leaves_garbage_that_it_inherits_alone() -> None:
+    """A channel of gRPC would wait for its thread, which a fork has not: the run would hang.
+
+    What a worker makes itself is collected there, and the first process collects everything.
+    """
+    script = dedent(INHERITED) + "say(gone=launch(collected, num_workers=3, environment={}))"
+    done = run(script)
+    assert said(done)["gone"] == [3, 2, 2], done.stderr
+
+
+def test_inherited_garbage_would_stop_a_worker() -> None:
+    """The control: in a plain fork the same collection hangs or crashes."""
+    fork = """
+signal.alarm(20)
+child = os.fork()
+if not child:
+    signal.alarm(5)
+    gc.collect()
+    os._exit(0)
+say(status=os.waitpid(child, 0)[1], held=left() is not None)
+"""
+    done = run(dedent(INHERITED) + fork)
+    assert said(done)["held"], done.stderr
+    assert said(done)["status"] != 0
+
+
 def test_an_error_of_the_first_process_ends_the_others() -> None:
     """It is raised as it is; a worker that computes for ever is stopped."""
     done = run(

@@ -4,32 +4,36 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import dedent
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 import fedlearn
-from fedlearn.algorithms.aggregators import WeightedMean, WeightedSum
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import UNSOUND_DELTA, Collected, RoundRequest, Status
+from fedlearn.core.collecting import Status, unsound
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone, ProcessGroup
-from fedlearn.simulation.engine import Engine, deal
+from fedlearn.simulation.engine import Engine, deal, shared
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.simulation.population import BootstrapPopulation
 
+ResultT = TypeVar("ResultT")
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
-MEAN = WeightedMean(by_examples=True)
 LOCAL = LocalSgd(epochs=2, batch_size=2, learning_rate=0.1)
 NUM_CLIENTS = 20
 
@@ -42,26 +46,13 @@ class Table:
     failing: frozenset[int] = frozenset()
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def durations_s(
-        self,
-        client_ids: NDArray[np.int64],
-        *,
-        round_num: int,
-        attempt: int,
-        num_examples_processed: NDArray[np.int64],
-        download_bytes: int,
-        upload_bytes: int,
-        seed: Seed,
-    ) -> NDArray[np.float64]:
-        self.calls.append(
-            (download_bytes, upload_bytes, int(num_examples_processed.max(initial=0)))
-        )
-        return np.array([self.duration_s.get(c, float(c)) for c in client_ids.tolist()])
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        most = int(asked.num_examples_processed.max(initial=0))
+        self.calls.append((asked.download_bytes, asked.upload_bytes, most))
+        return np.array([self.duration_s.get(c, float(c)) for c in asked.client_ids.tolist()])
 
-    def failures(
-        self, client_ids: NDArray[np.int64], *, round_num: int, attempt: int, seed: Seed
-    ) -> NDArray[np.bool_]:
-        return np.isin(client_ids, list(self.failing))
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(asked.client_ids, list(self.failing))
 
 
 @dataclass
@@ -70,14 +61,24 @@ class Recording:
 
     diverging: frozenset[int] = frozenset()
     value: float = math.nan
+    keeps: bool = False
     blocks: list[list[int]] = field(default_factory=list)
+    kept: list[dict[int, float]] = field(default_factory=list)
 
     def train(self, work: Work) -> Trained:
         ids = work.client_ids.tolist()
         self.blocks.append(ids)
         values = [self.value if c in self.diverging else float(c) for c in ids]
         deltas_KP = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
-        return Trained(deltas_KP=deltas_KP, losses_K=np.asarray(ids) / 10.0, velocity_KQ=None)
+        if self.keeps:
+            self.kept.append(dict(zip(ids, work.kept["velocity"][:, 0].tolist(), strict=True)))
+        return Trained(
+            deltas_KP=deltas_KP,
+            lanes={},
+            losses_K=np.asarray(ids) / 10.0,
+            num_examples_K=work.num_examples(),
+            kept={"velocity": deltas_KP.clone()} if self.keeps else {},
+        )
 
 
 def population() -> BootstrapPopulation:
@@ -99,7 +100,8 @@ def collect(
     block_size: int = 4,
     num_wanted: int = 6,
     deadline_s: float = 100.0,
-) -> Collected[WeightedSum]:
+    kept: Kept | None = None,
+) -> Collected:
     policy = StragglerPolicy(
         num_wanted=num_wanted,
         over_selection=1.0,
@@ -112,16 +114,28 @@ def collect(
         population=population(),
         behaviour=behaviour or Table(),
         executor=executor,
-        aggregator=MEAN,
         policy=policy,
         cluster=Alone(),
         block_size=block_size,
     )
-    request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings=LOCAL.settings(), seed=0)
+    request = RoundRequest(
+        round_num=0,
+        attempt=0,
+        params=PARAMS,
+        strategy=FedAvg(KEEPING if executor.keeps else LOCAL),
+        told={},
+        seed=0,
+        kept=kept or {},
+    )
     return engine.collect([ClientId(c) for c in cohort], request)
 
 
-def with_status(collected: Collected[WeightedSum], status: Status) -> list[int]:
+def mean_of(collected: Collected) -> Tensor:
+    assert collected.aggregate is not None
+    return collected.aggregate.lanes["delta"]
+
+
+def with_status(collected: Collected, status: Status) -> list[int]:
     return [p.client_id for p in collected.participations if p.status is status]
 
 
@@ -132,7 +146,7 @@ def test_only_the_clients_that_the_round_needs_are_trained() -> None:
     assert executor.blocks == [[0, 1, 2, 3], [4, 5]]
     assert with_status(collected, Status.REPORTED) == [0, 1, 2, 3, 4, 5]
     assert with_status(collected, Status.LATE) == [6, 7, 8]
-    assert MEAN.finalize(collected.aggregate).tolist() == [2.5, 2.5]
+    assert mean_of(collected).tolist() == [2.5, 2.5]
     assert collected.duration_s == 5.0
 
 
@@ -146,8 +160,8 @@ def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size:
     assert with_status(collected, Status.FAILED) == [1, 4, 6]
     assert with_status(collected, Status.LATE) == [9, 10, 11]
     reasons = {p.reason for p in collected.participations if p.status is Status.FAILED}
-    assert reasons == {UNSOUND_DELTA}
-    assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([25 / 6] * 2)
+    assert reasons == {unsound("delta")}
+    assert mean_of(collected).tolist() == pytest.approx([25 / 6] * 2)
     assert [c for block in executor.blocks for c in block] == list(range(9))
 
 
@@ -156,7 +170,7 @@ def test_large_finite_updates_are_not_taken_for_infinite() -> None:
     executor = Recording(diverging=frozenset({1}), value=1e19)
     collected = collect(executor, [0, 1])
     assert collected.count(Status.REPORTED) == 2
-    assert MEAN.finalize(collected.aggregate).tolist() == pytest.approx([5e18, 5e18])
+    assert mean_of(collected).tolist() == pytest.approx([5e18, 5e18])
 
 
 @pytest.mark.parametrize("value", [1e21, 3e38, -3e38])
@@ -164,15 +178,14 @@ def test_absurdly_large_updates_are_quarantined(value: float) -> None:
     """A finite delta whose weighted sum could overflow never reaches the aggregate."""
     collected = collect(Recording(diverging=frozenset({1}), value=value), [0, 1])
     assert with_status(collected, Status.FAILED) == [1]
-    assert MEAN.finalize(collected.aggregate).abs().max() < 10.0
+    assert mean_of(collected).abs().max() < 10.0
 
 
 def test_when_all_diverge_nothing_is_aggregated() -> None:
     """The round is empty, and the clients are named."""
     collected = collect(Recording(diverging=frozenset(range(4))), [0, 1, 2, 3])
     assert collected.count(Status.FAILED) == 4
-    with pytest.raises(ValueError, match="no client"):
-        MEAN.finalize(collected.aggregate)
+    assert collected.aggregate is None
 
 
 def test_who_fails_or_is_late_is_not_trained() -> None:
@@ -215,7 +228,6 @@ def test_the_population_is_available_without_a_table() -> None:
         population=population(),
         behaviour=Table(),
         executor=Recording(),
-        aggregator=MEAN,
         policy=StragglerPolicy(
             num_wanted=1,
             over_selection=1.0,
@@ -230,7 +242,50 @@ def test_the_population_is_available_without_a_table() -> None:
     everyone = engine.available()
     assert len(everyone) == NUM_CLIENTS
     assert (everyone[0], everyone[-1]) == (0, NUM_CLIENTS - 1)
-    assert engine.state_tensors() == {}
+
+
+KEEPING = replace(LOCAL, momentum=0.9, keep_momentum=True)
+
+
+def test_what_clients_keep_passes_through_a_round_as_a_value() -> None:
+    """Who trained keeps something else after it; who diverged or was not asked, what it had."""
+    before = {c: {"velocity": torch.full((2,), -1.0)} for c in (0, 1, 15)}
+    recording = Recording(diverging=frozenset({1}), keeps=True)
+    after = collect(recording, [0, 1, 2], kept=before).kept
+    assert {c: own["velocity"].tolist() for c, own in after.items()} == {
+        0: [0.0, 0.0],
+        1: [-1.0, -1.0],
+        15: [-1.0, -1.0],
+        2: [2.0, 2.0],
+    }
+    assert recording.kept == [{0: -1.0, 1: -1.0, 2: 0.0}]
+    assert all(own["velocity"].tolist() == [-1.0, -1.0] for own in before.values())
+
+
+@dataclass(frozen=True)
+class TwoWorkers:
+    """The first of two workers, whose sums add what the other one has."""
+
+    others: Tensor
+    rank: int = 0
+    world_size: int = 2
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.add_(self.others)
+
+    def broadcast(self, value: ResultT | None) -> ResultT:
+        raise NotImplementedError
+
+
+def test_workers_share_what_their_clients_kept() -> None:
+    """Another worker may train the same client in a later round; one alone has nothing to share."""
+    mine = {4: {"velocity": torch.full((2,), 2.0)}}
+    cluster = TwoWorkers(torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
+    found = shared(mine, [4, 8], local=KEEPING, params=PARAMS, cluster=cluster)
+    assert {c: own["velocity"].tolist() for c, own in found.items()} == {4: [2.0] * 2, 8: [5.0] * 2}
+    assert shared(mine, [4], local=KEEPING, params=PARAMS, cluster=Alone()) is mine
+    assert shared({}, [4, 8], local=LOCAL, params=PARAMS, cluster=cluster) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -262,6 +317,7 @@ A_MILLION_CLIENTS = """
     from fedlearn.algorithms.sampling import UniformSampler
     from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
     from fedlearn.training.resident import Precision, ResidentModel
+    from fedlearn.rounds.opening import SampledOpening
     from fedlearn.rounds.round import RoundPlan, run_round
     from fedlearn.core.collecting import Status
     from fedlearn.core.params import Params
@@ -286,9 +342,9 @@ A_MILLION_CLIENTS = """
             num_classes=10, num_clients=1_000_000, examples_per_client=20, seed=Seed(0),
         )
         devices = behaviour.Behaviour(
-            speed=behaviour.LognormalSpeed(median_ms_per_example=1.0, sigma=1.0),
+            median_ms_per_example=1.0, speed_sigma=1.0,
             bandwidth=behaviour.LognormalBandwidth(median_mbit_per_s=5.0, sigma=1.0),
-            dropout=behaviour.Dropout(rate=0.05), round_jitter_sigma=0.1,
+            dropout_rate=0.05, round_jitter_sigma=0.1,
         )
         cpu = torch.device("cpu")
         model = ResidentModel(
@@ -296,14 +352,15 @@ A_MILLION_CLIENTS = """
         )
         engine = Engine(
             population=population, behaviour=devices, executor=SequentialExecutor(model),
-            aggregator=algorithm.aggregator, policy=policy, cluster=cluster, block_size=50,
+            policy=policy, cluster=cluster, block_size=50,
         )
         plan = RoundPlan(
-            sampler=UniformSampler(), policy=policy, collector=engine, local=algorithm.local,
-            aggregator=algorithm.aggregator, server_optimizer=algorithm.server_optimizer,
-            seed=Seed(0),
+            opening=SampledOpening(
+                sampler=UniformSampler(), available=engine.available, policy=policy, seed=Seed(0)
+            ),
+            policy=policy, collector=engine, strategy=algorithm, seed=Seed(0),
         )
-        state, collected = run_round(plan.init(Params.of(make_model())), plan, attempt=0)
+        state, collected, _ = run_round(plan.init(Params.of(make_model())), plan, attempt=0)
         assert state.round_num == 1
         return collected.count(Status.REPORTED)
 

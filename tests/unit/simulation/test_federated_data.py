@@ -1,7 +1,10 @@
 """Federated data sets: from arrays, datasets and files to clients and a test set."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fedlearn.core.features import Features, Inputs, only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.federated_data import (
@@ -20,10 +25,11 @@ from fedlearn.simulation.federated_data import (
     Natural,
     from_arrays,
     from_dataset,
+    from_examples,
     from_npz,
     from_parquet,
-    partitioned,
 )
+from fedlearn.simulation.parquet import Columns, read_parquet
 from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Shards
 from fedlearn.simulation.population import ArrayPopulation, ClientRows
 from fedlearn.simulation.sources import Examples
@@ -34,7 +40,7 @@ _FEATURES = np.arange(120.0).reshape(60, 2)
 
 def _from_arrays(
     *,
-    features: ArrayLike = _FEATURES,
+    features: Inputs[ArrayLike] = _FEATURES,
     labels: ArrayLike = _LABELS,
     partition: Division = Iid(4),  # noqa: B008  frozen
     groups: ArrayLike | None = None,
@@ -50,7 +56,7 @@ def _rows(data: FederatedData) -> list[list[float]]:
     result = []
     for client in range(data.population.num_clients):
         loaded = data.population.load(np.array([client]))
-        result.append(sorted(loaded.features[torch.from_numpy(loaded.rows), 0].tolist()))
+        result.append(sorted(only(loaded.features)[torch.from_numpy(loaded.rows), 0].tolist()))
     return result
 
 
@@ -58,10 +64,10 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
     """Every example is with one client or in the test, which has a fifth of each class."""
     data = _from_arrays()
     clients = _rows(data)
-    everything = sorted(sum(clients, data.test.features[:, 0].tolist()))
+    everything = sorted(sum(clients, only(data.test.features)[:, 0].tolist()))
     assert everything == _FEATURES[:, 0].tolist()
     assert torch.bincount(data.test.labels).tolist() == [4, 4, 4]
-    assert data.test.features.dtype == torch.float32
+    assert only(data.test.features).dtype == torch.float32
     assert data.feature_shape == (2,)
     assert data.test.num_classes == 3
 
@@ -109,7 +115,7 @@ def test_labels_that_are_no_class_numbers_are_not_split_by(labels: NDArray[np.ge
 def test_whole_numbers_stay_integers() -> None:
     """Tokens are integers, whatever their width; lists do as well as arrays."""
     data = _from_arrays(features=_FEATURES.astype(np.uint8), labels=_LABELS.tolist())
-    assert data.test.features.dtype == torch.int64
+    assert only(data.test.features).dtype == torch.int64
     assert data.test.labels.dtype == torch.int64
 
 
@@ -164,9 +170,12 @@ def test_an_empty_or_different_test_set_is_refused() -> None:
     zeros = torch.zeros(3).long()
     wrong = {
         "the test set has no examples": (torch.zeros(0, 2), zeros[:0]),
-        r"features of client 0 are torch.float32 of shape \(2,\)": (torch.zeros(3, 5), zeros),
-        "features of client 0 are .* torch.float64": (torch.zeros(3, 2).double(), zeros),
-        "labels of client 0 are torch.int64": (torch.zeros(3, 2), torch.zeros(3)),
+        r"client 0 has features of torch.float32 and shape \(2,\)": (torch.zeros(3, 5), zeros),
+        "features .* the test set of torch.float64": (
+            torch.zeros(3, 2).double(),
+            zeros,
+        ),
+        "client 0 has labels of torch.int64": (torch.zeros(3, 2), torch.zeros(3)),
     }
     for message, (features, labels) in wrong.items():
         with pytest.raises(DataError, match=message):
@@ -189,7 +198,7 @@ def test_a_torch_dataset_is_divided_by_the_labels_given() -> None:
     )
     assert _rows(data) == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]]
     assert data.test.num_classes == 5
-    assert data.test.features[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert only(data.test.features)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_torch_dataset_that_does_not_fit_is_refused() -> None:
@@ -217,7 +226,40 @@ def test_an_npz_equals_its_arrays(tmp_path: Path) -> None:
     )
     made = _from_arrays(partition=Natural(), groups=_LABELS * 10, seed=3)
     assert _rows(read) == _rows(made)
-    assert torch.equal(read.test.features, made.test.features)
+    assert torch.equal(only(read.test.features), only(made.test.features))
+
+
+def _from_archive(path: Path, *, test: tuple[str, str] | float) -> FederatedData:
+    return from_npz(
+        path, features="x", labels="y", groups=None, test=test, partition=Iid(1), seed=0
+    )
+
+
+def test_an_archive_gives_a_part_to_hold_out_or_its_own_test(tmp_path: Path) -> None:
+    """Classes are counted over both: the test may have a label that training has not."""
+    path, y = tmp_path / "d.npz", np.arange(6) % 2
+    np.savez(path, allow_pickle=False, x=np.ones((6, 2)), y=y, test_x=np.ones((2, 2)), z=[0, 4])
+    given = _from_archive(path, test=("test_x", "z"))
+    assert (given.population.num_examples(np.zeros(1, int)).tolist(), given.test.num_classes) == (
+        [6],
+        5,
+    )
+    assert given.test.labels.tolist() == [0, 4]
+    held_out = _from_archive(path, test=0.34)
+    assert held_out.population.num_examples(np.zeros(1, int)).tolist() == [4]
+    assert held_out.test.labels.sort().values.tolist() == [0, 1]
+    assert held_out.test.num_classes == 2
+
+
+def test_an_archive_of_numbers_to_regress_on_has_no_classes(tmp_path: Path) -> None:
+    """Float labels, as many as the example has; the test's must be floats as well."""
+    path, two = tmp_path / "d.npz", np.linspace(0.0, 1.0, 12).reshape(6, 2)
+    np.savez(path, allow_pickle=False, x=np.ones((6, 2)), y=two, z=np.arange(6))
+    data = _from_archive(path, test=0.5)
+    assert data.test.num_classes is None
+    assert data.test.labels.shape == (3, 2)
+    with pytest.raises(DataError, match="the test labels are integers, the training labels floats"):
+        _from_archive(path, test=("x", "z"))
 
 
 def _written(path: Path, *, labels: ArrayLike) -> Path:
@@ -265,4 +307,216 @@ def test_a_division_is_refused_before_anything_is_divided() -> None:
     """Numbers out of range are the caller's mistake."""
     examples = _from_arrays().test.split(fraction=0.5, seed=Seed(0))
     with pytest.raises(ValueError, match="num_clients is 0"):
-        partitioned(examples, Bootstrap(num_clients=0, examples_per_client=2), seed=Seed(0))
+        from_examples(examples, partition=Bootstrap(num_clients=0, examples_per_client=2), seed=0)
+    with pytest.raises(ValueError, match="examples_per_client is 0"):
+        Bootstrap(num_clients=2, examples_per_client=0)
+
+
+_TOKENS = np.arange(180).reshape(60, 3) % 7
+_MASK = _TOKENS > 2
+
+
+def _by_name(features: Features, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the inputs of a dict, or of a tuple in the order of ``names``."""
+    if isinstance(features, tuple):
+        return dict(zip(names, features, strict=True))
+    assert isinstance(features, dict)
+    return features
+
+
+@pytest.mark.parametrize("partition", [Iid(4), Bootstrap(num_clients=4, examples_per_client=9)])
+@pytest.mark.parametrize("is_positional", [False, True])
+def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
+    *, partition: Division, is_positional: bool
+) -> None:
+    """Floats become float32, integers int64, masks stay boolean."""
+    arrays: dict[str, ArrayLike] = {
+        "tokens": _TOKENS.astype(np.int32),
+        "mask": _MASK,
+        "x": _FEATURES,
+    }
+    data = _from_arrays(
+        features=tuple(arrays.values()) if is_positional else arrays, partition=partition
+    )
+    clients, _ = data.population.load(np.array([1, 3])).gathered()
+    for features in (clients, data.test.features):
+        inputs = _by_name(features, arrays)
+        assert inputs["mask"].dtype == torch.bool
+        assert inputs["x"].dtype == torch.float32
+        assert torch.equal(inputs["mask"], inputs["tokens"] > 2)
+        assert torch.equal(inputs["tokens"][:, 0], (inputs["x"][:, 0] / 2 * 3).long() % 7)
+    with pytest.raises(DataError, match="where one tensor is needed"):
+        assert data.feature_shape
+
+
+def test_inputs_of_other_lengths_are_refused_by_name() -> None:
+    """And ragged ones, with the remedy."""
+    with pytest.raises(DataError, match=r"input 'mask' of shape \(59, 3\) and labels .* \(60,\)"):
+        _from_arrays(features={"tokens": _TOKENS, "mask": _MASK[:59]})
+    ragged: Any = [[1, 2], [3]] * 30
+    with pytest.raises(DataError, match=r"input 1: .*pad or crop"):
+        _from_arrays(features=(_TOKENS, ragged))
+
+
+def test_arrays_may_come_with_a_test_set_of_their_own() -> None:
+    """Nothing is held out then, and classes count over both."""
+    test = ((_TOKENS[:5], _MASK[:5]), np.arange(5))
+    data = from_arrays((_TOKENS, _MASK), _LABELS, partition=Iid(4), test=test, seed=0)
+    assert data.population.num_examples(np.arange(4)).sum() == 60
+    assert data.test.labels.tolist() == [0, 1, 2, 3, 4]
+    assert data.test.num_classes == 5
+    held_out = from_arrays(_TOKENS, _LABELS, partition=Iid(4), test_fraction=0.2, seed=0)
+    assert held_out.population.num_examples(np.arange(4)).sum() == 48
+
+
+def test_there_is_exactly_one_test_set() -> None:
+    """Neither none nor two."""
+    with pytest.raises(ValueError, match="neither of `test` and `test_fraction`"):
+        from_arrays(_TOKENS, _LABELS, partition=Iid(4), seed=0)
+    test = (_TOKENS, _LABELS)
+    with pytest.raises(ValueError, match="both of `test` and `test_fraction`"):
+        from_arrays(_TOKENS, _LABELS, partition=Iid(4), test=test, test_fraction=0.2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        (
+            (_TOKENS, _LABELS),
+            "client 0 has input 'mask', input 'tokens', labels, the test set features, labels",
+        ),
+        (({"tokens": _TOKENS}, _LABELS), "the test set input 'tokens', labels; make them alike"),
+        (
+            ({"tokens": _TOKENS, "mask": _MASK[:, :2]}, _LABELS),
+            r"input 'mask' of torch.bool and shape \(3,\) an example, the test .* \(2,\)",
+        ),
+        (
+            ({"tokens": _TOKENS, "mask": _MASK + 0.0}, _LABELS),
+            "input 'mask' of torch.bool .* the test set of torch.float32",
+        ),
+        (
+            ({"tokens": _TOKENS, "mask": _MASK}, _LABELS + 0.5),
+            "the training labels are integers, the test labels floats",
+        ),
+    ],
+)
+def test_a_test_set_of_another_kind_is_refused(
+    test: tuple[Inputs[ArrayLike], ArrayLike], message: str
+) -> None:
+    """Its inputs, shapes, dtypes and labels are those of training."""
+    inputs: dict[str, ArrayLike] = {"tokens": _TOKENS, "mask": _MASK}
+    with pytest.raises(DataError, match=message):
+        from_arrays(inputs, _LABELS, partition=Iid(4), test=test, seed=0)
+
+
+def test_examples_that_are_held_out_by_hand_become_clients() -> None:
+    """As arrays do with the same seed."""
+    groups = _LABELS * 10
+    whole = Examples(
+        features=torch.from_numpy(_FEATURES).float(),
+        labels=torch.from_numpy(_LABELS),
+        groups=groups,
+        num_classes=3,
+    )
+    parts = whole.split(fraction=0.2, seed=Seed(0).derive("data"))
+    made = from_examples(parts, partition=Natural(), seed=0)
+    assert _rows(made) == _rows(_from_arrays(partition=Natural(), groups=groups))
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A dataset of a list."""
+
+    pairs: Sequence[tuple[object, int]]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int, /) -> tuple[object, int]:
+        return self.pairs[index]
+
+
+def test_a_dataset_of_several_inputs_becomes_clients() -> None:
+    """Its test set as well."""
+    rows = range(60)
+    pairs = _Listed([((_TOKENS[row], _MASK[row]), int(_LABELS[row])) for row in rows])
+    data = from_dataset(
+        pairs, labels=_LABELS, partition=Iid(4), test=_Listed(pairs.pairs[:6]), seed=0
+    )
+    features, _ = data.population.load(np.array([2])).gathered()
+    assert isinstance(features, tuple)
+    assert torch.equal(features[1], features[0] > 2)
+    assert isinstance(data.test.features, tuple)
+    assert torch.equal(data.test.features[0], torch.from_numpy(_TOKENS[:6]))
+
+
+@pytest.mark.parametrize(
+    "names", [("ids", "m", "x"), {"mask": "m", "tokens": "ids", "x": "x"}], ids=["tuple", "dict"]
+)
+def test_an_npz_of_several_inputs_equals_its_arrays(tmp_path: Path, names: Inputs[str]) -> None:
+    """Names by position or by argument; a part held out, or arrays of their own."""
+    np.savez(
+        tmp_path / "d.npz",
+        allow_pickle=False,
+        ids=_TOKENS.astype(np.uint8),
+        m=_MASK,
+        x=_FEATURES,
+        y=_LABELS,
+    )
+    read = partial(
+        from_npz,
+        tmp_path / "d.npz",
+        features=names,
+        labels="y",
+        groups=None,
+        partition=Iid(4),
+        seed=3,
+    )
+    arrays: dict[str, ArrayLike] = {"tokens": _TOKENS, "mask": _MASK, "x": _FEATURES}
+    held_out = _by_name(_from_arrays(features=arrays, seed=3).test.features, arrays)
+    found = _by_name(read(test=0.2).test.features, arrays)
+    assert all(torch.equal(found[name], held_out[name]) for name in arrays)
+    found = _by_name(read(test=(names, "y")).test.features, arrays)
+    assert torch.equal(found["tokens"], torch.from_numpy(_TOKENS))
+    assert torch.equal(found["mask"], torch.from_numpy(_MASK))
+    with pytest.raises(DataError, match="make them alike"):
+        read(test=("x", "y"))
+
+
+@pytest.mark.parametrize("form", [dict, tuple, list])
+def test_parquet_columns_make_several_inputs(tmp_path: Path, form: type) -> None:
+    """Lists of columns by argument or by position, each with a shape and a kind of its own."""
+    owners, path = np.arange(12) // 3, tmp_path / "t.parquet"
+    gate = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(24) % 5 > 1), 2)
+    columns = {"user": owners, "age": owners, "a": owners + 0.5, "b": owners, "y": owners}
+    pq.write_table(pa.table({**columns, "gate": gate}), path, row_group_size=5)
+    groups = {"x": ["a", "b"], "age": ["age"], "gate": ["gate"]}
+    data = from_parquet(
+        path,
+        test_path=path,
+        client="user",
+        label="y",
+        features=groups if form is dict else form(groups.values()),
+    )
+    features, labels = data.population.load(np.array([3, 1])).gathered()
+    found, whole = (_by_name(each, groups) for each in (features, data.test.features))
+    assert torch.equal(found["x"], torch.stack([labels + 0.5, labels], 1).float())
+    assert torch.equal(found["age"], labels[:, None])
+    gates = torch.arange(24).reshape(12, 2) % 5 > 1
+    assert torch.equal(found["gate"], gates[[9, 10, 11, 3, 4, 5]])
+    assert torch.equal(whole["gate"], gates)
+
+
+def test_columns_that_make_no_input_are_refused(tmp_path: Path) -> None:
+    """One that is not there, and an input without any; a mask alone is no features."""
+    path, owners = tmp_path / "t.parquet", np.arange(6) // 3
+    pq.write_table(pa.table({"user": owners, "a": owners > 0, "y": owners}), path)
+    of_file = partial(Columns.of_file, path, client="user", label="y")
+    with pytest.raises(DataError, match="no column 'size'"):
+        of_file(features=(["a"], ["size"]))
+    with pytest.raises(ValueError, match="no feature column is named"):
+        of_file(features=(["a"], []))
+    with pytest.raises(DataError, match="feature column 'a' is bool; cast it to numbers"):
+        read_parquet(path, columns=of_file(features=["a"]))
+    beside = read_parquet(path, columns=of_file(features={"a": ["a"]})).features
+    assert torch.equal(_by_name(beside, ["a"])["a"], torch.from_numpy(owners > 0)[:, None])

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fedlearn.core.features import only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import (
     Columns,
+    InputColumns,
     ParquetPopulation,
     num_classes_in,
     read_parquet,
@@ -35,10 +37,8 @@ from fedlearn.simulation.population import (
 _OWNERS = np.array([0, 2, 1, 1, 0, 2, 2, 3])
 _COLUMNS = Columns(
     client="user",
-    features=["pixels"],
+    features=InputColumns(names=["pixels"], shape=(2,), dtype=torch.float32),
     label="digit",
-    feature_shape=(2,),
-    feature_dtype=torch.float32,
 )
 
 
@@ -79,7 +79,7 @@ def _parquet(
 def _clients(loaded: ClientRows) -> Iterator[tuple[Tensor, Tensor]]:
     for start, end in zip(loaded.offsets[:-1], loaded.offsets[1:], strict=True):
         rows = torch.from_numpy(loaded.rows[start:end])
-        yield loaded.features[rows], loaded.labels[rows]
+        yield only(loaded.features)[rows], loaded.labels[rows]
 
 
 def _assert_owners(population: Population, *, asked: list[int]) -> None:
@@ -133,16 +133,14 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
     )
     columns = Columns(
         client="user",
-        features=["a", "b"],
+        features=InputColumns(names=["a", "b"], shape=(1, 2), dtype=torch.float64),
         label="digit",
-        feature_shape=(1, 2),
-        feature_dtype=torch.float64,
     )
     population = _parquet(_written(tmp_path / "t.parquet", table=table), columns=columns)
     _assert_owners(population, asked=[3, 2])
     loaded = population.load(np.array([2]))
-    assert loaded.features.shape == (3, 1, 2)
-    assert loaded.features.dtype == torch.float64
+    assert only(loaded.features).shape == (3, 1, 2)
+    assert only(loaded.features).dtype == torch.float64
 
 
 def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
@@ -166,17 +164,15 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
     path = _written(tmp_path / "t.parquet", table=table, row_group_size=1000)
     columns = Columns(
         client="user",
-        features=["pixels"],
+        features=InputColumns(names=["pixels"], shape=(100,), dtype=torch.float32),
         label="digit",
-        feature_shape=(100,),
-        feature_dtype=torch.float32,
     )
     del table, flat
     before = pa.total_allocated_bytes()
     population = _parquet(path, columns=columns, cache_bytes=10**6)
     assert pa.total_allocated_bytes() - before < 2_000_000
     for client in range(0, 20_000, 4000):
-        assert population.load(np.array([client])).features.shape == (4, 100)
+        assert only(population.load(np.array([client])).features).shape == (4, 100)
     assert pa.total_allocated_bytes() - before < 2_000_000
 
 
@@ -235,10 +231,8 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
             _parquet(path)
     wide = Columns(
         client="user",
-        features=["pixels"],
+        features=InputColumns(names=["pixels"], shape=(28, 28), dtype=torch.float32),
         label="digit",
-        feature_shape=(28, 28),
-        feature_dtype=torch.float32,
     )
     with pytest.raises(DataError, match="hold 2 numbers an example"):
         _parquet(_written(tmp_path / "wide.parquet"), columns=wide)
@@ -255,12 +249,10 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
         _parquet(tmp_path)
 
 
-def test_columns_without_features_or_of_a_strange_dtype_are_refused() -> None:
-    """At least one column, of real numbers."""
+def test_columns_without_features_are_refused() -> None:
+    """At least one column."""
     with pytest.raises(ValueError, match="no feature column"):
-        Columns(client="c", features=[], label="y", feature_shape=(1,), feature_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"feature_dtype is torch\.bool"):
-        Columns(client="c", features=["x"], label="y", feature_shape=(1,), feature_dtype=torch.bool)
+        InputColumns(names=[], shape=(1,), dtype=torch.float32)
 
 
 def test_all_kinds_of_population_agree(tmp_path: Path) -> None:
@@ -304,8 +296,8 @@ def test_columns_take_shape_and_dtype_from_the_schema(tmp_path: Path) -> None:
         ),
     }
     for number, ((shape, dtype), table) in enumerate(of_columns.items()):
-        columns = _of_file(_written(tmp_path / f"{number}.parquet", table=table))
-        assert (columns.feature_shape, columns.feature_dtype) == (shape, dtype)
+        (columns,) = _of_file(_written(tmp_path / f"{number}.parquet", table=table)).inputs
+        assert (columns.shape, columns.dtype) == (shape, dtype)
 
 
 def test_nested_lists_become_images(tmp_path: Path) -> None:
@@ -317,10 +309,10 @@ def test_nested_lists_become_images(tmp_path: Path) -> None:
     table = _table(np.sort(_OWNERS)).set_column(1, "pixels", nested)
     path = _written(tmp_path / "t.parquet", table=table)
     columns = _of_file(path)
-    assert columns.feature_shape == (2, 3)
-    assert torch.equal(read_parquet(path, columns=columns).features, pixels.reshape(8, 2, 3))
+    assert columns.inputs[0].shape == (2, 3)
+    assert torch.equal(only(read_parquet(path, columns=columns).features), pixels.reshape(8, 2, 3))
     second = _parquet(path, columns=columns).load(np.array([1])).features
-    assert torch.equal(second, pixels.reshape(8, 2, 3)[2:4])
+    assert torch.equal(only(second), pixels.reshape(8, 2, 3)[2:4])
 
 
 def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
@@ -328,7 +320,7 @@ def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
     table = _table(np.sort(_OWNERS)).append_column("__index_level_0__", pa.array(range(8)))
     pandas = b'{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'
     path = _written(tmp_path / "t.parquet", table=table.replace_schema_metadata({"pandas": pandas}))
-    assert _of_file(path).features == ("pixels",)
+    assert _of_file(path).inputs[0].names == ("pixels",)
 
 
 def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
@@ -357,7 +349,7 @@ def test_a_test_table_is_read_whole_without_a_client_column(tmp_path: Path) -> N
     _written(tmp_path / "0.parquet", table=table.slice(0, 5), row_group_size=2)
     _written(tmp_path / "1.parquet", table=table.slice(5))
     examples = read_parquet(tmp_path, columns=_COLUMNS)
-    assert examples.features[:, 0].tolist() == np.sort(_OWNERS).tolist()
+    assert only(examples.features)[:, 0].tolist() == np.sort(_OWNERS).tolist()
     assert examples.labels.tolist() == (np.sort(_OWNERS) % 3).tolist()
     assert (examples.num_classes, examples.groups) == (3, None)
     floats = table.set_column(1, "digit", pa.array(np.linspace(0.0, 1.0, 8)))
@@ -372,7 +364,7 @@ def test_fractions_are_not_cut_off_to_the_integers_of_another_file(tmp_path: Pat
     whole = pa.table({"user": owners, "age": owners, "digit": owners % 3})
     path = _written(tmp_path / "0.parquet", table=whole)
     columns = _of_file(path)
-    assert read_parquet(path, columns=columns).features.dtype == torch.int64
+    assert only(read_parquet(path, columns=columns).features).dtype == torch.int64
     halves = whole.set_column(1, "age", pa.array(owners + 0.5))
     _written(tmp_path / "1.parquet", table=halves)
     with pytest.raises(DataError, match=r"'age' is double, which torch\.int64 would round"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from fedlearn.core.features import Features, only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import Iid, Partition
@@ -52,7 +53,7 @@ def _arrays(
 def _clients(loaded: ClientRows) -> Iterator[tuple[Tensor, Tensor]]:
     for start, end in zip(loaded.offsets[:-1], loaded.offsets[1:], strict=True):
         rows = torch.from_numpy(loaded.rows[start:end])
-        yield loaded.features[rows], loaded.labels[rows]
+        yield only(loaded.features)[rows], loaded.labels[rows]
 
 
 def _assert_owners(population: Population, *, asked: list[int]) -> None:
@@ -121,9 +122,9 @@ def test_malformed_arrays_are_refused() -> None:
         _arrays(labels=_labels().int())
     with pytest.raises(DataError, match=r"labels are torch\.float32"):
         _arrays(labels=_labels().float())
-    with pytest.raises(DataError, match=r"features are torch\.bool"):
+    with pytest.raises(DataError, match=r"features of torch\.bool"):
         _arrays(features=_features().bool())
-    with pytest.raises(DataError, match=r"features are torch\.complex64"):
+    with pytest.raises(DataError, match=r"features of torch\.complex64"):
         _arrays(features=_features().to(torch.complex64))
     with pytest.raises(DataError, match="has a label that is NaN"):
         _arrays(labels=torch.full((8,), float("nan")), num_classes=None)
@@ -178,12 +179,8 @@ def test_virtual_clients_draw_uniformly() -> None:
     assert 50.0 < statistic < 170.0
 
 
-def test_a_bootstrap_without_examples_or_clients_is_refused() -> None:
-    """Each count is at least one, and the examples are checked."""
-    with pytest.raises(ValueError, match="num_clients is 0"):
-        _bootstrap(0)
-    with pytest.raises(ValueError, match="examples_per_client is 0"):
-        _bootstrap(1, examples_per_client=0)
+def test_a_bootstrap_without_examples_is_refused() -> None:
+    """And the examples are checked."""
     with pytest.raises(DataError, match="no examples to draw from"):
         _bootstrap(1, num_examples=0)
     with pytest.raises(DataError, match="row 1 has a feature that is NaN"):
@@ -272,3 +269,65 @@ def test_a_pooled_population_is_one_client_with_everybody_s_examples() -> None:
     loaded = pooled.load(only)
     assert sorted(loaded.rows.tolist()) == list(range(8))
     assert loaded.offsets.tolist() == [0, 8]
+
+
+def _inputs() -> dict[str, Tensor]:
+    return {"ids": torch.from_numpy(_OWNERS)[:, None], "mask": _features() > 0}
+
+
+def test_several_inputs_are_divided_and_drawn_alike() -> None:
+    """A client's rows of every input, from tensors, with replacement, and from a dataset."""
+    inputs, labels = _inputs(), _labels()
+    pairs: list[object] = [
+        ({name: each[row] for name, each in inputs.items()}, labels[row]) for row in range(8)
+    ]
+    populations: tuple[Population, ...] = (
+        ArrayPopulation(features=inputs, labels=labels, partition=_PARTITION, num_classes=3),
+        DatasetPopulation(dataset=_Pairs(pairs), partition=_PARTITION, num_classes=3),
+        BootstrapPopulation(
+            features=inputs,
+            labels=labels,
+            num_classes=3,
+            num_clients=9,
+            examples_per_client=4,
+            seed=Seed(0),
+        ),
+    )
+    for population in populations:
+        features, classes = population.load(np.array([2, 1])).gathered()
+        assert isinstance(features, dict)
+        assert (features["ids"].dtype, features["mask"].dtype) == (torch.int64, torch.bool)
+        assert torch.equal(features["ids"][:, 0] % 3, classes)
+        assert torch.equal(features["mask"][:, 0], features["ids"][:, 0] > 0)
+
+
+def test_an_input_that_cannot_be_trained_on_is_named() -> None:
+    """Its length, its dtype, the row of a value that is not finite."""
+    spoilt = _features()
+    spoilt[5, 1] = float("nan")
+    wrong: dict[str, Features] = {
+        r"input 1 of shape \(7, 2\) and labels of shape \(8,\)": (_features(), _features()[:7]),
+        "input 'x' of torch.complex64": {"x": _features().to(torch.complex64)},
+        "row 5 of client 2 has a value of input 'x' that": {"ids": _labels(), "x": spoilt},
+        "features are a tuple of": (),
+    }
+    for message, features in wrong.items():
+        with pytest.raises(DataError, match=message):
+            ArrayPopulation(
+                features=features, labels=_labels(), partition=_PARTITION, num_classes=3
+            )
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (((np.zeros(2), np.zeros(4)), 0), r"dataset\[1\] has input 1 of shape \(4,\)"),
+        (((np.zeros(2),), 0), r"dataset\[1\] has input 0, dataset\[0\] input 0 and input 1"),
+        ((np.zeros(2), 0), r"dataset\[1\] has features, dataset\[0\] input 0 and input 1"),
+        (((np.zeros(2), "text"), 0), r"dataset\[1\] is not a pair of numbers"),
+    ],
+)
+def test_inputs_that_differ_from_row_to_row_are_refused(second: object, message: str) -> None:
+    """Ragged lengths, a missing input, one tensor among several, no numbers."""
+    with pytest.raises(DataError, match=message):
+        _dataset([((np.zeros(2), np.zeros(3)), 0), second]).load(np.array([0]))

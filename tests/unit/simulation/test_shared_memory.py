@@ -11,13 +11,12 @@ from fedlearn.simulation.shared_memory import SharedRows
 
 def add_up(rows: SharedRows, by_process: Sequence[list[Tensor]]) -> None:
     """Do what each process does, up to each meeting."""
-    shared = [rows.tensors(tensors) for tensors in by_process]
     for rank, tensors in enumerate(by_process):
-        shared[rank].write(rank, tensors)
+        rows.write(rank, tensors)
     for rank in range(len(by_process)):
-        shared[rank].add_up(rank)
-    for rank, tensors in enumerate(by_process):
-        shared[rank].read(tensors)
+        rows.add_up(rank)
+    for tensors in by_process:
+        rows.read(tensors)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
@@ -34,7 +33,7 @@ def test_every_process_reads_the_same_sums(num_processes: int) -> None:
         for _ in range(num_processes)
     ]
     expected = [torch.stack([tensors[i] for tensors in by_process]).sum(dim=0) for i in range(4)]
-    rows = SharedRows.create(num_processes)
+    rows = SharedRows(num_processes)
     add_up(rows, by_process)
     for tensors in by_process:
         for index, tensor in enumerate(tensors):
@@ -46,7 +45,7 @@ def test_every_process_reads_the_same_sums(num_processes: int) -> None:
 
 def test_memory_grows_and_shrinks_with_what_is_added() -> None:
     """Each call may bring other tensors; what a longer one left behind is not added."""
-    rows = SharedRows.create(2)
+    rows = SharedRows(2)
     for size in (3, 100_000, 5):
         tensors = [[torch.ones(size)], [torch.full((size,), 2.0)]]
         add_up(rows, tensors)
@@ -56,7 +55,7 @@ def test_memory_grows_and_shrinks_with_what_is_added() -> None:
 
 def test_a_tensor_that_is_not_contiguous_is_added_up() -> None:
     """A transposed view keeps its shape and its strides."""
-    rows = SharedRows.create(2)
+    rows = SharedRows(2)
     base = torch.arange(6.0).view(2, 3)
     other = torch.ones(3, 2)
     add_up(rows, [[base.t()], [other]])

@@ -10,17 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.core.features import only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.sources import (
     Examples,
-    Mask,
     TrainTest,
     bandwidth_traces,
     digits,
     mnist_by_writer,
     npz,
-    npz_train_test,
     num_classes_of,
     read_npz,
 )
@@ -40,33 +39,17 @@ def _archive(path: Path, **changes: NDArray[np.generic]) -> Path:
     return path
 
 
-def _examples(
-    path: Path,
-    *,
-    groups: str | None = "who",
-    mask: Mask | None = None,
-    feature_shape: tuple[int, ...] | None = None,
-    num_classes: int | None = 2,
-) -> Examples:
-    return npz(
-        path,
-        features="x",
-        labels="y",
-        groups=groups,
-        mask=mask,
-        feature_shape=feature_shape,
-        scale=0.5,
-        num_classes=num_classes,
-    )
+def _examples(path: Path, *, groups: str | None = "who") -> Examples:
+    return npz(path, features="x", labels="y", groups=groups)
 
 
 def test_digits_are_split_by_class_and_scaled() -> None:
     """A fifth of every class is held out, and pixels lie in [0, 1]."""
     data = digits(test_fraction=0.2, seed=Seed(0))
-    assert data.train.features.shape == (1438, 64)
-    assert data.test.features.shape == (359, 64)
-    assert data.train.features.dtype == torch.float32
-    assert [float(extreme) for extreme in data.train.features.aminmax()] == [0.0, 1.0]
+    assert only(data.train.features).shape == (1438, 64)
+    assert only(data.test.features).shape == (359, 64)
+    assert only(data.train.features).dtype == torch.float32
+    assert [float(extreme) for extreme in only(data.train.features).aminmax()] == [0.0, 1.0]
     train, test = (torch.bincount(part.labels).float() for part in (data.train, data.test))
     assert (test / (train + test)).sub(0.2).abs().max() < 0.004
 
@@ -74,7 +57,7 @@ def test_digits_are_split_by_class_and_scaled() -> None:
 def test_the_seed_alone_decides_what_is_held_out() -> None:
     """The same seed holds out the same digits, another seed others."""
     first, again, other = (
-        digits(test_fraction=0.2, seed=Seed(value)).test.features for value in (0, 0, 1)
+        only(digits(test_fraction=0.2, seed=Seed(value)).test.features) for value in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -94,10 +77,10 @@ def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> Non
     labels = torch.tensor([0] * 80 + [1] * 20)
     data = _labelled(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
     assert torch.bincount(data.test.labels).tolist() == [8, 2]
-    rows = torch.cat([part.features[:, 0].long() for part in (data.train, data.test)])
+    rows = torch.cat([only(part.features)[:, 0].long() for part in (data.train, data.test)])
     assert sorted(rows.tolist()) == list(range(100))
     for part in (data.train, data.test):
-        kept = part.features[:, 0].long()
+        kept = only(part.features)[:, 0].long()
         assert torch.equal(part.labels, labels[kept])
         assert part.groups is not None
         assert part.groups.tolist() == (kept % 7).tolist()
@@ -154,9 +137,9 @@ def test_mnist_keeps_its_writers(tmp_path: Path) -> None:
     """Features are images in [0, 1]; groups are the writers; the file may have any name."""
     path = _mnist(tmp_path).rename(tmp_path / "written.npz")
     images = mnist_by_writer(path)
-    assert images.train.features.shape == (6, 1, 28, 28)
-    assert images.test.features.shape == (3, 1, 28, 28)
-    assert 0.9 < images.train.features.max() <= 1.0
+    assert only(images.train.features).shape == (6, 1, 28, 28)
+    assert only(images.test.features).shape == (3, 1, 28, 28)
+    assert 0.9 < only(images.train.features).max() <= 1.0
     assert images.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert images.train.groups is not None
     assert images.train.groups.tolist() == [0, 0, 1, 1, 2, 2]
@@ -170,7 +153,7 @@ def test_the_real_mnist_has_539_writers_and_others_in_the_test() -> None:
     assert data.test.groups is not None
     train, test = (set(part.tolist()) for part in (data.train.groups, data.test.groups))
     assert (len(train), len(test), len(train & test)) == (539, 297, 0)
-    assert data.train.features.shape == (60_000, 1, 28, 28)
+    assert only(data.train.features).shape == (60_000, 1, 28, 28)
 
 
 @_NEEDS_DATA
@@ -184,26 +167,17 @@ def test_the_real_traces_carry_a_model() -> None:
     assert np.isfinite(seconds).all()
 
 
-def test_an_archive_gives_scaled_features_labels_and_groups(tmp_path: Path) -> None:
-    """Bytes become float32 times the scale, labels int64, groups stay as they are."""
+def test_an_archive_gives_features_labels_and_groups(tmp_path: Path) -> None:
+    """Bytes become float32, whole labels int64, groups stay as they are."""
     examples = _examples(_archive(tmp_path / "d.npz"))
-    assert torch.equal(examples.features, torch.arange(24).reshape(6, 2, 2) * 0.5)
+    assert torch.equal(only(examples.features), torch.arange(24.0).reshape(6, 2, 2))
     assert examples.labels.tolist() == [0, 1, 0, 1, 0, 1]
     assert examples.groups is not None
     assert examples.groups.tolist() == ["a", "a", "b", "b", "c", "c"]
     assert _examples(tmp_path / "d.npz", groups=None).groups is None
-    assert _examples(tmp_path / "d.npz", feature_shape=(4,)).features.shape == (6, 4)
-    assert _examples(tmp_path / "d.npz", num_classes=None).labels.dtype == torch.float32
-
-
-def test_a_mask_divides_an_archive_in_two(tmp_path: Path) -> None:
-    """Rows where the mask has the value, groups included."""
-    path = _archive(tmp_path / "d.npz")
-    held, kept = (_examples(path, mask=Mask("held", value)) for value in (True, False))
-    assert held.groups is not None
-    assert held.groups.tolist() == ["b", "c"]
-    assert len(kept.labels) == 4
-    assert held.features[1, 0, 0] == 10.0
+    assert examples.num_classes == 2
+    halves = _examples(_archive(tmp_path / "h.npz", y=np.arange(6) / 2))
+    assert (halves.num_classes, halves.labels.dtype) == (None, torch.float32)
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
@@ -214,34 +188,6 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
             load(tmp_path / "d.npz")
     with pytest.raises(DataError, match=rf"no d\.npz in {tmp_path}; correct the path"):
         read_npz(tmp_path / "d.npz", names=["x"])
-
-
-def _train_test(path: Path, *, test: tuple[str, str] | float) -> TrainTest:
-    return npz_train_test(path, features="x", labels="y", groups="who", test=test, seed=Seed(0))
-
-
-def test_an_archive_gives_a_part_to_hold_out_or_its_own_test(tmp_path: Path) -> None:
-    """Classes are counted over both: the test may have a label that training has not."""
-    test_x, test_y = np.zeros((2, 2, 2), np.uint8), np.array([0, 4], np.uint8)
-    path = _archive(tmp_path / "d.npz", test_x=test_x, test_y=test_y)
-    given = _train_test(path, test=("test_x", "test_y"))
-    assert (len(given.train.labels), given.test.labels.tolist()) == (6, [0, 4])
-    assert given.train.num_classes == given.test.num_classes == 5
-    held_out = _train_test(path, test=0.34)
-    assert (len(held_out.train.labels), held_out.test.labels.sort().values.tolist()) == (4, [0, 1])
-    assert held_out.train.num_classes == 2
-
-
-def test_an_archive_of_numbers_to_regress_on_has_no_classes(tmp_path: Path) -> None:
-    """Float labels, as many as the example has; the test's must be floats as well."""
-    path = _archive(tmp_path / "d.npz", y=np.linspace(0.0, 1.0, 12).reshape(6, 2))
-    data = _train_test(path, test=0.5)
-    assert data.train.num_classes is None
-    assert data.train.labels.shape == (3, 2)
-    with pytest.raises(DataError, match="one holds integers and one floats"):
-        _train_test(_archive(path, y=np.linspace(0.0, 1.0, 6), z=np.arange(6)), test=("x", "z"))
-    with pytest.raises(DataError, match=r"array 'who' .* real numbers"):
-        npz_train_test(path, features="x", labels="who", groups=None, test=0.5, seed=Seed(0))
 
 
 def test_a_missing_array_lists_those_present(tmp_path: Path) -> None:
@@ -285,16 +231,14 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Lengths, shapes, dtypes and values are checked, each with its name."""
     path = tmp_path / "d.npz"
     _archive(path, y=np.zeros(5, np.uint8))
-    with pytest.raises(DataError, match=r"differ in length: \{'x': \(6, 2, 2\), 'y': \(5,\)"):
+    says = r"of .*\.npz: features of shape \(6, 2, 2\) and labels of shape \(5,\)"
+    with pytest.raises(DataError, match=says):
         _examples(path)
     _archive(path, x=np.array(["a"] * 6))
     with pytest.raises(DataError, match=r"array 'x' .* real numbers"):
         _examples(path)
-    _archive(path, y=np.linspace(0.0, 1.0, 6))
-    with pytest.raises(DataError, match="class labels are integers"):
-        _examples(path)
-    _archive(path, y=np.arange(6))
-    with pytest.raises(DataError, match=r"row 2 has the label 2, outside 0\.\.1"):
+    _archive(path, y=np.arange(6) - 1)
+    with pytest.raises(DataError, match=r"row 0 has the label -1, outside 0\.\.4"):
         _examples(path)
     _archive(path, x=np.full((6, 2), np.nan))
     with pytest.raises(DataError, match=r"of .*\.npz: row 0 has a feature that is NaN"):
@@ -302,11 +246,6 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     _archive(path, who=np.zeros((6, 2)))
     with pytest.raises(DataError, match="one an example"):
         _examples(path)
-    _archive(path)
-    with pytest.raises(DataError, match=r"shape \(2, 2\), which is not \(5,\)"):
-        _examples(path, feature_shape=(5,))
-    with pytest.raises(DataError, match="a mask is boolean"):
-        _examples(path, mask=Mask("y", value=True))
 
 
 def test_recorded_bandwidths_become_traces(tmp_path: Path) -> None:

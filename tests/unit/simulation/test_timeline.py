@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.aggregators import WeightedMean
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import UNSOUND_DELTA, Participation, RoundRequest, Status
+from fedlearn.core.collecting import Participation, Status, unsound
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
@@ -54,8 +56,12 @@ def played(
     trained: list[int] = []
     while (wave := timeline.next_wave(policy.num_wanted)).size:
         trained += timeline.client_ids[wave].tolist()
-        losses = np.full(len(wave), 0.5)
-        timeline = timeline.after(wave, losses=losses, is_sound=kind[wave] == SOUND)
+        timeline = timeline.after(
+            wave,
+            losses=np.full(len(wave), 0.5),
+            num_examples=np.ones(len(wave), np.int64),
+            is_sound=kind[wave] == SOUND,
+        )
     return list(timeline.participations(policy)), timeline.closed_s(policy), trained
 
 
@@ -66,8 +72,8 @@ def collected(
 
     def client(kind: str) -> Handler:
         value = math.nan if kind == UNSOUND else 1.0
-        delta = {"weight": torch.full((1, 1), value)}
-        trained = TrainReply(round_num=0, delta=delta, num_examples=1, metrics={"loss": 0.5})
+        lanes = {"delta": torch.full((1,), value)}
+        trained = TrainReply(round_num=0, lanes=lanes, num_examples=1, metrics={"loss": 0.5})
         data = encode(Failure(DROPPED_OUT) if kind == DROPS else trained)
         return lambda _, state: (data, state)
 
@@ -76,9 +82,11 @@ def collected(
 
     cohort = [ClientId(i) for i in range(len(kinds))]
     channel = MemoryChannel({c: client(kinds[c]) for c in cohort}, latency, VirtualClock())
-    mean = WeightedMean(by_examples=True)
-    collector = PlainCollector(channel=channel, aggregator=mean, policy=policy, slab_bytes=0)
-    request = RoundRequest(round_num=0, attempt=0, params=PARAMS, settings={}, seed=0)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
+    strategy = FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1))
+    request = RoundRequest(
+        round_num=0, attempt=0, params=PARAMS, strategy=strategy, told={}, seed=0
+    )
     outcome = collector.collect(cohort, request)
     return list(outcome.participations), outcome.duration_s
 
@@ -129,7 +137,7 @@ def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
     assert trained == [0, 1, 2]
     assert closed_s == 2.0
     assert [row.status for row in rows] == ["reported", "failed", "reported", "late", "late"]
-    assert rows[1].reason == UNSOUND_DELTA
+    assert rows[1].reason == unsound("delta")
 
 
 def test_a_client_that_drops_is_never_trained() -> None:

@@ -237,7 +237,7 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
     with pytest.raises(Fenced):
         run.finish(RunStatus.DONE, error="")
     with pytest.raises(Fenced):
-        run.set_running()
+        run.finish(RunStatus.RUNNING, error="")
     with pytest.raises(Fenced):
         run.renew()
     with pytest.raises(Fenced):

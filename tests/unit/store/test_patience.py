@@ -1,19 +1,25 @@
 """A database that is away for a while costs that while and nothing else."""
 
-from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import structlog
+from sqlalchemy.orm import Session
 from structlog.testing import capture_logs
 
 from fedlearn.core.clock import VirtualClock
+from fedlearn.deployment.live_status import LiveStatus
+from fedlearn.deployment.record import ForgettingStore
 from fedlearn.errors import StoreError, StoreUnavailable
-from fedlearn.rounds.journal import MemoryJournal, OpenRound
+from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
-from fedlearn.store.patience import PatientJournal, PatientStore, patient
+from fedlearn.store.patience import Patience, PatientJournal
+from tests.records import journals_in
 
-LOG = structlog.get_logger()
+
+def patience(clock: VirtualClock) -> Patience:
+    return Patience(clock=clock, give_up_s=60.0, log=structlog.get_logger())
 
 
 class Outage:
@@ -47,7 +53,7 @@ def test_an_operation_is_tried_until_the_database_is_back() -> None:
     clock = VirtualClock()
     outage = Outage(clock, until_s=30.0)
     with capture_logs() as logs:
-        found = patient(lambda: outage.do("x"), clock=clock, give_up_s=60.0, log=LOG)
+        found = patience(clock)(lambda: outage.do("x"))
     assert found == "x"
     pauses = [later - earlier for earlier, later in pairwise(outage.tried_s)]
     assert pauses[0] < 0.5
@@ -61,7 +67,7 @@ def test_patience_ends() -> None:
     clock = VirtualClock()
     outage = Outage(clock, until_s=1e9)
     with pytest.raises(StoreUnavailable, match="connection refused"):
-        patient(lambda: outage.do("x"), clock=clock, give_up_s=60.0, log=LOG)
+        patience(clock)(lambda: outage.do("x"))
     assert outage.tried_s[-1] == pytest.approx(60.0)
 
 
@@ -73,42 +79,43 @@ def test_other_errors_are_not_waited_for() -> None:
 
     clock = VirtualClock()
     with pytest.raises(StoreError, match="disk"):
-        patient(fail, clock=clock, give_up_s=60.0, log=LOG)
+        patience(clock)(fail)
     assert clock.now_s() == 0.0
 
 
-def test_a_run_and_its_journal_wait_for_their_database() -> None:
+def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
     """Each operation by itself."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=10.0)
-    store = PatientStore(store=outage, clock=clock, give_up_s=60.0, log=LOG)
-    store.commit(Checkpoint(round_num=4, tensors={}, values={}))
-    store.finish(RunStatus.DONE, error="")
+    with journals_in(tmp_path) as empty:
+        store = ForgettingStore(
+            store=outage,
+            patiently=patience(clock),
+            journal=empty(),
+            forget=lambda _: None,
+            live_status=LiveStatus(),
+        )
+        store.commit(Checkpoint(round_num=4, tensors={}, values={}))
+        store.finish(RunStatus.DONE, error="")
     assert outage.done == ["commit 4", "finish done "]
 
 
-class AwayJournal(MemoryJournal):
-    """A journal in a database that is away at first."""
-
-    def __init__(self, away: Callable[[], object]) -> None:
-        super().__init__()
-        self._away = away
-
-    def open(self, opened: OpenRound) -> None:
-        self._away()
-        super().open(opened)
-
-
-def test_a_round_is_opened_once_the_database_is_back() -> None:
+def test_a_round_is_opened_once_the_database_is_back(tmp_path: Path) -> None:
     """And found, and forgotten."""
     clock = VirtualClock()
     outage = Outage(clock, until_s=10.0)
-    journal = PatientJournal(
-        journal=AwayJournal(lambda: outage.do("open")), clock=clock, give_up_s=60.0, log=LOG
-    )
+
+    def guard(_: Session) -> None:
+        outage.do("write")
+
+    with journals_in(tmp_path, guard=guard) as empty:
+        require_opened(PatientJournal(journal=empty(), patiently=patience(clock)))
+    assert outage.tried_s[0] < 10.0 <= clock.now_s()
+
+
+def require_opened(journal: RoundJournal) -> None:
     opened = OpenRound(round_num=0, attempt=0, cohort=(), opened_unix_s=0.0)
     journal.open(opened)
-    assert clock.now_s() >= 10.0
     assert journal.find(0, 0) == opened
     assert journal.last() == opened
     journal.forget(before_round=1)

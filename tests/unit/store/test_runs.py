@@ -119,6 +119,7 @@ ROUNDS = st.builds(
     virtual_s=FLOATS,
     seconds=FLOATS,
     metrics=st.dictionaries(PLAIN_TEXT, FLOATS, max_size=4),
+    train_metrics=st.dictionaries(PLAIN_TEXT, FLOATS, max_size=4),
 )
 
 
@@ -158,6 +159,7 @@ def a_round(round_num: int, *, num_clients: int = 3) -> RoundRecord:
         virtual_s=3.0 * (round_num + 1),
         seconds=0.01,
         metrics={"accuracy": 0.5},
+        train_metrics={"accuracy": 0.75},
     )
 
 
@@ -209,7 +211,10 @@ def test_rounds_come_back_as_they_went_in(database: Database, records: list[Roun
 
 def comparable(record: RoundRecord) -> str:
     """Return the record as text, in which NaN equals NaN; metrics have no order."""
-    return repr(replace(record, metrics=dict(sorted(record.metrics.items()))))
+    metrics, in_training = (
+        dict(sorted(each.items())) for each in (record.metrics, record.train_metrics)
+    )
+    return repr(replace(record, metrics=metrics, train_metrics=in_training))
 
 
 def test_a_run_comes_back_as_it_went_in(database: Database, run: StoredRun) -> None:
@@ -235,7 +240,7 @@ def test_the_status_of_a_run_is_recorded(run: StoredRun) -> None:
     """Failed with the reason, running again, done."""
     run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
     assert (run.record.status, run.record.error) == (RunStatus.FAILED, "3 reports, minimum 5")
-    run.set_running()
+    run.finish(RunStatus.RUNNING, error="")
     assert (run.record.status, run.record.error) == (RunStatus.RUNNING, "")
     run.finish(RunStatus.DONE, error="")
     assert run.record.status is RunStatus.DONE
@@ -255,6 +260,7 @@ def test_the_last_rounds_are_summed_up(run: StoredRun) -> None:
         assert summary.counts == {status: record.count(status) for status in Status}
         assert repr(summary.train_loss) == repr(record.train_loss)
         assert (summary.outcome, summary.metrics) == (record.outcome, record.metrics)
+        assert summary.train_metrics == record.train_metrics
         assert (summary.duration_s, summary.seconds) == (record.duration_s, record.seconds)
     assert len(run.round_summaries(99)) == 6
 
@@ -337,16 +343,18 @@ def test_a_second_process_with_the_same_run_is_told(database: Database, run: Sto
     assert assert_consistent(run) == 1
 
 
-def test_the_best_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> None:
-    """Before there is a best one, it is the last."""
-    with pytest.raises(StoreError, match=r"no checkpoint yet.*fedlearn resume calm-otter-17"):
-        sqlite_run.load_best()
+def test_a_model_is_loaded_by_its_own_names(sqlite_run: StoredRun) -> None:
+    """Before there is a best one, it is the last; before there is any, none is made up."""
+    for is_best in (True, False):
+        with pytest.raises(StoreError, match=r"no checkpoint yet.*fedlearn resume calm-otter-17"):
+            sqlite_run.weights(best=is_best)
     last = {"params/w": torch.tensor([1.0]), "server/momentum": torch.tensor([7.0])}
     sqlite_run.commit(Checkpoint(round_num=1, tensors=last, values={}))
-    assert sqlite_run.load_best() == {"w": torch.tensor([1.0])}
+    assert sqlite_run.weights(best=True) == {"w": torch.tensor([1.0])}
     best = last | {"best/w": torch.tensor([2.0])}
     sqlite_run.commit(Checkpoint(round_num=2, tensors=best, values={}))
-    assert sqlite_run.load_best() == {"w": torch.tensor([2.0])}
+    assert sqlite_run.weights(best=True) == {"w": torch.tensor([2.0])}
+    assert sqlite_run.weights(best=False) == {"w": torch.tensor([1.0])}
 
 
 def test_connections_that_are_all_in_use_pass(database_url: str, tmp_path: Path) -> None:

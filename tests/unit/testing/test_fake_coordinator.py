@@ -1,27 +1,37 @@
 """A coordinator for users' tests: here the tests of its own, with clients over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.settings import settings_names, settings_of
 from fedlearn.core.messages import ClientId, EvaluateReply, Failure, TrainReply
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConnectionRefused, DeploymentError
+from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.session.session import ClientSession
 from fedlearn.testing import FakeCoordinator
 from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
 from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.content import digest_of
+from fedlearn.transport.content import digest_of, signed_bytes
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession, enrol
-from fedlearn.transport.identity import Identity, Invitation, signed_bytes
 
-SETTINGS = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1).settings()
+SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
 NUM_EXAMPLES = 20
 
 
@@ -29,7 +39,7 @@ def network() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def trainer() -> TorchTrainer:
+def standard_trainer() -> TorchTrainer:
     features = torch.randn(NUM_EXAMPLES, 4, generator=torch.Generator().manual_seed(0))
     return TorchTrainer.of(network, features, torch.arange(NUM_EXAMPLES) % 3, device="cpu")
 
@@ -44,7 +54,6 @@ async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]
         ca_pem=invitation.ca_pem,
         certificate_pem=certificate_pem,
         tls_key_pem=identity.tls_key_pem,
-        server_name=invitation.server_name,
     )
     hello = wire_pb2.Hello(
         protocol=wire.PROTOCOL,
@@ -57,12 +66,14 @@ async def joined(path: Path) -> AsyncIterator[tuple[DoorSession, Identity, int]]
         yield session, identity, client_id
 
 
-async def answer_one(session: DoorSession, identity: Identity, client_id: int) -> None:
+async def answer_one(
+    session: DoorSession, identity: Identity, client_id: int, trainer: LocalTrainer
+) -> None:
     """Do one task, as the runtime would."""
     message = await session.receive()
     assert message is not None
     task = message.task
-    handler = ClientSession(ClientId(client_id), trainer())
+    handler = ClientSession(ClientId(client_id), trainer)
     reply, _ = await asyncio.to_thread(handler.handle, task.data, b"")
     digest = digest_of(reply)
     signed = signed_bytes(task.key, client_id=client_id, digest=digest)
@@ -74,17 +85,21 @@ async def answer_one(session: DoorSession, identity: Identity, client_id: int) -
 
 
 async def one_exchange(
-    coordinator: FakeCoordinator, model: nn.Module, *, evaluate: bool
+    coordinator: FakeCoordinator,
+    model: nn.Module,
+    *,
+    evaluate: bool,
+    trainer: LocalTrainer | None = None,
 ) -> dict[str, TrainReply | Failure] | dict[str, EvaluateReply | Failure]:
     async with joined(coordinator.invite("clinic-a")) as client:
         await asyncio.to_thread(coordinator.wait_for, 1)
         assert coordinator.connected() == ["clinic-a"]
         if evaluate:
             asked = asyncio.create_task(asyncio.to_thread(coordinator.evaluate, model))
-            await answer_one(*client)
+            await answer_one(*client, trainer or standard_trainer())
             return await asked
         trained = asyncio.create_task(asyncio.to_thread(coordinator.train, model, SETTINGS))
-        await answer_one(*client)
+        await answer_one(*client, trainer or standard_trainer())
         return await trained
 
 
@@ -95,7 +110,56 @@ def test_a_client_trains_as_it_is_asked() -> None:
     reply = replies["clinic-a"]
     assert isinstance(reply, TrainReply)
     assert reply.num_examples == NUM_EXAMPLES
-    assert reply.delta.keys() == {"weight", "bias"}
+    assert reply.lanes.keys() == {"delta"}
+    assert reply.lanes["delta"].shape == (4 * 3 + 3,), "weight and bias"
+
+
+@dataclass(frozen=True)
+class Spoiling:
+    """A trainer that spoils its results."""
+
+    spoil: Callable[[LocalResult], Any]  # Any: also what no trainer may return
+    honours = settings_names()
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        result: LocalResult = self.spoil(standard_trainer().train(tensors, context=context))
+        return result
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        measured = standard_trainer().evaluate(tensors, control=control)
+        return replace(measured, num_examples=0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda r: replace(r, tensors={"weight": r.tensors["weight"]}), "no tensor 'bias'"),
+        (lambda r: replace(r, tensors={n: v.int() for n, v in r.tensors.items()}), "torch.int32"),
+        (lambda r: replace(r, tensors={n: v / 0 for n, v in r.tensors.items()}), "not finite"),
+        (lambda r: replace(r, num_examples=0), "num_examples is 0"),
+        (lambda r: replace(r, metrics={"auc": "high"}), "the metric 'auc' is str"),
+        (lambda r: r.tensors, "no LocalResult"),
+    ],
+)
+def test_what_a_coordinator_would_refuse_is_refused(
+    spoil: Callable[[LocalResult], Any], words: str
+) -> None:
+    """So that an application's test sees it before its first round does."""
+    with FakeCoordinator() as coordinator:
+        exchange = one_exchange(coordinator, network(), evaluate=False, trainer=Spoiling(spoil))
+        reply = asyncio.run(exchange)["clinic-a"]
+    assert isinstance(reply, Failure)
+    assert words in reply.reason
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    """Likewise."""
+    with FakeCoordinator() as coordinator:
+        trainer = Spoiling(lambda result: result)
+        exchange = one_exchange(coordinator, network(), evaluate=True, trainer=trainer)
+        reply = asyncio.run(exchange)["clinic-a"]
+    assert isinstance(reply, Failure)
+    assert "num_examples is 0" in reply.reason
 
 
 def test_a_client_evaluates() -> None:

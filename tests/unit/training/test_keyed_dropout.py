@@ -21,7 +21,7 @@ def dropped(model: nn.Module, dropouts: KeyedDropouts, *, seed: int, step: int) 
 def test_the_same_key_drops_the_same_units() -> None:
     """Another seed or step drops others; nothing is drawn from a generator."""
     model = network()
-    dropouts = KeyedDropouts.install(model)
+    dropouts = KeyedDropouts(model)
     before = torch.random.get_rng_state()
     first = dropped(model, dropouts, seed=0, step=0)
     assert torch.equal(dropped(model, dropouts, seed=0, step=0), first)
@@ -33,7 +33,7 @@ def test_the_same_key_drops_the_same_units() -> None:
 def test_layers_drop_different_units() -> None:
     """Two layers with one key would drop the same: the product would keep half, not a quarter."""
     model = network()
-    kept = dropped(model, KeyedDropouts.install(model), seed=0, step=0) != 0.0
+    kept = dropped(model, KeyedDropouts(model), seed=0, step=0) != 0.0
     assert abs(float(kept.float().mean()) - 0.25) < 0.03
 
 
@@ -41,7 +41,7 @@ def test_layers_drop_different_units() -> None:
 def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
     """A share of units is zero, the rest are 1 / (1 - rate)."""
     model = nn.Sequential(nn.Dropout(rate))
-    outputs = dropped(model, KeyedDropouts.install(model), seed=3, step=0)
+    outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
     share = float((outputs == 0.0).float().mean())
     assert abs(share - rate) < 4 * (rate * (1 - rate) / outputs.numel()) ** 0.5
     assert bool(torch.isclose(outputs[outputs != 0.0], torch.tensor(1 / (1 - rate))).all())
@@ -51,14 +51,14 @@ def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
 def test_extreme_rates_keep_all_or_nothing(rate: float, expected: float) -> None:
     """Without dividing by zero."""
     model = nn.Sequential(nn.Dropout(rate))
-    outputs = dropped(model, KeyedDropouts.install(model), seed=3, step=0)
+    outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
     assert bool((outputs == expected).all())
 
 
 def test_whole_channels_are_dropped_where_the_layer_says_so() -> None:
     """Dropout2d: a channel is zero or whole."""
     model = nn.Sequential(nn.Dropout2d(0.5))
-    dropouts = KeyedDropouts.install(model)
+    dropouts = KeyedDropouts(model)
     dropouts.set_key(int(step_keys([Seed(0)], 1)[0, 0]))
     per_channel = model(torch.ones(32, 8, 3, 3)).flatten(2)
     assert bool((per_channel == per_channel[..., :1]).all())
@@ -68,7 +68,7 @@ def test_whole_channels_are_dropped_where_the_layer_says_so() -> None:
 def test_nothing_is_dropped_in_evaluation() -> None:
     """As in torch; installing keeps the mode a layer was in."""
     model = network().eval()
-    dropouts = KeyedDropouts.install(model)
+    dropouts = KeyedDropouts(model)
     assert bool((dropped(model, dropouts, seed=0, step=0) == 1.0).all())
     assert len(dropouts) == 2
     assert sum(isinstance(each, KeyedDropout) for each in model.modules()) == 2

@@ -11,7 +11,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.params import Params
 from fedlearn.training.memory_format import convolution_weights
-from fedlearn.training.resident import Part, Precision, ResidentModel
+from fedlearn.training.resident import Part, Precision, ResidentModel, Training
 
 CPU = torch.device("cpu")
 LOCAL = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -79,7 +79,10 @@ def resident(make_model: Callable[[], nn.Module]) -> tuple[ResidentModel, Params
 def train(model: ResidentModel, params: Params) -> Tensor:
     features, labels = examples()
     batches = map(Part, features.split(4), labels.split(4), range(2))
-    model.train(params, batches, local=LOCAL, velocity=[])
+    training = Training(model, params, local=LOCAL, told={}, round_num=0)
+    with training.client({}):
+        for batch in batches:
+            training.step([batch], num_examples=len(batch.labels))
     return model.vector_P.clone()
 
 
@@ -145,8 +148,9 @@ def test_measuring_first_changes_nothing(make_model: Callable[[], nn.Module]) ->
     trained = train(one, params)
     measured = one.measure(params, features, labels, batch_size=8)
     other, _ = resident(make_model)
-    for name, values in other.measure(params, features, labels, batch_size=8).items():
-        assert torch.equal(values, measured[name])
+    again = other.measure(params, features, labels, batch_size=8)
+    for name, values in again.by_example.items():
+        assert torch.equal(values, measured.by_example[name])
     assert torch.equal(train(other, params), trained)
 
 

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.params import Params
-from fedlearn.training.resident import Part, Precision, ResidentModel
+from fedlearn.training.resident import Part, Precision, ResidentModel, Training
 
 CPU = torch.device("cpu")
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -79,9 +82,10 @@ def train(
 ) -> float:
     """Train in three batches of four; return the mean loss."""
     features, labels = examples(params.layout.dtype)
-    velocity = model.new_velocity() if local.momentum else []
     batches = map(Part, features.split(4), labels.split(4), range(first_key, first_key + 3))
-    losses = model.train(params, batches, local=local, velocity=velocity)
+    training = Training(model, params, local=local, told={}, round_num=0)
+    with training.client({}):
+        losses = [training.step([batch], num_examples=4) for batch in batches]
     return float(torch.stack(losses).mean())
 
 
@@ -183,11 +187,48 @@ def test_measuring_does_not_depend_on_the_batch_size_or_change_the_model() -> No
     features, labels = examples()
     whole = model.measure(params, features, labels, batch_size=100)
     parts = model.measure(params, features, labels, batch_size=5)
-    assert whole["loss"].shape == whole["accuracy"].shape == (12,)
-    for name, values in whole.items():
-        torch.testing.assert_close(parts[name], values)
+    assert {each.shape for each in whole.by_example.values()} == {(12,)}
+    for name, values in whole.by_example.items():
+        torch.testing.assert_close(parts.by_example[name], values)
     assert torch.equal(model.vector_P, params.vector)
     assert model.module.training
+
+
+class Doubled(nn.Linear):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for twice the input."""
+        return super().forward(x.mul_(2.0))
+
+
+def test_a_forward_that_writes_to_its_input_does_not_change_what_is_measured_next() -> None:
+    """The test set is the same after every round."""
+    _, params = initial(lambda: Doubled(5, 3))
+    model = resident(lambda: Doubled(5, 3))
+    features, labels = examples()
+    first, second = (model.measure(params, features, labels, batch_size=5) for _ in range(2))
+    assert torch.equal(first.by_example["loss"], second.by_example["loss"])
+    assert torch.equal(features, examples()[0])
+
+
+class TwoHeads(nn.Module):
+    """Returns the outputs of two layers, as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both."""
+        return self.one(x), self.other(x)
+
+
+def test_a_forward_that_returns_several_tensors_is_refused_with_the_remedy() -> None:
+    """Half of a tuple is no half of a batch."""
+    _, params = initial(TwoHeads)
+    with pytest.raises(TypeError, match=r"returned a tuple; .* join several heads by torch.cat"):
+        train(resident(TwoHeads), params)
 
 
 def test_nothing_can_be_measured_on_no_examples() -> None:
@@ -195,7 +236,7 @@ def test_nothing_can_be_measured_on_no_examples() -> None:
     _, params = initial(MODELS["mlp"])
     features, labels = examples()
     values = resident(MODELS["mlp"]).measure(params, features[:0], labels[:0], batch_size=4)
-    assert {name: tuple(each.shape) for name, each in values.items()} == {
+    assert {name: tuple(each.shape) for name, each in values.by_example.items()} == {
         "loss": (0,),
         "accuracy": (0,),
     }
@@ -220,15 +261,166 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32() -> None:
     torch.testing.assert_close(mixed.vector_P, exact.vector_P, rtol=0.0, atol=0.02)
 
 
-def test_a_bfloat16_model_trains_in_float32() -> None:
-    """Small steps are not rounded away while a client trains."""
+class Mixed(nn.Module):
+    """Layers and statistics of three dtypes, with the casts that they need."""
 
-    def narrow() -> nn.Module:
-        return nn.Linear(5, 3).bfloat16()
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7).bfloat16()
+        self.head = nn.Linear(7, 3).double()
 
-    _, params = initial(narrow)
-    model = resident(narrow)
-    train(model, params, local=LocalSgd(epochs=1, batch_size=4, learning_rate=1e-4))
-    moved = (model.vector_P - params.vector).abs()
-    assert model.vector_P.dtype == torch.float32
-    assert 0.0 < float(moved.max()) < 1e-3
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.body(x)).bfloat16())
+        outputs: Tensor = self.head(hidden.double())
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("make_model", "dtype"),
+    [
+        (lambda: MODELS["mlp"]().bfloat16(), torch.bfloat16),
+        (lambda: MODELS["batch norm"]().bfloat16(), torch.bfloat16),
+        (lambda: MODELS["mlp"]().half(), torch.float16),
+        (lambda: MODELS["mlp"]().double(), torch.float64),
+        (Mixed, torch.float32),
+    ],
+)
+def test_a_module_trains_in_its_own_dtypes(
+    make_model: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    """As a plain loop with torch.optim.SGD does; real features come in the module's dtype."""
+    module, params = initial(make_model)
+    model, reference = resident(make_model), deepcopy(module).train()
+    local = replace(PLAIN, momentum=0.9, weight_decay=0.01)
+    features, labels = examples()
+    training = Training(model, params, local=local, told={}, round_num=0)
+    with training.client({}):
+        for x, y in zip(features.split(4), labels.split(4), strict=True):
+            training.step([Part(x, y, 0)], num_examples=4)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for x, y in zip(features.split(4), labels.split(4), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x.to(dtype)), y).backward()
+        optimizer.step()
+    expected, unit = Params.of(reference).vector, 2.0**-8  # of bfloat16
+    torch.testing.assert_close(model.vector_P, expected, rtol=2 * unit, atol=unit / 4)
+    for spec in params.layout.specs:
+        value = params.layout.views(model.vector_P)[spec.name]
+        assert torch.equal(value, value.to(spec.dtype).to(value.dtype)), "not converted"
+    assert {p.dtype for p in model.module.parameters()} == {p.dtype for p in module.parameters()}
+    moved = params.layout.views(model.vector_P - params.vector)
+    assert all(bool(moved[spec.name].any()) for spec in params.layout.trainable)
+
+
+@pytest.mark.parametrize("make_model", [lambda: MODELS["mlp"]().bfloat16(), Mixed])
+def test_every_local_update_trains_a_module_of_other_dtypes(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    """Adam under a proximal term, whose count of steps goes past bfloat16's 256."""
+    _, params = initial(make_model)
+    adam = LocalAdam(
+        epochs=1,
+        batch_size=4,
+        learning_rate=1e-4,
+        beta_1=0.9,
+        beta_2=0.999,
+        epsilon=1e-3,
+        decoupled=False,
+        weight_decay=0.01,
+        keep_moments=True,
+    )
+    model, (features, labels) = resident(make_model), examples()
+    local = Proximal(inner=adam, proximal=0.5)
+    training = Training(model, params, local=local, told={}, round_num=0)
+    with training.client({}):
+        for _ in range(300):
+            training.step([Part(features, labels, 0)], num_examples=12)
+        report = training.report()
+    assert not torch.equal(model.vector_P, params.vector)
+    assert (report.kept["num_steps"] == 300).all()
+    assert {value.dtype for value in report.kept.values()} == {params.layout.dtype}
+
+
+class Skipping(nn.Module):
+    """One parameter that no loss reaches, and layers that some batches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.positive, self.negative = (nn.Linear(5, 3) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.positive if float(x[0, 0]) > 0 else self.negative
+        outputs: Tensor = self.linear(x) + branch(x)
+        return outputs
+
+
+ADAM = LocalAdam(
+    epochs=1,
+    batch_size=4,
+    learning_rate=0.1,
+    beta_1=0.9,
+    beta_2=0.99,
+    epsilon=1e-4,
+    decoupled=False,
+    weight_decay=0.01,
+    keep_moments=True,
+)
+
+
+def optimizer_of(local: LocalUpdate, module: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's own."""
+    if isinstance(local, LocalAdam):
+        kind = torch.optim.AdamW if local.decoupled else torch.optim.Adam
+        betas = (local.beta_1, local.beta_2)
+        return kind(
+            module.parameters(), lr=0.1, betas=betas, eps=1e-4, weight_decay=local.weight_decay
+        )
+    assert isinstance(local, LocalSgd)
+    return torch.optim.SGD(
+        module.parameters(), lr=0.1, momentum=local.momentum, weight_decay=local.weight_decay
+    )
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize(
+    "local",
+    [
+        replace(PLAIN, weight_decay=0.1),
+        replace(PLAIN, momentum=0.9),
+        replace(PLAIN, momentum=0.9, weight_decay=0.1),
+        ADAM,
+        replace(ADAM, decoupled=True),
+    ],
+    ids=["decay", "momentum", "momentum and decay", "adam", "adamw"],
+)
+def test_a_step_leaves_parameters_without_a_gradient_alone(
+    local: LocalUpdate, num_parts: int
+) -> None:
+    """As torch.optim does, step by step: no decay, no momentum; memory and its count stay.
+
+    In float64: where a gradient is near zero, Adam magnifies float32's rounding.
+    """
+
+    def make() -> nn.Module:
+        return Skipping().double()
+
+    module, params = initial(make)
+    reference, model = deepcopy(module).train(), resident(make)
+    optimizer = optimizer_of(local, reference)
+    features, labels = examples(torch.float64)
+    branches = set()
+    training = Training(model, params, local=local, told={}, round_num=0)
+    with training.client({}):
+        for x, y in zip(features.split(2), labels.split(2), strict=True):
+            parts = zip(x.chunk(num_parts), y.chunk(num_parts), strict=True)
+            training.step([Part(*part, 0) for part in parts], num_examples=2)
+            optimizer.zero_grad()
+            for part_x, part_y in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+                (F.cross_entropy(reference(part_x), part_y) / num_parts).backward()
+            optimizer.step()
+            branches.add(tuple(bool(v > 0) for v in x[:: 2 // num_parts, 0]))
+    assert len(branches) > 1, "both layers are skipped at times"
+    torch.testing.assert_close(model.vector_P, Params.of(reference).vector, rtol=1e-9, atol=1e-12)
+    moved = params.layout.views(model.vector_P - params.vector)
+    assert not moved["unused"].any()

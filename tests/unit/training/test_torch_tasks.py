@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import MeanSquaredError
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -25,7 +27,7 @@ from fedlearn.training.trainer import (
 )
 
 LOCAL = LocalSgd(epochs=3, batch_size=4, learning_rate=0.1)
-MOMENTUM = replace(LOCAL, momentum=0.9, keep_momentum=True, proximal=0.1)
+MOMENTUM = Proximal(inner=replace(LOCAL, momentum=0.9, keep_momentum=True), proximal=0.1)
 NUM_EXAMPLES, NUM_STEPS = 14, 12  # 4 steps an epoch, the last of two examples
 
 
@@ -125,11 +127,11 @@ def initial(make_model: Callable[[], nn.Module]) -> Mapping[str, Tensor]:
     return Params.of(make_model()).named()
 
 
-def context(local: LocalSgd = LOCAL, control: TaskControl = UNATTENDED) -> TrainContext:
+def context(local: LocalUpdate = LOCAL, control: TaskControl = UNATTENDED) -> TrainContext:
     return TrainContext(
         client_id=ClientId(2),
         round_num=3,
-        settings=local.settings(),
+        settings=settings_of(local),
         seed=Seed(4),
         state={},
         control=control,
@@ -140,7 +142,7 @@ def trained(
     trainer: TorchTrainer,
     make_model: Callable[[], nn.Module] = MODELS["mlp"],
     *,
-    local: LocalSgd = LOCAL,
+    local: LocalUpdate = LOCAL,
     control: TaskControl = UNATTENDED,
 ) -> LocalResult:
     return trainer.train(initial(make_model), context=context(local, control))
@@ -182,7 +184,7 @@ def test_a_lost_velocity_would_be_noticed() -> None:
     killed = Watched(num_allowed=5)
     with pytest.raises(Cancelled):
         trained(TorchTrainer.of(MODELS["mlp"], *examples()), local=MOMENTUM, control=killed)
-    kept = {n: v * 0 if n.startswith("velocity") else v for n, v in killed.kept.items()}
+    kept = {n: v * 0 if n.startswith("memory.velocity") else v for n, v in killed.kept.items()}
     found = trained(
         TorchTrainer.of(MODELS["mlp"], *examples()), local=MOMENTUM, control=Watched(kept=kept)
     )
@@ -420,6 +422,97 @@ def test_a_failed_evaluation_leaves_training_as_it_was() -> None:
     assert_same(found, trained(expected, MODELS["dropout"]))
 
 
+class Gated(nn.Module):
+    """A forward of two inputs; ``ids`` are integers, the gate is boolean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, gate: Tensor) -> Tensor:
+        outputs: Tensor = self.head((self.embedding(ids) * gate.unsqueeze(-1)).sum(1))
+        return outputs
+
+
+class Items(Dataset[Any]):  # Any: features of any form
+    """A dataset of the rows of several inputs, under a key or in a tuple each."""
+
+    def __init__(self, inputs: tuple[Tensor, Tensor], labels: Tensor, *, as_dict: bool) -> None:
+        self.inputs, self.labels, self.as_dict = inputs, labels, as_dict
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        ids, gate = (each[row] for each in self.inputs)
+        features = {"gate": gate.numpy(), "ids": ids} if self.as_dict else (ids, gate)
+        return features, int(self.labels[row])
+
+
+def gated() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 7, (NUM_EXAMPLES, 5), generator=generator)
+    gate = torch.rand(NUM_EXAMPLES, 5, generator=generator) < 0.6
+    return (ids, gate), ids.sum(1) % 3
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_several_inputs_train_from_tensors_and_from_a_dataset(num_parts: int) -> None:
+    """A tuple is positional, a dict by name, and all are the same to the bit."""
+    (ids, gate), labels = gated()
+    inputs: list[Any] = [((ids, gate), labels), ({"gate": gate, "ids": ids}, labels)]
+    datasets = [(Items((ids, gate), labels, as_dict=each),) for each in (False, True)]
+    results = []
+    for given in (*inputs, *datasets):
+        trainer = TorchTrainer.of(Gated, *given, gradient_accumulation=num_parts)
+        assert trainer.num_examples == NUM_EXAMPLES
+        trainer.try_out()
+        results.append(trained(trainer, Gated))
+        assert trainer.evaluate(results[-1].tensors).num_examples == NUM_EXAMPLES
+    for result in results[1:]:
+        assert_same(result, results[0])
+    swapped = TorchTrainer.of(Gated, (ids, ~gate), labels, gradient_accumulation=num_parts)
+    with pytest.raises(AssertionError):
+        assert_same(trained(swapped, Gated), results[0])
+
+
+def test_the_test_examples_may_have_several_inputs() -> None:
+    """As tensors and as a dataset."""
+    inputs, labels = gated()
+    as_tensors = TorchTrainer.of(Gated, inputs, labels, test=(inputs, labels))
+    dataset = Items(inputs, labels, as_dict=True)
+    as_dataset = TorchTrainer.of(Gated, inputs, labels, test=dataset)
+    weights = initial(Gated)
+    assert as_tensors.evaluate(weights) == as_dataset.evaluate(weights)
+
+
+class Ragged(Items):
+    """A dataset whose last row has another length, or lacks an input."""
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        features, label = super().__getitem__(row)
+        if row < len(self) - 1:
+            return features, label
+        return ({"ids": features["ids"]} if self.as_dict else (features[0][:2], features[1])), label
+
+
+@pytest.mark.parametrize(
+    ("as_dict", "message"),
+    [
+        (False, r"has input 0 of shape \(2,\) and torch.int64, others have \(5,\)"),
+        (True, r"dataset\[\d+\] has .*input 'ids'.*; give every row the same inputs"),
+    ],
+)
+def test_a_ragged_dataset_is_refused_with_the_row_and_the_input(
+    *, as_dict: bool, message: str
+) -> None:
+    """Where a DataLoader would say that it cannot stack."""
+    trainer = TorchTrainer.of(Gated, Ragged(*gated(), as_dict=as_dict))
+    with pytest.raises(DataError, match=message):
+        trainer.evaluate(initial(Gated))
+
+
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
     """A dataset without a length."""
 
@@ -448,7 +541,7 @@ class Empty(Pairs):
         (lambda: TorchTrainer.of(Counting, Endless()), "Endless has no length"),
         (lambda: TorchTrainer.of(Counting, examples()[0]), "features without labels"),
         (lambda: TorchTrainer.of(Counting, Pairs(), examples()[1]), "labels in its items"),
-        (lambda: trained(TorchTrainer.of(Counting, Bare()), Counting), "Bare is not a pair"),
+        (lambda: TorchTrainer.of(Counting, Bare()).try_out(), r"dataset\[0\] is not a pair"),
     ],
 )
 def test_data_that_cannot_be_trained_on_are_refused(

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -52,7 +54,7 @@ def context(local: LocalSgd = LOCAL, state: dict[str, Tensor] | None = None) -> 
     return TrainContext(
         client_id=ClientId(1),
         round_num=0,
-        settings=local.settings(),
+        settings=settings_of(local),
         seed=Seed(0),
         state=state or {},
     )
@@ -119,11 +121,13 @@ def test_evaluation_returns_means_over_the_examples() -> None:
     )
 
 
-@pytest.mark.parametrize(("num_features", "num_labels"), [(0, 0), (3, 2)])
-def test_a_client_without_examples_is_an_error(num_features: int, num_labels: int) -> None:
+def test_a_client_without_examples_is_an_error() -> None:
     """As is one whose labels do not match them; the message has both counts."""
-    with pytest.raises(DataError, match=f"{num_features} examples with {num_labels} labels"):
-        trainer_on(examples(9)[0][:num_features], examples(9)[1][:num_labels])
+    features, labels = examples(9)
+    with pytest.raises(DataError, match="there are no examples"):
+        trainer_on(features[:0], labels[:0])
+    with pytest.raises(DataError, match=r"of shape \(3, 5\) and labels of shape \(2,\)"):
+        trainer_on(features[:3], labels[:2])
 
 
 @pytest.mark.parametrize(
@@ -170,3 +174,14 @@ def test_what_does_not_go_through_the_model_is_found_without_weights(
     trainer = TorchTrainer.of(make_model, *data, test=test, device="cpu")
     with nullcontext() if error is None else pytest.raises(error):
         trainer.try_out()
+
+
+def test_a_client_logs_dtypes_that_are_not_the_usual() -> None:
+    """Once, when the trainer is made; an ordinary model logs nothing."""
+    features, labels = torch.randn(6, 5), torch.zeros(6, dtype=torch.int64)
+    with capture_logs() as logs:
+        TorchTrainer.of(lambda: nn.Linear(5, 3), features, labels)
+        assert not logs
+        TorchTrainer.of(lambda: nn.Linear(5, 3).bfloat16(), features, labels)
+    (line,) = logs
+    assert "torch.bfloat16 ('weight', ...)" in line["note"]

@@ -2,8 +2,9 @@
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,12 +21,11 @@ from flwr.app import (
     UserConfig,
 )
 from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.client.flower import Node
 from fedlearn.client.flower import client_app as trainer_app
 from fedlearn.client.policy import Policy
-from fedlearn.core.clock import Clock, SystemClock, VirtualClock
+from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -33,27 +33,22 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Request,
-    SecureRequest,
+    SecureTrainRequest,
     TrainRequest,
 )
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
 from fedlearn.training.trainer import LocalTrainer
-from fedlearn.transport.base import Arrival
+from fedlearn.transport.base import Arrival, ask_once
 from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
+from tests.grid import RUN, LocalGrid
 
-RUN = 77
 KEY = bytes(32)
 REQUEST = EvaluateRequest(round_num=3, tensors={"w": torch.ones(2)})
 #: Node ids are unsigned 64-bit numbers.
 NODES = {2**64 - 1: 0, 12: 1, 13: 2}
+CLIENTS = [ClientId(0), ClientId(1), ClientId(2)]
 
 Tamper = Callable[[Message, Message], Message]
-
-
-@pytest.fixture(autouse=True)
-def _in_a_server_app() -> None:
-    """What Flower sets in the process of a ServerApp."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
 
 
 def counting(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
@@ -68,61 +63,38 @@ COUNTING = client_app(lambda *_: counting)
 
 
 @dataclass
-class LocalGrid:
-    """A grid of nodes in this process that answer after so many seconds.
+class HinderedGrid(LocalGrid):
+    """A grid of slow nodes behind a SuperLink that fails and lies.
 
     Attributes:
-        clock: Which seconds.
-        nodes: Partition by node id.
-        app: What answers.
         latency_s: By partition; those of introductions are zero.
         broken: Errors that the next calls raise, by method.
         tamper: What a hostile SuperLink makes of a reply to which message.
     """
 
-    clock: Clock
-    nodes: dict[int, int] = field(default_factory=lambda: dict(NODES))
     app: ClientApp = COUNTING
+    nodes: dict[int, int] = field(default_factory=lambda: dict(NODES))
     latency_s: dict[int, float] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
     tamper: Tamper = lambda _, reply: reply
-    node_config: dict[str, str] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
-    pushed: list[Message] = field(default_factory=list)
-    replies: dict[str, tuple[float, Message]] = field(default_factory=dict)
 
     def get_node_ids(self) -> Iterable[int]:
         self._break("get_node_ids")
-        return list(self.nodes)
+        return super().get_node_ids()
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages: Iterable[Message]) -> Sequence[str]:
         self._break("push_messages")
-        return [self._push(message) for message in messages]
+        return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         self._break("pull_messages")
-        now_s = self.clock.now_s()
-        ready = [each for each in message_ids if self.replies[each][0] <= now_s]
-        return [self.replies.pop(each)[1] for each in ready]
+        return super().pull_messages(message_ids)
 
-    def context(self, node_id: int) -> Context:
-        config: UserConfig = {"partition-id": self.nodes[node_id], **self.node_config}
-        fresh = Context(RUN, node_id, config, RecordDict(), {})
-        return self.contexts.setdefault(node_id, fresh)
-
-    def _push(self, message: Message) -> str:
-        node_id = message.metadata.dst_node_id
-        if node_id not in self.nodes:
-            return ""
-        self.pushed.append(message)
-        latency_s = self.latency_s.get(self.nodes[node_id], 0.0)
-        if message.metadata.message_type == "query":
-            latency_s = 0.0
-        message_id = f"message-{len(self.pushed)}"
-        message.metadata.__dict__["_message_id"] = message_id
-        reply = self.tamper(message, self.app(message, self.context(node_id)))
-        self.replies[message_id] = (self.clock.now_s() + latency_s, reply)
-        return message_id
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        _, reply = super().answered(client, message)
+        is_query = message.metadata.message_type == "query"
+        latency_s = 0.0 if is_query else self.latency_s.get(client, 0.0)
+        return latency_s, self.tamper(message, reply)
 
     def _break(self, method: str) -> None:
         if self.broken.get(method, 0) > 0:
@@ -136,7 +108,7 @@ def at_once(work: Callable[[], None]) -> None:
     work()
 
 
-def channel(grid: LocalGrid, *, min_clients: int = 3) -> FlowerChannel:
+def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
     made = FlowerChannel(
         grid=grid,
         run_id=f"flower-{RUN}",
@@ -154,9 +126,7 @@ def ask(
     made: FlowerChannel, request: Request = REQUEST, *, deadline_s: float = 100.0
 ) -> dict[int, Arrival]:
     """Ask all three clients and return what arrived, in that order."""
-    arrivals = made.exchange(
-        dict.fromkeys([ClientId(0), ClientId(1), ClientId(2)], request), deadline_s=deadline_s
-    )
+    arrivals = ask_once(made, dict.fromkeys(CLIENTS, request), deadline_s=deadline_s)
     return {arrival.client_id: arrival for arrival in arrivals}
 
 
@@ -197,12 +167,12 @@ def of_client(client: int, change: Tamper) -> Tamper:
 
 def test_clients_are_known_by_their_partition() -> None:
     """Whatever their node ids."""
-    assert list(channel(LocalGrid(VirtualClock())).available()) == [0, 1, 2]
+    assert list(channel(HinderedGrid(VirtualClock())).available()) == [0, 1, 2]
 
 
 def test_replies_come_in_order_of_arrival() -> None:
     """Each with its time, to the pace of polling."""
-    grid = LocalGrid(VirtualClock(), latency_s={0: 3.0, 1: 1.0, 2: 2.0})
+    grid = HinderedGrid(VirtualClock(), latency_s={0: 3.0, 1: 1.0, 2: 2.0})
     arrivals = ask(channel(grid))
     assert list(arrivals) == [1, 2, 0]
     assert not reasons(arrivals)
@@ -213,7 +183,7 @@ def test_replies_come_in_order_of_arrival() -> None:
 @pytest.mark.parametrize("deadline_s", [0.05, 1.0, 7.77])
 def test_an_exchange_ends_at_its_deadline(deadline_s: float) -> None:
     """To the tick of the clock, with what arrived before it."""
-    grid = LocalGrid(VirtualClock(), latency_s={0: math.inf, 1: 0.0, 2: math.inf})
+    grid = HinderedGrid(VirtualClock(), latency_s={0: math.inf, 1: 0.0, 2: math.inf})
     made = channel(grid)
     start_s = grid.clock.now_s()
     assert list(ask(made, deadline_s=deadline_s)) == [1]
@@ -222,7 +192,7 @@ def test_an_exchange_ends_at_its_deadline(deadline_s: float) -> None:
 
 def test_messages_live_as_long_as_their_exchange() -> None:
     """So that a straggler does not work for nothing; without a deadline Flower's default."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     ask(made, deadline_s=50.0)
     ask(made, deadline_s=math.inf)
@@ -232,7 +202,7 @@ def test_messages_live_as_long_as_their_exchange() -> None:
 
 def test_late_replies_are_dropped_and_counted() -> None:
     """And are no answer to the next exchange."""
-    grid = LocalGrid(VirtualClock(), latency_s={2: 5.0})
+    grid = HinderedGrid(VirtualClock(), latency_s={2: 5.0})
     made = channel(grid)
     assert list(ask(made, deadline_s=2.0)) == [0, 1]
     grid.clock.sleep(4.0)
@@ -242,11 +212,9 @@ def test_late_replies_are_dropped_and_counted() -> None:
 
 def test_a_round_that_is_closed_early_leaves_late_replies() -> None:
     """The caller stops iterating; the others' replies count as late."""
-    grid = LocalGrid(VirtualClock(), latency_s={1: 1.0, 2: 1.0})
+    grid = HinderedGrid(VirtualClock(), latency_s={1: 1.0, 2: 1.0})
     made = channel(grid)
-    arrivals = made.exchange(
-        dict.fromkeys([ClientId(0), ClientId(1), ClientId(2)], REQUEST), deadline_s=9.0
-    )
+    arrivals = ask_once(made, dict.fromkeys(CLIENTS, REQUEST), deadline_s=9.0)
     assert isinstance(arrivals, Generator)
     assert next(arrivals).client_id == 0
     arrivals.close()
@@ -255,11 +223,65 @@ def test_a_round_that_is_closed_early_leaves_late_replies() -> None:
     assert made.counts.late == 2
 
 
+def test_an_exchange_is_asked_again_while_it_is_open() -> None:
+    """Others, and whoever has answered; each message is another, and a client's state goes on."""
+    grid = HinderedGrid(VirtualClock(), latency_s={0: 1.0, 1: 8.0, 2: 2.0})
+    made = channel(grid)
+    exchange = made.open(deadline_s=100.0)
+    exchange.ask(dict.fromkeys([ClientId(0), ClientId(1)], REQUEST))
+    first = exchange.next(until_s=math.inf)
+    assert first is not None
+    assert first.client_id == 0
+    assert exchange.next(until_s=2.0) is None
+    assert grid.clock.now_s() == pytest.approx(2.0)
+    later = replace(REQUEST, round_num=4)
+    with pytest.raises(ValueError, match="client 1 is asked again before its answer"):
+        exchange.ask(dict.fromkeys([ClientId(1), ClientId(2)], later))
+    exchange.ask(dict.fromkeys([ClientId(0), ClientId(2), ClientId(9)], later))
+    arrivals = {a.client_id: a for a in iter(partial(exchange.next, until_s=math.inf), None)}
+    assert list(arrivals) == [9, 0, 2, 1]
+    counts = {
+        client: arrival.reply.num_examples
+        for client, arrival in arrivals.items()
+        if isinstance(arrival.reply, EvaluateReply)
+    }
+    assert counts == {0: 2, 2: 1, 1: 1}
+    assert arrivals[ClientId(9)].elapsed_s == pytest.approx(2.0)
+    assert 3.0 <= arrivals[ClientId(0)].elapsed_s <= 3.5
+    ttls = [message.metadata.ttl for message in grid.pushed[3:]]
+    assert ttls == pytest.approx([101.0, 101.0, 99.0, 99.0])
+
+
+def test_closing_an_exchange_drops_the_replies_to_all_that_it_has_asked() -> None:
+    """To its first question and to those after it; and it asks nobody any more."""
+    grid = HinderedGrid(VirtualClock(), latency_s={1: 1.0, 2: 1.0})
+    made = channel(grid)
+    exchange = made.open(deadline_s=9.0)
+    exchange.ask(dict.fromkeys([ClientId(0), ClientId(1)], REQUEST))
+    assert exchange.next(until_s=math.inf) is not None
+    exchange.ask({ClientId(2): REQUEST})
+    exchange.close()
+    assert exchange.next(until_s=math.inf) is None
+    with pytest.raises(ValueError, match="closed; open another one"):
+        exchange.ask({ClientId(0): REQUEST})
+    grid.clock.sleep(2.0)
+    ask(made)
+    assert made.counts.late == 2
+
+
 def test_equal_requests_are_encoded_once() -> None:
-    """All messages share one content."""
-    grid = LocalGrid(VirtualClock())
+    """All messages share one payload."""
+    grid = HinderedGrid(VirtualClock())
     ask(channel(grid))
-    assert len({id(message.content) for message in grid.pushed[3:]}) == 1
+    asked = grid.pushed[3:]
+    assert len(asked) == len(grid.nodes)
+    assert len(payloads_of(asked)) == 1
+
+
+def payloads_of(messages: Sequence[Message]) -> set[int]:
+    """Return which arrays messages hold."""
+    records = [message.content.array_records["fedlearn.payload"] for message in messages]
+    return {id(record["message"]) for record in records}
 
 
 def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() -> None:
@@ -270,25 +292,24 @@ def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() ->
         heard.append(personal)
         return encode(EvaluateReply(round_num=3, num_examples=1, metrics={})), state
 
-    grid = LocalGrid(VirtualClock(), app=client_app(lambda *_: listening))
+    grid = HinderedGrid(VirtualClock(), app=client_app(lambda *_: listening))
     made = channel(grid)
-    model = TrainRequest(round_num=3, attempt=0, tensors={}, settings={}, seed=0)
-    shared = SecureRequest(round_num=3, attempt=0, message=b"", train=model)
+    model = TrainRequest(round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0)
+    shared = SecureTrainRequest(message=b"", train=model)
     requests = {ClientId(client): replace(shared, message=bytes([client])) for client in range(3)}
-    arrivals = {int(a.client_id): a for a in made.exchange(requests, deadline_s=5.0)}
+    arrivals = {int(a.client_id): a for a in ask_once(made, requests, deadline_s=5.0)}
     assert arrivals.keys() == {0, 1, 2}
     assert not reasons(arrivals)
     assert sorted(heard) == [b"\x00", b"\x01", b"\x02"]
-    payloads = [message.content.array_records["fedlearn.payload"] for message in grid.pushed[3:]]
-    assert len({id(payload["message"]) for payload in payloads}) == 1
+    assert len(payloads_of(grid.pushed[3:])) == 1
 
 
 def test_replies_are_pulled_as_they_are_taken() -> None:
     """However many are ready: memory does not grow with the cohort."""
-    grid = LocalGrid(VirtualClock(), nodes={100 + number: number for number in range(40)})
+    grid = HinderedGrid(VirtualClock(), nodes={100 + number: number for number in range(40)})
     made = channel(grid, min_clients=40)
     requests = {ClientId(number): REQUEST for number in range(40)}
-    for num_taken, _ in enumerate(made.exchange(requests, deadline_s=5.0), start=1):
+    for num_taken, _ in enumerate(ask_once(made, requests, deadline_s=5.0), start=1):
         num_pulled = 40 - len(grid.replies)
         assert num_pulled - num_taken <= 8
     assert num_taken == 40
@@ -296,7 +317,7 @@ def test_replies_are_pulled_as_they_are_taken() -> None:
 
 def test_state_is_kept_between_the_exchanges_of_a_round() -> None:
     """Several messages to the same clients, as in secure aggregation."""
-    made = channel(LocalGrid(VirtualClock()))
+    made = channel(HinderedGrid(VirtualClock()))
     for count in (1, 2, 3):
         replies = [arrival.reply for arrival in ask(made).values()]
         assert [r.num_examples for r in replies if isinstance(r, EvaluateReply)] == [count] * 3
@@ -304,11 +325,11 @@ def test_state_is_kept_between_the_exchanges_of_a_round() -> None:
 
 def test_a_client_that_is_not_there_is_a_failure() -> None:
     """It never was, or its node is gone."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     del grid.nodes[12]
     requests = dict.fromkeys([ClientId(0), ClientId(1), ClientId(9)], REQUEST)
-    arrivals = {int(a.client_id): a for a in made.exchange(requests, deadline_s=5.0)}
+    arrivals = {int(a.client_id): a for a in ask_once(made, requests, deadline_s=5.0)}
     assert reasons(arrivals).keys() == {1, 9}
     assert list(made.available()) == [0, 2]
 
@@ -320,7 +341,7 @@ def test_an_error_of_flower_is_a_failure_in_our_words(code: int, words: str) -> 
     def fail(message: Message, _: Message) -> Message:
         return Message(Error(code, "patient Alice has value 42"), reply_to=message)
 
-    arrivals = ask(channel(LocalGrid(VirtualClock(), tamper=of_client(1, fail))))
+    arrivals = ask(channel(HinderedGrid(VirtualClock(), tamper=of_client(1, fail))))
     assert words in reasons(arrivals)[1]
     assert "Alice" not in reasons(arrivals)[1]
 
@@ -331,7 +352,7 @@ def test_an_error_of_flower_is_a_failure_in_our_words(code: int, words: str) -> 
 @pytest.mark.parametrize("method", ["get_node_ids", "push_messages", "pull_messages"])
 def test_errors_of_the_superlink_that_pass_are_waited_out(method: str) -> None:
     """Its database is locked at times."""
-    grid = LocalGrid(VirtualClock(), broken={method: 3})
+    grid = HinderedGrid(VirtualClock(), broken={method: 3})
     made = channel(grid)
     grid.broken[method] = 3
     made.available()
@@ -341,7 +362,7 @@ def test_errors_of_the_superlink_that_pass_are_waited_out(method: str) -> None:
 
 def test_a_superlink_that_takes_no_message_is_a_failure_of_the_exchange() -> None:
     """After a few attempts, for whom it concerns."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.broken["push_messages"] = 5
     arrivals = ask(made)
@@ -351,7 +372,7 @@ def test_a_superlink_that_takes_no_message_is_a_failure_of_the_exchange() -> Non
 
 def test_a_superlink_that_is_gone_ends_the_run() -> None:
     """With words, after the patience that was asked for."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.broken["get_node_ids"] = 10**9
     with pytest.raises(DeploymentError, match="500"):
@@ -361,7 +382,7 @@ def test_a_superlink_that_is_gone_ends_the_run() -> None:
 
 def test_available_waits_for_clients_with_patience() -> None:
     """And says who is there when it is over."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid, min_clients=4)
     assert grid.clock.now_s() == pytest.approx(30.0)
     grid.nodes[14] = 3
@@ -370,7 +391,7 @@ def test_available_waits_for_clients_with_patience() -> None:
 
 
 @dataclass
-class StallingGrid(LocalGrid):
+class StallingGrid(HinderedGrid):
     """The reply of one node uploads for ever."""
 
     gate: threading.Event = field(default_factory=threading.Event)
@@ -397,9 +418,7 @@ def test_a_stalled_upload_delays_nobody() -> None:
     grid = StallingGrid(clock, latency_s={1: 30.0})
     made = channel(grid)
     made._postbox.start = in_a_thread  # noqa: SLF001 - introductions were at once
-    arrivals = made.exchange(
-        dict.fromkeys([ClientId(0), ClientId(1), ClientId(2)], REQUEST), deadline_s=deadline_s
-    )
+    arrivals = ask_once(made, dict.fromkeys(CLIENTS, REQUEST), deadline_s=deadline_s)
     assert {next(arrivals).client_id for _ in range(2)} == {0, 1}
     assert clock.now_s() < deadline_s
     clock.elapsed_s = deadline_s
@@ -417,7 +436,7 @@ def test_a_thread_that_dies_ends_the_run() -> None:
         with pytest.raises(KeyError):
             work()
 
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.tamper, made._postbox.start = broken, start  # noqa: SLF001
     with pytest.raises(DeploymentError, match="no longer serves"):
@@ -449,7 +468,7 @@ def oversized(message: Message, reply: Message) -> Message:
 @pytest.mark.parametrize("change", [forged, unsigned, garbage, oversized])
 def test_a_reply_that_is_not_the_clients_is_refused(change: Tamper) -> None:
     """It is counted, and the round goes on without it."""
-    made = channel(LocalGrid(VirtualClock(), tamper=of_client(1, change)))
+    made = channel(HinderedGrid(VirtualClock(), tamper=of_client(1, change)))
     arrivals = ask(made)
     assert reasons(arrivals).keys() == {1}
     assert made.counts.refused == 1
@@ -463,9 +482,9 @@ def test_an_earlier_reply_is_refused_when_it_is_replayed() -> None:
         kept.append((header_of(reply), payload_of(reply)))
         return with_content(reply, *kept[0])
 
-    made = channel(LocalGrid(VirtualClock(), tamper=of_client(1, replay)))
+    made = channel(HinderedGrid(VirtualClock(), tamper=of_client(1, replay)))
     assert not reasons(ask(made))
-    train = TrainRequest(round_num=3, attempt=0, tensors={}, settings={}, seed=0)
+    train = TrainRequest(round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0)
     for request in (REQUEST, replace(REQUEST, round_num=4), train, replace(train, attempt=1)):
         assert reasons(ask(made, request)).keys() == {1}
 
@@ -480,13 +499,13 @@ def test_a_reply_of_another_client_is_refused() -> None:
         seen[message.metadata.dst_node_id] = reply
         return seen.get(12, reply) if message.metadata.dst_node_id == 13 else reply
 
-    made = channel(LocalGrid(VirtualClock(), tamper=swap))
+    made = channel(HinderedGrid(VirtualClock(), tamper=swap))
     assert reasons(ask(made)).keys() == {2}
 
 
 def test_the_first_key_of_a_run_stays() -> None:
     """Another node cannot take a client's place, nor the same one without its key."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.nodes[99] = 1
     assert list(made.available()) == [0, 1, 2]
@@ -497,11 +516,13 @@ def test_the_first_key_of_a_run_stays() -> None:
 
 def test_a_client_with_an_identity_folder_survives_its_node(tmp_path: Path) -> None:
     """The key is the same under another node id."""
-    grid = LocalGrid(VirtualClock(), nodes={5: 1}, node_config={"identity": str(tmp_path / "id")})
+    grid = HinderedGrid(
+        VirtualClock(), nodes={5: 1}, node_config={"identity": str(tmp_path / "id")}
+    )
     made = channel(grid, min_clients=1)
     grid.nodes = {6: 1}
     assert list(made.available()) == [1]
-    arrivals = list(made.exchange({ClientId(1): REQUEST}, deadline_s=5.0))
+    arrivals = list(ask_once(made, {ClientId(1): REQUEST}, deadline_s=5.0))
     assert isinstance(arrivals[0].reply, EvaluateReply)
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o700
     assert not grid.context(6).state  # nothing of it lies with Flower
@@ -515,7 +536,7 @@ def test_an_introduction_at_another_node_is_refused() -> None:
         cards.append((header_of(reply), payload_of(reply)))
         return with_content(reply, *cards[0])
 
-    made = channel(LocalGrid(VirtualClock(), tamper=copy))
+    made = channel(HinderedGrid(VirtualClock(), tamper=copy))
     assert list(made.available()) == [1]
     assert made.counts.refused == 2
 
@@ -527,7 +548,7 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
     def fail(message: Message, reply: Message) -> Message:
         return Message(Error(1, ""), reply_to=message) if failing else reply
 
-    grid = LocalGrid(VirtualClock(), tamper=fail)
+    grid = HinderedGrid(VirtualClock(), tamper=fail)
     made = channel(grid, min_clients=1)
     assert list(made.available()) == []
     failing = False
@@ -539,7 +560,7 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
 
 def test_a_node_without_a_partition_has_a_client_id_of_its_own() -> None:
     """Made of its node id, and within 63 bits."""
-    grid = LocalGrid(VirtualClock(), nodes={2**64 - 2: 0})
+    grid = HinderedGrid(VirtualClock(), nodes={2**64 - 2: 0})
     grid.contexts[2**64 - 2] = Context(RUN, 2**64 - 2, {}, RecordDict(), {})
     assert list(channel(grid, min_clients=1).available()) == [2**63 - 2]
 
@@ -550,13 +571,13 @@ def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
     def make_trainer(node: Node) -> LocalTrainer:
         raise DataError("patient Alice has value 42")
 
-    grid = LocalGrid(VirtualClock(), app=trainer_app(make_trainer, policy_of=lambda _: Policy()))
+    grid = HinderedGrid(VirtualClock(), app=trainer_app(make_trainer, policy_of=lambda _: Policy()))
     assert set(reasons(ask(channel(grid))).values()) == {"DataError"}
 
 
 def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
     """Else a coordinator could have any bytes signed as a card."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     query = Message(RecordDict(), 12, "train")
     message = with_content(query, {}, encode(REQUEST))
     message.content.config_records["fedlearn"] = ConfigRecord({"kind": "Hello"})
@@ -567,14 +588,14 @@ def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
 @pytest.mark.parametrize("partition", [-1, "zero", 1.5])
 def test_a_partition_that_is_no_client_id_is_refused(partition: float | str) -> None:
     """With what to write instead."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     context = Context(RUN, 12, {"partition-id": partition}, RecordDict(), {})
     with pytest.raises(DeploymentError, match="partition-id"):
         COUNTING(Message(RecordDict(), 12, "query"), context)
     assert grid.nodes
 
 
-def asked(grid: LocalGrid, context: Context) -> Message:
+def asked(grid: HinderedGrid, context: Context) -> Message:
     """Return what the client answers in a context."""
     header: dict[str, bytes | int] = {"round_num": 3, "attempt": 0, "exchange": 0}
     message = with_content(Message(RecordDict(), 12, "evaluate"), header, encode(REQUEST))
@@ -592,7 +613,7 @@ def times_asked(reply: Message) -> int:
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_the_state_of_one_run_is_not_that_of_the_next(tmp_path: Path, *, in_folder: bool) -> None:
     """Though runs of a series share their context, and all runs the folder; keys stay."""
-    grid = LocalGrid(VirtualClock())
+    grid = HinderedGrid(VirtualClock())
     config: UserConfig = {"partition-id": 1}
     if in_folder:
         config["identity"] = str(tmp_path / "id")

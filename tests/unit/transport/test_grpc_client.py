@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from blake3 import blake3
 from google.protobuf.message import Message
 
 from fedlearn.door.authority import Authority
@@ -18,22 +19,16 @@ from fedlearn.errors import (
     EnrolmentRefused,
     ProtocolError,
 )
-from fedlearn.transport import wire
-from fedlearn.transport.content import Digester, digest_of
+from fedlearn.identity.identity import Identity, Invitation, certificate_fingerprint
+from fedlearn.secagg.keys import verify
+from fedlearn.transport import grpc_client, wire
+from fedlearn.transport.content import digest_of, enrolment_bytes
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     Credentials,
     DoorConnection,
     DoorSession,
     enrol,
-)
-from fedlearn.transport.identity import (
-    SERVER_NAME,
-    Identity,
-    Invitation,
-    enrolment_bytes,
-    fingerprint,
-    verify,
 )
 from fedlearn.transport.wire_pb2 import (
     Cancel,
@@ -167,7 +162,6 @@ def joined(authority: Authority, identity: Identity) -> Credentials:
         ca_pem=authority.ca_pem,
         certificate_pem=authority.sign(request, name="hospital-a", client_id=7, valid_days=1),
         tls_key_pem=identity.tls_key_pem,
-        server_name=SERVER_NAME,
     )
 
 
@@ -693,7 +687,7 @@ def test_a_cancelled_download_closes_the_call_and_keeps_the_bytes(tmp_path: Path
 
 def test_memory_does_not_grow_with_what_is_moved(tmp_path: Path) -> None:
     num_chunks, chunk = 32, bytes(wire.CHUNK_BYTES)
-    digest = Digester()
+    digest = blake3()
     for _ in range(num_chunks):
         digest.update(chunk)
     num_bytes = num_chunks * len(chunk)
@@ -908,10 +902,8 @@ def test_plaintext_does_not_leave_the_machine(address: str) -> None:
 
 
 def test_credentials_print_no_key() -> None:
-    credentials = Credentials(
-        ca_pem=b"ca", certificate_pem=b"cert", tls_key_pem=b"secret", server_name="s"
-    )
-    assert repr(credentials) == "Credentials(server_name='s')"
+    credentials = Credentials(ca_pem=b"ca", certificate_pem=b"cert", tls_key_pem=b"secret")
+    assert repr(credentials) == "Credentials()"
 
 
 async def _shows_certificate(door: Door, context: Context) -> None:
@@ -919,12 +911,14 @@ async def _shows_certificate(door: Door, context: Context) -> None:
     (certificate,) = context.auth_context()["x509_pem_cert"]
     await tell(
         context,
-        FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, run_id=fingerprint(certificate))),
+        FromCoordinator(
+            welcome=Welcome(protocol=wire.PROTOCOL, run_id=certificate_fingerprint(certificate))
+        ),
     )
 
 
 def test_mutual_tls_shows_the_coordinator_which_certificate_calls(tmp_path: Path) -> None:
-    authority = Authority.open(tmp_path, host_names=())
+    authority = Authority(tmp_path, host_names=())
     credentials = joined(authority, Identity.create())
 
     async def test() -> None:
@@ -935,36 +929,60 @@ def test_mutual_tls_shows_the_coordinator_which_certificate_calls(tmp_path: Path
                     DoorConnection(f"{host}:{port}", credentials) as connection,
                     connection.session(HELLO) as session,
                 ):
-                    assert session.welcome.run_id == fingerprint(credentials.certificate_pem)
+                    assert session.welcome.run_id == certificate_fingerprint(
+                        credentials.certificate_pem
+                    )
 
     run(test)
 
 
 def test_without_a_certificate_of_the_authority_there_is_no_connection(tmp_path: Path) -> None:
-    authority = Authority.open(tmp_path / "ours", host_names=())
-    foreign = Authority.open(tmp_path / "theirs", host_names=())
+    authority = Authority(tmp_path / "ours", host_names=())
+    foreign = Authority(tmp_path / "theirs", host_names=())
     identity = Identity.create()
     good = joined(authority, identity)
     bad = [
         replace(good, certificate_pem=b"", tls_key_pem=b""),  # none
         replace(joined(foreign, identity), ca_pem=authority.ca_pem),  # of another authority
         replace(good, ca_pem=foreign.ca_pem),  # the coordinator is another's
-        replace(good, server_name="fl.example.org"),  # or has another name
     ]
 
     async def test() -> None:
         door = Door(session=_shows_certificate)
         async with serving(door, authority=authority) as address:
             for credentials in bad:
-                async with DoorConnection(address, credentials) as connection:
-                    with pytest.raises(ConnectionError):
-                        async with connection.session(HELLO):
-                            pass
+                await _is_refused(address, credentials)
             assert door.num_calls == 0
             async with DoorConnection(address, good) as connection, connection.session(HELLO):
                 assert door.num_calls == 1
 
     run(test)
+
+
+def test_a_coordinator_of_another_name_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path, host_names=())
+    good = joined(authority, Identity.create())
+
+    async def test() -> None:
+        door = Door(session=_shows_certificate)
+        async with serving(door, authority=authority) as address:
+            monkeypatch.setattr(grpc_client, "SERVER_NAME", "fl.example.org")
+            await _is_refused(address, good)
+            assert door.num_calls == 0
+            monkeypatch.undo()
+            async with DoorConnection(address, good) as connection, connection.session(HELLO):
+                assert door.num_calls == 1
+
+    run(test)
+
+
+async def _is_refused(address: str, credentials: Credentials) -> None:
+    async with DoorConnection(address, credentials) as connection:
+        with pytest.raises(ConnectionError):
+            async with connection.session(HELLO):
+                pass
 
 
 def _enrols(authority: Authority, subject: Identity | None = None) -> Handler:
@@ -994,7 +1012,7 @@ def invited(address: str, authority: Authority) -> Invitation:
 
 
 def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_door(tmp_path: Path) -> None:
-    authority, identity = Authority.open(tmp_path, host_names=()), Identity.create()
+    authority, identity = Authority(tmp_path, host_names=()), Identity.create()
 
     async def test() -> None:
         door = Door(enrol=_enrols(authority))
@@ -1005,21 +1023,20 @@ def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_door(tmp_pat
             ca_pem=authority.ca_pem,
             certificate_pem=certificate_pem,
             tls_key_pem=identity.tls_key_pem,
-            server_name=SERVER_NAME,
         )
         async with (
             serving(Door(session=_shows_certificate), authority=authority) as address,
             DoorConnection(address, credentials) as connection,
             connection.session(HELLO) as session,
         ):
-            assert session.welcome.run_id == fingerprint(certificate_pem)
+            assert session.welcome.run_id == certificate_fingerprint(certificate_pem)
 
     run(test)
 
 
 def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path: Path) -> None:
-    authority = Authority.open(tmp_path / "ours", host_names=())
-    foreign = Authority.open(tmp_path / "theirs", host_names=())
+    authority = Authority(tmp_path / "ours", host_names=())
+    foreign = Authority(tmp_path / "theirs", host_names=())
     identity = Identity.create()
 
     async def test() -> None:

@@ -12,10 +12,10 @@ from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
-from fedlearn.identity.registry import MemoryRegistry
+from fedlearn.identity.identity import Identity, Invitation
+from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire
 from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
-from fedlearn.transport.identity import Identity, Invitation
 from fedlearn.transport.wire_pb2 import Hello
 
 TIMEOUT_S = 120.0  # only a hang takes so long
@@ -24,16 +24,16 @@ HELLO = Hello(protocol=wire.PROTOCOL, software="test")
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    return Authority.open(tmp_path / "authority", host_names=())
+    return Authority(tmp_path / "authority", host_names=())
 
 
 @pytest.fixture
-def registry() -> MemoryRegistry:
-    return MemoryRegistry(SystemClock())
+def registry() -> FreshRegistry:
+    return FreshRegistry(SystemClock())
 
 
 @pytest.fixture
-def door(tmp_path: Path, authority: Authority, registry: MemoryRegistry) -> Iterator[Door]:
+def door(tmp_path: Path, authority: Authority, registry: FreshRegistry) -> Iterator[Door]:
     door = Door(
         DoorSettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
@@ -49,7 +49,7 @@ def door(tmp_path: Path, authority: Authority, registry: MemoryRegistry) -> Iter
     door.stop(grace_s=0.0)
 
 
-def invited(door: Door, authority: Authority, registry: MemoryRegistry) -> Invitation:
+def invited(door: Door, authority: Authority, registry: FreshRegistry) -> Invitation:
     return Invitation(
         name="hospital-a",
         addresses=(door.address,),
@@ -69,13 +69,12 @@ async def enrolled(
         ca_pem=authority.ca_pem,
         certificate_pem=certificate_pem,
         tls_key_pem=identity.tls_key_pem,
-        server_name=invitation.server_name,
     )
     return credentials, ClientId(client_id)
 
 
 def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
-    door: Door, authority: Authority, registry: MemoryRegistry
+    door: Door, authority: Authority, registry: FreshRegistry
 ) -> None:
     invitation, identity = invited(door, authority, registry), Identity.create()
 
@@ -95,7 +94,7 @@ def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
 
 
 def test_a_client_that_only_looks_is_welcomed_and_not_asked(
-    door: Door, authority: Authority, registry: MemoryRegistry
+    door: Door, authority: Authority, registry: FreshRegistry
 ) -> None:
     """Control: the same client without the word may be asked."""
     invitation, identity = invited(door, authority, registry), Identity.create()
@@ -116,7 +115,7 @@ def test_a_client_that_only_looks_is_welcomed_and_not_asked(
 
 
 def test_an_invitation_works_for_one_client_only(
-    door: Door, authority: Authority, registry: MemoryRegistry
+    door: Door, authority: Authority, registry: FreshRegistry
 ) -> None:
     invitation = invited(door, authority, registry)
 

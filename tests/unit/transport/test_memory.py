@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fedlearn.core.messages import (
     Request,
     TrainRequest,
 )
-from fedlearn.transport.base import Arrival
+from fedlearn.transport.base import Arrival, ask_once
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 LATENCIES_S = {ClientId(1): 3.0, ClientId(2): 1.0, ClientId(3): 2.0, ClientId(4): math.inf}
@@ -41,7 +42,7 @@ def channel(handlers: Mapping[ClientId, Handler] | None = None) -> MemoryChannel
 
 def ask(channel: MemoryChannel, deadline_s: float = 10.0) -> list[Arrival]:
     requests = dict.fromkeys(LATENCIES_S, REQUEST)
-    return list(channel.exchange(requests, deadline_s=deadline_s))
+    return list(ask_once(channel, requests, deadline_s=deadline_s))
 
 
 def test_replies_come_in_order_of_arrival() -> None:
@@ -64,7 +65,7 @@ def test_clients_that_arrive_together_come_in_the_order_of_asking() -> None:
     tied = MemoryChannel(
         dict.fromkeys(clients, counting), lambda c, _: np.zeros(len(c)), VirtualClock()
     )
-    arrivals = tied.exchange(dict.fromkeys(clients, REQUEST), deadline_s=1.0)
+    arrivals = ask_once(tied, dict.fromkeys(clients, REQUEST), deadline_s=1.0)
     assert [arrival.client_id for arrival in arrivals] == clients
 
 
@@ -72,7 +73,7 @@ def test_the_clock_advances_to_each_arrival() -> None:
     """A second exchange begins where the first was left."""
     memory = channel()
     seen = []
-    for _ in memory.exchange(dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0):
+    for _ in ask_once(memory, dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0):
         seen.append(memory.clock.now_s())
         if len(seen) == 2:
             break
@@ -84,7 +85,7 @@ def test_the_clock_advances_to_each_arrival() -> None:
 def test_who_is_not_waited_for_is_not_asked() -> None:
     """Closing the round early leaves the others' state alone."""
     memory = channel()
-    next(iter(memory.exchange(dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0)))
+    next(iter(ask_once(memory, dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0)))
     assert memory.states == {ClientId(2): b"x"}
 
 
@@ -126,9 +127,79 @@ def test_different_requests_reach_different_clients() -> None:
     memory = MemoryChannel({c: remember(c) for c in LATENCIES_S}, latency, VirtualClock())
     other = EvaluateRequest(round_num=7, tensors={})
     requests = {c: other if c == 3 else REQUEST for c in LATENCIES_S}
-    assert len(list(memory.exchange(requests, deadline_s=1.0))) == 4
+    assert len(list(ask_once(memory, requests, deadline_s=1.0))) == 4
     assert received == {1: 0, 2: 0, 3: 7, 4: 0}
     assert asked == [[1, 2, 4], [3]]
+
+
+def test_an_exchange_is_asked_again_while_it_is_open() -> None:
+    """From the time that it is: others, and whoever has answered; ties in the order of asking."""
+    memory = channel()
+    exchange = memory.open(deadline_s=math.inf)
+    exchange.ask(dict.fromkeys([ClientId(1), ClientId(3)], REQUEST))
+    first = exchange.next(until_s=math.inf)
+    assert first is not None
+    assert (first.client_id, first.elapsed_s) == (3, 2.0)
+    exchange.ask(dict.fromkeys([ClientId(2), ClientId(3)], REQUEST))
+    arrivals = list(iter(partial(exchange.next, until_s=math.inf), None))
+    assert [(a.client_id, a.elapsed_s) for a in arrivals] == [(1, 3.0), (2, 3.0), (3, 4.0)]
+    assert memory.clock.now_s() == 4.0
+    assert memory.states == {1: b"x", 2: b"x", 3: b"xx"}
+
+
+def test_a_client_that_has_not_answered_is_not_asked_again() -> None:
+    """Nor is anyone else in that call; control: once its answer was returned, it is."""
+    memory = channel()
+    exchange = memory.open(deadline_s=math.inf)
+    exchange.ask({ClientId(2): REQUEST, ClientId(4): REQUEST})
+    both = dict.fromkeys([ClientId(1), ClientId(2)], REQUEST)
+    with pytest.raises(ValueError, match="client 2 is asked again before its answer"):
+        exchange.ask(both)
+    assert exchange.next(until_s=math.inf) is not None
+    assert exchange.next(until_s=math.inf) is None
+    exchange.ask(both)
+    arrivals = iter(partial(exchange.next, until_s=math.inf), None)
+    assert [arrival.client_id for arrival in arrivals] == [2, 1]
+
+
+def test_waiting_for_a_reply_ends_when_it_is_told_to() -> None:
+    """Virtual time passes; what is asked then arrives so much later, or not by the deadline."""
+    memory = channel()
+    exchange = memory.open(deadline_s=4.0)
+    exchange.ask({ClientId(1): REQUEST})
+    assert exchange.next(until_s=2.5) is None
+    assert memory.clock.now_s() == 2.5
+    exchange.ask({ClientId(2): REQUEST, ClientId(3): REQUEST})
+    arrivals = [exchange.next(until_s=3.5), exchange.next(until_s=3.5)]
+    assert [each and (each.client_id, each.elapsed_s) for each in arrivals] == [(1, 3.0), (2, 3.5)]
+    assert exchange.next(until_s=math.inf) is None
+    assert ClientId(3) not in memory.states
+
+
+def test_who_has_not_been_read_when_an_exchange_closes_is_late() -> None:
+    """Its state stays as it was, and it may be asked in another exchange."""
+    memory = channel()
+    exchange = memory.open(deadline_s=math.inf)
+    exchange.ask(dict.fromkeys([ClientId(1), ClientId(2)], REQUEST))
+    assert exchange.next(until_s=math.inf) is not None
+    exchange.close()
+    exchange.close()
+    assert exchange.next(until_s=math.inf) is None
+    with pytest.raises(ValueError, match="closed; open another one"):
+        exchange.ask({ClientId(3): REQUEST})
+    assert memory.states == {ClientId(2): b"x"}
+    again = list(ask_once(memory, {ClientId(1): REQUEST}, deadline_s=10.0))
+    assert [(arrival.client_id, arrival.elapsed_s) for arrival in again] == [(1, 3.0)]
+
+
+def test_time_that_passes_beside_an_exchange_is_not_taken_back() -> None:
+    """Two exchanges on one clock: it never goes backwards."""
+    memory = channel()
+    exchange = memory.open(deadline_s=math.inf)
+    exchange.ask({ClientId(2): REQUEST})
+    memory.clock.sleep(5.0)
+    assert exchange.next(until_s=math.inf) is not None
+    assert memory.clock.now_s() == 5.0
 
 
 def test_everybody_is_available() -> None:

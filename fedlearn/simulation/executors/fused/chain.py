@@ -6,154 +6,69 @@ before, and each parameter belongs to one layer. The model's ``forward`` is trac
 recognised as well as ``nn.Sequential``.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from fedlearn.core.params import Layout, TensorSpec
+from fedlearn.training.keyed_dropout import KeyedDropout, shown
 
 Pair = tuple[int, int]
+Shape = tuple[int, ...]
+
+#: Layers that see an example as an image.
+WINDOWED = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
+#: Layers whose derivative follows from their value.
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid)
+#: Layers that change nothing; dropout where it does not drop.
+_NEUTRAL = (nn.Identity, nn.Dropout, KeyedDropout)
+#: What a chain is made of, by exact type: a subclass may do something else.
+_KNOWN = {nn.Linear, nn.Flatten, *WINDOWED, *ACTIVATIONS, *_NEUTRAL}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearLayer:
-    """``y = x W^T + b``.
-
-    Attributes:
-        weight: Shape [out, in].
-        bias: Shape [out], or ``None``.
-    """
-
-    weight: TensorSpec
-    bias: TensorSpec | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvLayer:
-    """A two-dimensional convolution with zero padding.
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a chain.
 
     Attributes:
-        weight: Shape [out channels, in channels, height, width].
-        bias: Shape [out channels], or ``None``.
-        stride: Down and across, as the next two.
-        padding: Zeros on both sides.
-        dilation: Distance between the taps.
+        module: What it computes; on torch's device "meta", without values.
+        specs: Its own parameters: ``weight`` and ``bias`` where it has them.
+        width: The features that a flattening says it makes, if it does (``x.view(-1, 784)``).
     """
 
-    weight: TensorSpec
-    bias: TensorSpec | None
-    stride: Pair
-    padding: Pair
-    dilation: Pair
+    module: nn.Module
+    specs: Mapping[str, TensorSpec]
+    width: int | None = None
 
+    def shape_after(self, shape: Shape) -> Shape:
+        """Return the shape of one example after this layer.
 
-@dataclass(frozen=True)
-class ReluLayer:
-    """``max(x, 0)``."""
-
-
-@dataclass(frozen=True)
-class LeakyReluLayer:
-    """``x`` where positive, else ``slope * x``.
-
-    Attributes:
-        slope: >= 0.
-    """
-
-    slope: float
-
-
-@dataclass(frozen=True)
-class TanhLayer:
-    """The hyperbolic tangent."""
-
-
-@dataclass(frozen=True)
-class SigmoidLayer:
-    """The logistic function."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaxPoolLayer:
-    """The maximum of each window.
-
-    Attributes:
-        kernel: Height and width of a window.
-        stride: Down and across, as the next two.
-        padding: Minus infinity on both sides.
-        dilation: Distance between the taps.
-        ceil_mode: Whether a window may reach over the edge.
-    """
-
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
-    ceil_mode: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class AvgPoolLayer:
-    """The mean of each window.
-
-    Attributes:
-        kernel: Height and width of a window.
-        stride: Down and across.
-        padding: Zeros on both sides.
-        ceil_mode: Whether a window may reach over the edge.
-        count_include_pad: Whether padding counts in the mean.
-        divisor: Divides the sum instead of the window's size, if given.
-    """
-
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    ceil_mode: bool
-    count_include_pad: bool
-    divisor: int | None
-
-
-@dataclass(frozen=True)
-class FlattenLayer:
-    """Every dimension but the first made one.
-
-    Attributes:
-        width: The features that the model says it has, if it does (``x.view(-1, 784)``).
-    """
-
-    width: int | None
-
-
-Layer = (
-    LinearLayer
-    | ConvLayer
-    | ReluLayer
-    | LeakyReluLayer
-    | TanhLayer
-    | SigmoidLayer
-    | MaxPoolLayer
-    | AvgPoolLayer
-    | FlattenLayer
-)
+        Raises:
+            ValueError: It does not take examples of this ``shape``; or what torch raises.
+        """
+        if isinstance(self.module, nn.Linear) and shape != (self.module.in_features,):
+            raise ValueError(f"it takes ({self.module.in_features},)")
+        if isinstance(self.module, WINDOWED) and len(shape) != 3:  # noqa: PLR2004 - as it says
+            raise ValueError("it takes channels, height and width")
+        after: Shape = tuple(self.module(torch.empty(1, *shape, device="meta")).shape[1:])
+        if self.width is not None and after != (self.width,):
+            raise ValueError(f"it flattens to {self.width} features, they have {after[0]}")
+        return after
 
 
 @dataclass(frozen=True)
 class NotAChain:
-    """The answer for a model that is not a chain.
-
-    Attributes:
-        reason: For the user to read.
-    """
+    """The answer for a model that is not a chain: the reason, for the user to read."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """A model that is a chain of layers.
 
@@ -165,11 +80,8 @@ class Chain:
     layers: tuple[Layer, ...]
     layout: Layout
 
-    def shapes(self, example_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    def shapes(self, example_shape: Shape) -> tuple[Shape, ...]:
         """Return the shape of one example before each layer and after the last.
-
-        Args:
-            example_shape: Of one example, without the batch dimension.
 
         Raises:
             ValueError: A layer does not take what it is given.
@@ -177,10 +89,10 @@ class Chain:
         shapes = [example_shape]
         for index, layer in enumerate(self.layers):
             try:
-                shapes.append(_shape_after(layer, shapes[-1]))
-            except (ValueError, RuntimeError) as error:
+                shapes.append(layer.shape_after(shapes[-1]))
+            except (ValueError, RuntimeError, IndexError) as error:
                 raise ValueError(
-                    f"{type(layer).__name__} at position {index} of the chain does not take "
+                    f"{type(layer.module).__name__} at position {index} of the chain does not take "
                     f"examples of shape {shapes[-1]}: {error}"
                 ) from error
         return tuple(shapes)
@@ -225,7 +137,7 @@ def _require_plain(module: nn.Module, layout: Layout) -> None:
             raise _Refused(f"parameter {name} has a hook, which would not be called")
     for name, part in module.named_modules():
         if _has_hooks(part):
-            raise _Refused(f"{_called(name, part)} has a hook, which would not be called")
+            raise _Refused(f"{shown(name, part)} has a hook, which would not be called")
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -234,19 +146,20 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _require_each_once(layers: Iterable[Layer], layout: Layout) -> None:
-    used = [
-        spec.name
-        for layer in layers
-        if isinstance(layer, LinearLayer | ConvLayer)
-        for spec in (layer.weight, layer.bias)
-        if spec is not None
-    ]
+    used = [spec.name for layer in layers for spec in layer.specs.values()]
     for spec in layout.specs:
         if used.count(spec.name) != 1:
             raise _Refused(
                 f"parameter {spec.name} is used {used.count(spec.name)} times in the forward "
                 "pass, not once"
             )
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the user's modules only."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in _KNOWN or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Reader:
@@ -260,26 +173,13 @@ class _Reader:
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers, without those that change nothing."""
-        if type(self._module) in _READ_MODULE:  # nothing to trace: the model is one layer
+        if type(self._module) in _KNOWN:  # nothing to trace: the model is one layer
             return tuple(self._of_module(self._module, ""))
-        found: list[Layer] = []
-        for node in self._graph().nodes:
-            found.extend(self._of_node(node))
-        return tuple(found)
-
-    def _graph(self) -> fx.Graph:
         try:
-            return fx.Tracer().trace(self._module)
-        except (  # whatever the user's forward may meet in a stand-in for a tensor
-            fx.proxy.TraceError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-            LookupError,
-            AssertionError,
-        ) as error:
+            graph = _Tracer().trace(self._module)
+        except Exception as error:
             raise _Refused(f"its forward pass cannot be traced: {error}") from error
+        return tuple(layer for node in graph.nodes for layer in self._of_node(node))
 
     def _of_node(self, node: fx.Node) -> Iterable[Layer]:
         if node.op == "placeholder":
@@ -334,136 +234,68 @@ class _Reader:
             raise _Refused(f"the operation {node.name} is not one of a plain chain")
         return self._of_module(make(*node.args[1:], **node.kwargs), node.name)
 
-    def _flatten_of_view(self, node: fx.Node) -> FlattenLayer:
+    def _flatten_of_view(self, node: fx.Node) -> Layer:
         """Read ``x.view(x.size(0), -1)``, ``x.view(-1, 784)`` and the like."""
         sizes = node.args[1:]
         if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
             sizes = tuple(sizes[0])
         match sizes:
             case (fx.Node() as first, -1) if first in self._batch_sizes:
-                return FlattenLayer(None)
+                return Layer(nn.Flatten(), {})
             case (fx.Node() as first, int(width)) if first in self._batch_sizes:
-                return FlattenLayer(width)
+                return Layer(nn.Flatten(), {}, width)
             case (-1, int(width)):
-                return FlattenLayer(width)
+                return Layer(nn.Flatten(), {}, width)
             case _:
                 raise _Refused(f"{node.name} does more than to flatten all but the batch")
 
     def _of_module(self, module: nn.Module, name: str) -> Iterable[Layer]:
-        read = _READ_MODULE.get(type(module))
-        if read is None:
-            raise _Refused(f"{_called(name, module)} is not one of a plain chain")
+        is_known = type(module) in _KNOWN
+        objection = _objection(module) if is_known else "is not one of a plain chain"
+        if objection is not None:
+            raise _Refused(f"{shown(name, module)} {objection}")
+        if isinstance(module, _NEUTRAL):
+            return ()
         prefix = f"{name}." if name else ""
-        specs = {
-            own: self._layout.by_name[prefix + own]
-            for own, value in module._parameters.items()  # noqa: SLF001 - own ones, `None` too
-            if value is not None
-        }
-        return read(module, specs, _called(name, module))
+        specs = {own: self._layout.by_name[prefix + own] for own, _ in module.named_parameters()}
+        return (Layer(_without_values(module), specs),)
 
 
-def _called(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return f"layer {name} ({kind})" if name else f"the model ({kind})"
+def _objection(module: nn.Module) -> str | None:
+    """Return what keeps a layer of a known type out of a chain, or ``None``."""
+    match module:
+        case nn.Conv2d(groups=groups) if groups != 1:
+            return f"has {groups} groups, not 1"
+        case nn.Conv2d(padding_mode=mode) if mode != "zeros":
+            return f"pads by {mode}, not by zeros"
+        case nn.Conv2d(padding="same") if any(width % 2 for width in _added_by_same(module)):
+            return "pads one side more than the other"
+        case nn.MaxPool2d(return_indices=True):
+            return "returns indices too"
+        case nn.LeakyReLU(negative_slope=slope) if slope < 0.0:
+            return f"has the negative slope {slope}"
+        case nn.Flatten(start_dim=start, end_dim=end) if (start, end) != (1, -1):
+            return "does more than to flatten all but the batch"
+        case nn.Dropout(p=rate) | KeyedDropout(p=rate) if module.training and rate > 0.0:
+            return (
+                "draws random masks, which a plain chain does not; without it, or at rate 0, the "
+                "rest may be fused"
+            )
+    return None
 
 
-Specs = Mapping[str, TensorSpec]
+def _without_values(module: nn.Module) -> nn.Module:
+    """Return a copy that takes no memory, with a convolution's padding in numbers."""
+    own = copy.deepcopy(module).to("meta", torch.float32)
+    if isinstance(own, nn.Conv2d) and isinstance(own.padding, str):
+        is_same = own.padding == "same"
+        own.padding = tuple(width // 2 if is_same else 0 for width in _added_by_same(own))
+    return own
 
 
-def _pair(value: int | tuple[int, ...]) -> Pair:
-    if isinstance(value, int):
-        return value, value
-    down, across = value
-    return down, across
-
-
-def _read_linear(_module: nn.Linear, specs: Specs, _called: str) -> Iterable[Layer]:
-    return (LinearLayer(weight=specs["weight"], bias=specs.get("bias")),)
-
-
-def _read_conv(module: nn.Conv2d, specs: Specs, called: str) -> Iterable[Layer]:
-    if module.groups != 1:
-        raise _Refused(f"{called} has {module.groups} groups, not 1")
-    if module.padding_mode != "zeros":
-        raise _Refused(f"{called} pads by {module.padding_mode}, not by zeros")
-    kernel, dilation = _pair(module.kernel_size), _pair(module.dilation)
-    padding = module.padding
-    if padding == "valid":
-        padding = (0, 0)
-    elif padding == "same":
-        total = tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
-        if any(width % 2 for width in total):
-            raise _Refused(f"{called} pads one side more than the other")
-        padding = tuple(width // 2 for width in total)
-    assert not isinstance(padding, str)
-    conv = ConvLayer(
-        weight=specs["weight"],
-        bias=specs.get("bias"),
-        stride=_pair(module.stride),
-        padding=_pair(padding),
-        dilation=dilation,
-    )
-    return (conv,)
-
-
-def _read_max_pool(module: nn.MaxPool2d, _specs: Specs, called: str) -> Iterable[Layer]:
-    if module.return_indices:
-        raise _Refused(f"{called} returns indices too")
-    pool = MaxPoolLayer(
-        kernel=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=_pair(module.padding),
-        dilation=_pair(module.dilation),
-        ceil_mode=module.ceil_mode,
-    )
-    return (pool,)
-
-
-def _read_avg_pool(module: nn.AvgPool2d, _specs: Specs, _called: str) -> Iterable[Layer]:
-    pool = AvgPoolLayer(
-        kernel=_pair(module.kernel_size),
-        stride=_pair(module.stride),
-        padding=_pair(module.padding),
-        ceil_mode=module.ceil_mode,
-        count_include_pad=module.count_include_pad,
-        divisor=module.divisor_override,
-    )
-    return (pool,)
-
-
-def _read_leaky(module: nn.LeakyReLU, _specs: Specs, called: str) -> Iterable[Layer]:
-    if module.negative_slope < 0.0:
-        raise _Refused(f"{called} has the negative slope {module.negative_slope}")
-    return (LeakyReluLayer(module.negative_slope),)
-
-
-def _read_flatten(module: nn.Flatten, _specs: Specs, called: str) -> Iterable[Layer]:
-    if (module.start_dim, module.end_dim) != (1, -1):
-        raise _Refused(f"{called} does more than to flatten all but the batch")
-    return (FlattenLayer(None),)
-
-
-def _read_dropout(module: nn.Dropout, _specs: Specs, called: str) -> Iterable[Layer]:
-    if module.training and module.p > 0.0:
-        raise _Refused(f"{called} draws random masks, which a plain chain does not")
-    return ()
-
-
-# What a layer becomes, by its exact type: a subclass may do something else. The types of the
-# arguments differ by key, which a mapping's type cannot say.
-_READ_MODULE: Mapping[type[nn.Module], Callable[[Any, Specs, str], Iterable[Layer]]] = {
-    nn.Linear: _read_linear,
-    nn.Conv2d: _read_conv,
-    nn.MaxPool2d: _read_max_pool,
-    nn.AvgPool2d: _read_avg_pool,
-    nn.LeakyReLU: _read_leaky,
-    nn.Flatten: _read_flatten,
-    nn.Dropout: _read_dropout,
-    nn.ReLU: lambda *_: (ReluLayer(),),
-    nn.Tanh: lambda *_: (TanhLayer(),),
-    nn.Sigmoid: lambda *_: (SigmoidLayer(),),
-    nn.Identity: lambda *_: (),
-}
+def _added_by_same(conv: nn.Conv2d) -> list[int]:
+    """Return how many zeros the padding "same" adds, on both sides together."""
+    return [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
 
 
 def _max_pool(  # noqa: PLR0917 - the signature of F.max_pool2d
@@ -491,44 +323,3 @@ _FUNCTIONS: Mapping[object, Callable[..., nn.Module]] = {
     F.avg_pool2d: nn.AvgPool2d,
     F.leaky_relu: nn.LeakyReLU,
 }
-
-
-def _shape_after(layer: Layer, shape: tuple[int, ...]) -> tuple[int, ...]:
-    match layer:
-        case LinearLayer():
-            return _shape_after_linear(layer, shape)
-        case ConvLayer() | MaxPoolLayer() | AvgPoolLayer():
-            return _shape_after_window(layer, shape)
-        case FlattenLayer(width):
-            size = torch.Size(shape).numel()
-            if width not in (None, size):
-                raise ValueError(f"it flattens to {width} features, they have {size}")
-            return (size,)
-        case _:
-            return shape
-
-
-def _shape_after_linear(layer: LinearLayer, shape: tuple[int, ...]) -> tuple[int, ...]:
-    width_out, width_in = layer.weight.shape
-    if shape != (width_in,):
-        raise ValueError(f"it takes ({width_in},)")
-    return (width_out,)
-
-
-def _shape_after_window(
-    layer: ConvLayer | MaxPoolLayer | AvgPoolLayer, shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    if len(shape) != 3:  # noqa: PLR2004 - channels, height, width
-        raise ValueError("it takes channels, height and width")
-    image = torch.empty(1, *shape, device="meta")
-    match layer:
-        case ConvLayer():
-            weight = torch.empty(layer.weight.shape, device="meta")
-            after = torch.conv2d(image, weight, None, layer.stride, layer.padding, layer.dilation)
-        case MaxPoolLayer():
-            after = torch.max_pool2d(
-                image, layer.kernel, layer.stride, layer.padding, layer.dilation, layer.ceil_mode
-            )
-        case AvgPoolLayer():
-            after = F.avg_pool2d(image, layer.kernel, layer.stride, layer.padding, layer.ceil_mode)
-    return tuple(after.shape[1:])

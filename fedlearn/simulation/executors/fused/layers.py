@@ -6,53 +6,22 @@ channels last in memory. An operator may overwrite the activation and the gradie
 given where the layers around it do not need them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedlearn.algorithms.local import Affine
 from fedlearn.core.params import TensorSpec
-from fedlearn.simulation.executors.fused.chain import (
-    AvgPoolLayer,
-    Chain,
-    ConvLayer,
-    LeakyReluLayer,
-    LinearLayer,
-    MaxPoolLayer,
-    ReluLayer,
-    SigmoidLayer,
-    TanhLayer,
-)
+from fedlearn.simulation.executors.fused.chain import Chain, Layer, Shape
 
-Shape = tuple[int, ...]
-ActivationLayer = ReluLayer | LeakyReluLayer | TanhLayer | SigmoidLayer
 aten = torch.ops.aten
 
 #: Elements of a tensor, up to which a copy costs less than it saves per product.
 _LARGEST_COPY = 1 << 16
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``target <- keep * target + scale * gradient``: a step on weights, or the gradient itself."""
-
-    keep: float
-    scale: float
-
-    def add_product(self, target: Tensor, left: Tensor, right: Tensor) -> None:
-        """Apply the gradient ``left @ right``, without writing it down."""
-        target.baddbmm_(left, right, beta=self.keep, alpha=self.scale)
-
-    def add(self, target: Tensor, gradient: Tensor) -> None:
-        """Apply ``gradient``; where nothing is kept, not even a NaN is."""
-        if self.keep == 0.0:
-            torch.mul(gradient, self.scale, out=target)
-        elif self.keep == 1.0:
-            target.add_(gradient, alpha=self.scale)
-        else:
-            target.mul_(self.keep).add_(gradient, alpha=self.scale)
 
 
 class Stack:
@@ -103,13 +72,10 @@ class Stack:
             torch.sub(self._values[name][:num_clients], value, out=rows)
         return self.params_KP[:num_clients]
 
-    def values(self, spec: TensorSpec) -> Tensor:
-        """Return what the forward pass reads: shape [K, *spec.shape]."""
-        return self._values[spec.name]
-
-    def target(self, spec: TensorSpec, *, in_place: bool) -> Tensor:
-        """Return what the backward pass writes: the same, or the gradient."""
-        return self._values[spec.name] if in_place else self._grads[spec.name]
+    def parameter(self, name: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
+        """Return what the forward pass reads, and what the backward pass writes: [K, ...] each."""
+        values = self._values[name]
+        return values, values if in_place else self._grads[name]
 
 
 def _in_one_piece(like: Tensor, num_clients: int, *shape: int) -> Tensor:
@@ -128,22 +94,8 @@ class Scratch:
         self._num_examples, self._like = num_examples, like
         self._flat: dict[str, Tensor] = {}
 
-    def matrices(self, name: str, num_clients: int, batch_size: int, width: int) -> Tensor:
-        """Return the memory called ``name``: [k, b, width]."""
-        return self._part(name, num_clients * batch_size, width, self._like.dtype).view(
-            num_clients, batch_size, width
-        )
-
-    def images(
-        self, name: str, num_clients: int, batch_size: int, shape: Shape, dtype: torch.dtype | None
-    ) -> Tensor:
-        """Return the memory called ``name``: [b, k * channels, height, width], channels last."""
-        channels, height, width = shape
-        part = self._part(name, num_clients * batch_size, channels * height * width, dtype)
-        stored = part.view(batch_size, height, width, num_clients * channels)
-        return stored.permute(0, 3, 1, 2)
-
-    def _part(self, name: str, num_examples: int, width: int, dtype: torch.dtype | None) -> Tensor:
+    def part(self, name: str, num_examples: int, width: int, dtype: torch.dtype | None) -> Tensor:
+        """Return the memory called ``name`` for so many examples, flat."""
         if name not in self._flat:
             self._flat[name] = self._like.new_empty(self._num_examples * width, dtype=dtype)
         return self._flat[name][: num_examples * width]
@@ -158,22 +110,36 @@ class Place:
         num_clients: k.
         batch_size: b.
         scratch: Whose memory it uses.
+        stack: The clients' parameters.
+        in_place: Whether the backward pass writes to them, or the gradient.
     """
 
     name: str
     num_clients: int
     batch_size: int
     scratch: Scratch
+    stack: Stack
+    in_place: bool
 
     def matrices(self, use: str, width: int) -> Tensor:
         """Return memory for a use: [k, b, width]."""
-        return self.scratch.matrices(f"{self.name} {use}", self.num_clients, self.batch_size, width)
+        return self._part(use, width, None).view(self.num_clients, self.batch_size, width)
 
     def images(self, use: str, shape: Shape, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for a use: [b, k * channels, height, width], channels last."""
-        return self.scratch.images(
-            f"{self.name} {use}", self.num_clients, self.batch_size, shape, dtype
-        )
+        channels, height, width = shape
+        part = self._part(use, channels * height * width, dtype)
+        stored = part.view(self.batch_size, height, width, self.num_clients * channels)
+        return stored.permute(0, 3, 1, 2)
+
+    def _part(self, use: str, width: int, dtype: torch.dtype | None) -> Tensor:
+        num_examples = self.num_clients * self.batch_size
+        return self.scratch.part(f"{self.name} {use}", num_examples, width, dtype)
+
+    def parameter(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
+        """Return the first k clients' part of :meth:`Stack.parameter`."""
+        values, target = self.stack.parameter(spec.name, in_place=self.in_place)
+        return values[: self.num_clients], target[: self.num_clients]
 
 
 class Operator(Protocol):
@@ -185,78 +151,103 @@ class Operator(Protocol):
     def input_gradient(self, x: Tensor, y: Tensor, d: Tensor, /) -> Tensor:
         """Return the loss's gradient by ``x``, given ``d``, that by ``y``."""
 
-    def update(self, x: Tensor, d: Tensor, rule: Rule, /) -> None:
-        """Apply the gradient by the layer's own parameters; after :meth:`input_gradient`."""
+    def update(self, x: Tensor, d: Tensor, rule: Affine, /) -> None:
+        """Apply the gradient by the layer's own parameters; after :meth:`input_gradient`.
+
+        The ``rule`` is the step on the parameters, or how the gradient is written down.
+        """
+
+
+def operator_of(
+    layer: Layer, before: Shape, after: Shape, *, place: Place, keeps_input: bool
+) -> Operator:
+    """Return what computes a layer between examples of these two shapes.
+
+    With ``keeps_input`` an activation leaves its input as it is: the layer before needs it.
+    """
+    match layer.module:
+        case nn.Linear():
+            return _Linear(layer.specs, place)
+        case nn.Conv2d() as conv:
+            return _Conv(conv, layer.specs, place)
+        case nn.MaxPool2d() as pool:
+            return _MaxPool(pool, before, after, place)
+        case nn.AvgPool2d() as pool:
+            return _AvgPool(pool, before, after, place)
+        case nn.Flatten():
+            return _Flatten(before, place)
+        case activation:
+            return _Activation(activation, keeps_input=keeps_input)
+
+
+def _add(target: Tensor, gradient: Tensor, rule: Affine) -> None:
+    """Apply ``gradient``; where nothing is kept, not even a NaN is."""
+    if rule.keep == 0.0:
+        torch.mul(gradient, rule.scale, out=target)
+    elif rule.keep == 1.0:
+        target.add_(gradient, alpha=rule.scale)
+    else:
+        target.mul_(rule.keep).add_(gradient, alpha=rule.scale)
 
 
 class _WithoutParameters:
-    def update(self, x: Tensor, d: Tensor, rule: Rule) -> None:
-        """Do nothing."""
+    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
+        pass
 
 
-class LinearOperator:
+class _Linear:
     """``y = x W^T + b``, one batched product each way."""
 
-    def __init__(self, layer: LinearLayer, stack: Stack, *, place: Place, in_place: bool) -> None:
-        k = place.num_clients
-        out_features, in_features = layer.weight.shape
-        self._weight = stack.values(layer.weight)[:k]
+    def __init__(self, specs: Mapping[str, TensorSpec], place: Place) -> None:
+        self._weight, self._weight_target = place.parameter(specs["weight"])
         self._weight_t = self._weight.transpose(1, 2)
-        self._weight_target = stack.target(layer.weight, in_place=in_place)[:k]
         self._bias = self._bias_target = None
-        if layer.bias is not None:
-            self._bias = stack.values(layer.bias)[:k].unsqueeze(1)
-            self._bias_target = stack.target(layer.bias, in_place=in_place)[:k]
-        self._y = place.matrices("y", out_features)
-        self._dx = place.matrices("dx", in_features)
+        if "bias" in specs:
+            bias, self._bias_target = place.parameter(specs["bias"])
+            self._bias = bias.unsqueeze(1)
+        _, out_features, in_features = self._weight.shape
+        self._y, self._dx = place.matrices("y", out_features), place.matrices("dx", in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x W^T + b``."""
         if self._bias is None:
             return torch.bmm(x, self._weight_t, out=self._y)
         return torch.baddbmm(self._bias, x, self._weight_t, out=self._y)
 
     def input_gradient(self, _x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
-        """Return ``d W``."""
         return torch.bmm(d, self._weight, out=self._dx)
 
-    def update(self, x: Tensor, d: Tensor, rule: Rule) -> None:
-        """Apply ``d^T x`` to the weight and the sum of ``d`` to the bias."""
-        rule.add_product(self._weight_target, d.transpose(1, 2), x)
+    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
+        self._weight_target.baddbmm_(d.transpose(1, 2), x, beta=rule.keep, alpha=rule.scale)
         if self._bias_target is not None:
-            rule.add(self._bias_target, d.sum(1))
+            _add(self._bias_target, d.sum(1), rule)
 
 
-class ConvOperator:
+class _Conv:
     """A convolution of each client's channels with its own kernel: one grouped convolution."""
 
-    def __init__(self, layer: ConvLayer, stack: Stack, *, place: Place, in_place: bool) -> None:
-        k = place.num_clients
-        self._groups = k
-        self._weight = stack.values(layer.weight)[:k].flatten(0, 1)
-        self._weight_target = stack.target(layer.weight, in_place=in_place)[:k]
-        self._bias = self._bias_target = None
-        if layer.bias is not None:
-            self._bias = stack.values(layer.bias)[:k].flatten()
-            self._bias_target = stack.target(layer.bias, in_place=in_place)[:k]
-        self._bias_sizes = None if layer.bias is None else [k * layer.weight.shape[0]]
-        self._window = (layer.stride, layer.padding, layer.dilation)
+    def __init__(self, conv: nn.Conv2d, specs: Mapping[str, TensorSpec], place: Place) -> None:
+        kernels, self._weight_target = place.parameter(specs["weight"])
+        self._weight, self._groups = kernels.flatten(0, 1), place.num_clients
+        self._bias = self._bias_sizes = self._bias_target = None
+        if "bias" in specs:
+            bias, self._bias_target = place.parameter(specs["bias"])
+            self._bias = bias.flatten()
+            self._bias_sizes = [len(self._bias)]
+        assert not isinstance(conv.padding, str)  # in a chain it is numbers
+        self._window = (conv.stride, conv.padding, conv.dilation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution."""
         return torch.conv2d(x, self._weight, self._bias, *self._window, self._groups)
 
     def input_gradient(self, x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
-        """Return the transposed convolution of ``d``."""
         gradient: Tensor = self._backward(x, d, (True, False, False))[0]
         return gradient
 
-    def update(self, x: Tensor, d: Tensor, rule: Rule) -> None:
-        """Apply the gradients by kernel and bias."""
+    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
         _, kernel, bias = self._backward(x, d, (False, True, self._bias is not None))
-        rule.add(self._weight_target, kernel.view(self._weight_target.shape))
+        _add(self._weight_target, kernel.view(self._weight_target.shape), rule)
         if self._bias_target is not None:
-            rule.add(self._bias_target, bias.view(self._bias_target.shape))
+            _add(self._bias_target, bias.view(self._bias_target.shape), rule)
 
     def _backward(self, x: Tensor, d: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
         gradients: list[Tensor] = aten.convolution_backward(
@@ -265,113 +256,83 @@ class ConvOperator:
         return gradients
 
 
-class MaxPoolOperator(_WithoutParameters):
-    """The maximum of each window."""
-
-    def __init__(self, layer: MaxPoolLayer, before: Shape, after: Shape, *, place: Place) -> None:
-        self._window = (
-            layer.kernel,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.ceil_mode,
-        )
+class _MaxPool(_WithoutParameters):
+    def __init__(self, pool: nn.MaxPool2d, before: Shape, after: Shape, place: Place) -> None:
+        self._window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
         self._y, self._dx = place.images("y", after), place.images("dx", before)
         self._indices = place.images("indices", after, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the maxima."""
         aten.max_pool2d_with_indices.out(x, *self._window, out=self._y, indices=self._indices)
         return self._y
 
     def input_gradient(self, x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
-        """Return ``d`` at the maxima, 0 elsewhere."""
         aten.max_pool2d_with_indices_backward.grad_input(
             d, x, *self._window, self._indices, grad_input=self._dx
         )
         return self._dx
 
 
-class AvgPoolOperator(_WithoutParameters):
-    """The mean of each window."""
-
-    def __init__(self, layer: AvgPoolLayer, before: Shape, after: Shape, *, place: Place) -> None:
-        self._window = (
-            layer.kernel,
-            layer.stride,
-            layer.padding,
-            layer.ceil_mode,
-            layer.count_include_pad,
-            layer.divisor,
-        )
+class _AvgPool(_WithoutParameters):
+    def __init__(self, pool: nn.AvgPool2d, before: Shape, after: Shape, place: Place) -> None:
+        window = (pool.kernel_size, pool.stride, pool.padding)
+        self._window = (*window, pool.ceil_mode, pool.count_include_pad, pool.divisor_override)
         self._y, self._dx = place.images("y", after), place.images("dx", before)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the means."""
         aten.avg_pool2d.out(x, *self._window, out=self._y)
         return self._y
 
     def input_gradient(self, x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
-        """Return ``d`` spread over the windows."""
         aten.avg_pool2d_backward.grad_input(d, x, *self._window, grad_input=self._dx)
         return self._dx
 
 
-class FlattenOperator(_WithoutParameters):
+class _Flatten(_WithoutParameters):
     """From images to matrices, each example's channels first."""
 
-    def __init__(self, before: Shape, *, place: Place) -> None:
+    def __init__(self, before: Shape, place: Place) -> None:
         k, b = place.num_clients, place.batch_size
-        self._split = (b, k, *before)
-        self._joined = (k, b, *before)
+        self._split, self._joined = (b, k, *before), (k, b, *before)
         self._y = place.matrices("y", torch.Size(before).numel())
         self._dx = place.images("dx", before)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the matrices."""
         self._y.view(self._joined).copy_(x.view(self._split).transpose(0, 1))
         return self._y
 
     def input_gradient(self, _x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
-        """Return ``d`` as images."""
         self._dx.view(self._split).copy_(d.view(self._joined).transpose(0, 1))
         return self._dx
 
 
-class ActivationOperator(_WithoutParameters):
-    """An element-wise function whose derivative follows from its value.
+class _Activation(_WithoutParameters):
+    """An element-wise function whose derivative follows from its value."""
 
-    Args:
-        layer: Which.
-        keeps_input: Whether the layer before needs the input as it is.
-    """
-
-    def __init__(self, layer: ActivationLayer, *, keeps_input: bool) -> None:
-        self._layer, self._keeps_input = layer, keeps_input
+    def __init__(self, module: nn.Module, *, keeps_input: bool) -> None:
+        self._module, self._keeps_input = module, keeps_input
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the function's values."""
         y = x.clone() if self._keeps_input else x
-        match self._layer:
-            case ReluLayer():
+        match self._module:
+            case nn.ReLU():
                 return y.relu_()
-            case LeakyReluLayer(slope):
+            case nn.LeakyReLU(negative_slope=slope):
                 return torch.nn.functional.leaky_relu_(y, slope)
-            case TanhLayer():
+            case nn.Tanh():
                 return y.tanh_()
-            case SigmoidLayer():
+            case _:
                 return y.sigmoid_()
 
     def input_gradient(self, _x: Tensor, y: Tensor, d: Tensor) -> Tensor:
-        """Return ``d`` times the derivative."""
-        match self._layer:
-            case ReluLayer():
+        match self._module:
+            case nn.ReLU():
                 aten.threshold_backward.grad_input(d, y, 0, grad_input=d)
-            case LeakyReluLayer(slope):
+            case nn.LeakyReLU(negative_slope=slope):
                 aten.leaky_relu_backward.grad_input(d, y, slope, True, grad_input=d)
-            case TanhLayer():
+            case nn.Tanh():
                 aten.tanh_backward.grad_input(d, y, grad_input=d)
-            case SigmoidLayer():
+            case _:
                 aten.sigmoid_backward.grad_input(d, y, grad_input=d)
         return d
 

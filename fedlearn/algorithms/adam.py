@@ -1,0 +1,86 @@
+r"""Adam and AdamW as local optimisers; clients start afresh each round or keep their moments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fedlearn.algorithms.lanes import Over
+from fedlearn.algorithms.local import (
+    LocalWork,
+    Memory,
+    MemorySpec,
+    Moment,
+    Tensors,
+    sums,
+)
+from fedlearn.core.ranges import BelowOne, NotNegative, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAdam(LocalWork):
+    r"""Minibatch Adam for E epochs; with decoupled decay, AdamW.
+
+    Per step t, from 1: :math:`m \leftarrow \beta_1 m + (1-\beta_1) g`,
+    :math:`v \leftarrow \beta_2 v + (1-\beta_2) g^2`,
+    :math:`x \leftarrow x - \eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with
+    :math:`\hat m = m / (1 - \beta_1^t)` and :math:`\hat v = v / (1 - \beta_2^t)`. As in torch,
+    the t of a tensor counts the steps in which it had a gradient.
+
+    Attributes:
+        learning_rate: Local step size :math:`\eta`, > 0.
+        beta_1: Decay of the mean gradient, [0, 1).
+        beta_2: Decay of the squared gradient, [0, 1).
+        epsilon: Added to the root of the latter, > 0.
+        weight_decay: Weight decay :math:`\lambda`, >= 0.
+        decoupled: :math:`x \leftarrow (1 - \eta\lambda) x` before the step (AdamW); otherwise
+            :math:`\lambda x` is part of the gradient.
+        keep_moments: Keep a client's m, v and t from one of its rounds to its next, where others
+            start from zero.
+
+    References:
+        Kingma and Ba, 2015, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, algorithm 1; Loshchilov and Hutter, 2019, `Decoupled
+        Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, algorithm 2.
+    """
+
+    learning_rate: Positive
+    beta_1: BelowOne
+    beta_2: BelowOne
+    epsilon: Positive
+    weight_decay: NotNegative = 0.0  # the neutral element
+    decoupled: bool
+    keep_moments: bool
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """Both moments, and how many steps those of each tensor have seen."""
+        moments = MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_moments)
+        steps = MemorySpec(over=Over.TENSORS, is_kept=self.keep_moments)
+        return {"first_moment": moments, "second_moment": moments, "num_steps": steps}
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take one step, in place on ``x`` and the moments."""
+        rate, directions = self.learning_rate * moment.rate, list(grads)
+        if self.weight_decay and self.decoupled:
+            torch._foreach_mul_(list(x), 1.0 - rate * self.weight_decay)
+        elif self.weight_decay:
+            directions = sums(directions, x, factor=self.weight_decay)
+        num_steps = list(memory["num_steps"])
+        torch._foreach_add_(num_steps, 1.0)
+        steps_KT = torch.cat(num_steps, dim=1).double()  # T tensors
+        # Small differences of numbers near 1, so not in the precision of the model.
+        unbias_1, unbias_2 = 1.0 - self.beta_1**steps_KT, 1.0 - self.beta_2**steps_KT
+        for place, (value, g, m, v) in enumerate(
+            zip(x, directions, memory["first_moment"], memory["second_moment"], strict=True)
+        ):
+            m.lerp_(g, 1.0 - self.beta_1)
+            v.mul_(self.beta_2).addcmul_(g, g, value=1.0 - self.beta_2)
+            first, second = (
+                each[:, place].to(value).view(-1, *[1] * (value.dim() - 1))
+                for each in (unbias_1, unbias_2)
+            )
+            root = (v / second).sqrt_().add_(self.epsilon)
+            value.addcdiv_(m / first, root, value=-rate)

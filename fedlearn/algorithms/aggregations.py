@@ -1,0 +1,225 @@
+"""From many contributions to one: rules for which a sum is enough, and rules that need all.
+
+A rule that sums is a monoid, ``init / accumulate / merged / finalize``: memory is constant, and
+blocks, worker processes and secure aggregation can sum for it. A rule that needs every update at
+once is one function; its memory grows with the cohort, and secure aggregation refuses it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Rows, Updates
+from fedlearn.core.cores import on_all_cores
+from fedlearn.core.params import Layout
+
+#: Parameters aggregated at a time: the product of so many stays in the cache.
+_COLUMNS = 1 << 16
+
+
+class Summable(Protocol):
+    """A state of sums, so that :func:`merged` and an all-reduce over processes merge it."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that are added up, in place."""
+
+
+StateT = TypeVar("StateT", bound=Summable)
+
+
+class SumAggregation(Protocol[StateT]):
+    """Folds blocks of updates into a sum."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the aggregation weights of clients with these example counts."""
+
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> StateT:
+        """Return the empty state, the identity of :func:`merged`."""
+
+    def accumulate(self, state: StateT, updates: Updates) -> StateT:
+        """Return ``state`` with ``updates`` folded in. Consumes ``state``: use the result."""
+
+    def finalize(self, state: StateT) -> Aggregate:
+        """Return the aggregate; the state may be used up by this.
+
+        Raises:
+            ValueError: Nothing was folded in.
+        """
+
+
+@runtime_checkable
+class FullAggregation(Protocol):
+    """Combines all updates of a round at once."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the aggregation weights of clients with these example counts."""
+
+    def combine(self, updates: Updates) -> Lanes:
+        """Return the aggregate of every lane.
+
+        Args:
+            updates: Of all clients that count, in the order in which they arrived, >= 1. The rows
+                are only to be read; :func:`spans` walks through them with bounded memory.
+        """
+
+
+Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
+
+
+def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
+    """Return these clients' weights, of the same dtype; raise ValueError unless they are > 0."""
+    weights_B = aggregation.weigh(num_examples_B).to(num_examples_B)
+    if weights_B.shape != num_examples_B.shape or not bool((weights_B > 0.0).all()):
+        raise ValueError(
+            f"{type(aggregation).__name__}.weigh returned {weights_B.tolist()} for clients of "
+            f"{num_examples_B.tolist()} examples; it returns one number above 0 for each"
+        )
+    return weights_B
+
+
+def merged(left: StateT, right: StateT) -> StateT:
+    """Return the state of both sets of clients, in the memory of the left one."""
+    for mine, theirs in zip(left.tensors(), right.tensors(), strict=True):
+        mine.add_(theirs)
+    return left
+
+
+@dataclass(frozen=True, eq=False)
+class LaneSums:
+    """The state of a weighted mean: sums over clients and what to divide them by.
+
+    Attributes:
+        sums: By lane the sum of (weight x) values: shape [n] each.
+        weighted: The lanes that are multiplied by a client's weight.
+        weight: Sum of weights: shape [], float64.
+        num_clients: Shape [], float64.
+    """
+
+    sums: Mapping[str, Tensor]
+    weighted: frozenset[str]
+    weight: Tensor
+    num_clients: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        lanes: Sequence[LaneSpec],
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "LaneSums":
+        """Return the sum of nobody."""
+        return cls(
+            sums={
+                lane.name: torch.zeros(lane.size(layout), dtype=dtype, device=device)
+                for lane in lanes
+            },
+            weighted=frozenset(lane.name for lane in lanes if lane.weighted),
+            weight=torch.zeros((), dtype=torch.float64, device=device),
+            num_clients=torch.zeros((), dtype=torch.float64, device=device),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that an all-reduce adds up."""
+        return (*self.sums.values(), self.weight, self.num_clients)
+
+    def counted(self, weights_B: Tensor) -> "LaneSums":
+        """Count clients whose values were added."""
+        self.weight.add_(weights_B.sum())
+        self.num_clients.add_(len(weights_B))
+        return self
+
+    def means(self) -> Aggregate:
+        """Return the means, in the sums' place; raises ValueError if nobody was counted."""
+        weight, num_clients = float(self.weight), round(float(self.num_clients))
+        if weight <= 0.0:
+            raise ValueError("no client was folded in, so there is no mean")
+        for name, total in self.sums.items():
+            total.div_(weight if name in self.weighted else num_clients)
+        return Aggregate(lanes=self.sums, num_clients=num_clients)
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """Mean of each lane, weighted by the number of examples or not. Memory: one contribution.
+
+    Attributes:
+        by_examples: Weight a client by its number of examples; otherwise all count the same.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlearn.algorithms.lanes import DELTA
+        >>> mean, layout = WeightedMean(by_examples=True), Layout.of(nn.Linear(1, 1))
+        >>> rows = {"delta": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}
+        >>> state = mean.init([DELTA], layout, device=torch.device("cpu"))
+        >>> state = mean.accumulate(state, Updates([0, 1], torch.tensor([2.0, 1.0]), rows))
+        >>> mean.finalize(state).lanes["delta"]
+        tensor([2., 2.])
+
+    References:
+        McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
+        Decentralized Data <https://arxiv.org/abs/1602.05629>`_, algorithm 1.
+    """
+
+    by_examples: bool
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return the example counts, or ones."""
+        return num_examples_B if self.by_examples else torch.ones_like(num_examples_B)
+
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        """Return an empty sum."""
+        return LaneSums.empty(lanes, layout, dtype=layout.dtype, device=device)
+
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+        """Add the weighted rows of ``updates``.
+
+        Their sum is rounded before it is added, so that folding a block in and merging its own
+        sum are the same to the last bit.
+        """
+        weights_B = updates.weights_B
+        for name, total in state.sums.items():
+            is_weighted = name in state.weighted
+            factors_B = weights_B if is_weighted else torch.ones_like(weights_B)
+            _add(total, updates.lanes[name], factors_B)
+        return state.counted(weights_B)
+
+    def finalize(self, state: LaneSums) -> Aggregate:
+        """Return each sum divided by the sum of weights, or by the number of clients."""
+        return state.means()
+
+
+def spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
+    """Yield which columns and their values, [B, span], of B rows of n numbers: in bounded memory.
+
+    Example:
+        >>> [(part.start, values.tolist()) for part, values in spans([torch.ones(2)])]
+        [(0, [[1.0, 1.0]])]
+    """
+    size = rows[0].numel()
+    for begin in range(0, size, _COLUMNS):
+        part = slice(begin, min(begin + _COLUMNS, size))
+        yield part, torch.stack([row[part] for row in rows])
+
+
+def _add(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
+    """Add weighted rows; each element is summed in the same order on any number of cores."""
+    if isinstance(rows_BP, Tensor):
+        total_P.add_(torch.mv(rows_BP.t(), weights_B))
+        return
+    first, *others = weights_B.tolist()
+
+    def add(part: slice) -> None:  # the total is read and written once for all rows
+        memory = total_P.new_empty(min(_COLUMNS, part.stop - part.start))
+        split = [row_P[part].split(_COLUMNS) for row_P in rows_BP]
+        for total, *deltas in zip(total_P[part].split(_COLUMNS), *split, strict=True):
+            product = torch.mul(deltas[0], first, out=memory[: total.numel()])
+            for delta, weight in zip(deltas[1:], others, strict=True):
+                product.add_(delta, alpha=weight)
+            total.add_(product)
+
+    on_all_cores(total_P.numel(), add)

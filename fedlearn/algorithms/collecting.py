@@ -1,0 +1,116 @@
+"""The seam of a round: from a cohort and a request to an aggregate.
+
+A :class:`Collector` over a channel talks to client sessions, the simulation engine trains blocks
+of clients; the round does not know which one it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from fedlearn.algorithms.kept import Kept
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.collecting import Participations, Status
+from fedlearn.core.messages import ClientId, TrainRequest
+from fedlearn.core.params import Layout, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRequest:
+    """What a round asks of its cohort.
+
+    Attributes:
+        round_num: Round index, from 0.
+        attempt: 0, or how often the round was retried.
+        params: The global model.
+        strategy: What clients do and contribute, and how that is combined.
+        told: What the strategy tells clients beside the model, one vector each.
+        seed: Public seed of client-side randomness.
+        kept: What clients kept, for a collector that plays them.
+    """
+
+    round_num: int
+    attempt: int
+    params: Params
+    strategy: Strategy
+    told: Lanes
+    seed: int
+    kept: Kept = field(default_factory=dict)
+
+    def message(self) -> TrainRequest:
+        """Return the request as clients are sent it that do not differ."""
+        return TrainRequest(
+            round_num=self.round_num,
+            attempt=self.attempt,
+            tensors=self.params.named(),
+            order=tuple(spec.name for spec in self.params.layout.specs),
+            settings=settings_of(self.strategy.local, self.strategy.transforms),
+            seed=self.seed,
+            told=self.told,
+        )
+
+    def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
+        """Return the request to each client; those that do the same are sent the same object."""
+        usual, transforms = self.message(), self.strategy.transforms
+        known = [(self.strategy.local, usual)]
+        found = dict[ClientId, TrainRequest]()
+        for client_id, local in zip(cohort, self.strategy.locals_for(cohort), strict=True):
+            same = next((message for each, message in known if each == local), None)
+            if same is None:
+                same = replace(usual, settings=settings_of(local, transforms))
+                known.append((local, same))
+            found[client_id] = same
+        return found
+
+    @property
+    def download_bytes(self) -> int:
+        """Size of what a client is sent: the model, and what it is told."""
+        return self.params.num_bytes + sum(vector.nbytes for vector in self.told.values())
+
+    @property
+    def upload_bytes(self) -> int:
+        """Size of what it contributes: the model's delta, and the other lanes."""
+        return self.params.num_bytes + further_bytes(self.strategy, self.params.layout)
+
+
+def further_bytes(strategy: Strategy, layout: Layout) -> int:
+    """Return the size of what a client contributes beside the model's delta."""
+    further = [lane.size(layout) for lane in strategy.lanes if lane is not DELTA]
+    return sum(further) * layout.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The outcome of one collection.
+
+    Attributes:
+        aggregate: What the reports come to; ``None``: there were fewer than the policy's minimum,
+            so nothing is released.
+        participations: One a client asked, in order of arrival.
+        duration_s: Seconds from the broadcast to the close of the round.
+        train_metrics: What the clients measured in training beyond the loss, by names of their
+            own: means over the reports, weighted by examples. A secure sum has no lane for them.
+        kept: What clients keep after the round; nothing over a channel: they do so themselves.
+    """
+
+    aggregate: Aggregate | None
+    participations: Participations
+    duration_s: float
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
+    kept: Kept = field(default_factory=dict)
+
+    def count(self, status: Status) -> int:
+        """Return how many clients ended with ``status``."""
+        return self.participations.num(status)
+
+
+class Collector(Protocol):
+    """Turns a request to a cohort into one aggregate; it has no state of its own."""
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients that can be asked now."""
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+        """Return what was aggregated, who took part, and who failed and why."""

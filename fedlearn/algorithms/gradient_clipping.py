@@ -1,0 +1,38 @@
+"""Gradient clipping in local training."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fedlearn.algorithms.local import Around, Memory, Moment, Tensors
+from fedlearn.core.ranges import Positive, Ranged
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedGradients(Ranged, Around):
+    r"""Scales each step's gradient :math:`g` by :math:`\min(1, C / \|g\|_2)`.
+
+    The norm is that of all trainable parameters together, as of ``torch.nn.utils.clip_grad_norm_``.
+
+    Attributes:
+        max_gradient_norm: Gradients are clipped to this norm :math:`C`, > 0.
+
+    References:
+        Pascanu, Mikolov and Bengio, 2013, `On the Difficulty of Training Recurrent Neural
+        Networks <https://arxiv.org/abs/1211.5063>`_, algorithm 1.
+    """
+
+    max_gradient_norm: Positive
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner step by clipped gradients."""
+        norms_GK = torch.stack(
+            [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads]
+        )
+        norm_K = torch.linalg.vector_norm(norms_GK, dim=0)
+        # A norm of zero divides to infinity, and is not scaled; one that is not finite stays so.
+        scale_K = (self.max_gradient_norm / norm_K).clamp(max=1.0)
+        clipped = [g * scale_K.view(-1, *[1] * (g.dim() - 1)) for g in grads]
+        self.inner.step(x, clipped, memory, told=told, moment=moment)

@@ -1,0 +1,97 @@
+"""What clients keep from one of their rounds to the next, as a part of the run's state.
+
+A deployed client keeps it on its own disk; a simulation, for all that have ever trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import size_of
+from fedlearn.algorithms.local import MemorySpec
+from fedlearn.core.params import Params
+
+#: By client, then by name: one vector each.
+Kept: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+
+_IDS = ".ids"
+#: Between a name and a number: what trainers of the user's own keep may differ in shape.
+_OTHER_SHAPE = "~"
+
+
+def stacked(kept: Kept, client_ids: Sequence[int]) -> dict[str, Tensor]:
+    """Return by name what some clients keep as rows [K, n], zero where one keeps none of it."""
+    found, each_keeps = dict[str, Tensor](), [kept.get(each, {}) for each in client_ids]
+    for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
+        zero = torch.zeros_like(like)
+        found[name] = torch.stack([own.get(name, zero) for own in each_keeps])
+    return found
+
+
+def unstacked(
+    client_ids: Sequence[int], rows: Mapping[str, Tensor], *, mine: NDArray[np.bool_]
+) -> dict[int, dict[str, Tensor]]:
+    """Return a copy of what clients keep who were trained in a block.
+
+    Args:
+        client_ids: Some of its clients, in its order.
+        rows: By name what all of its clients keep: shape [K, n].
+        mine: Which rows are theirs: shape [K].
+    """
+    parts = {name: values[torch.from_numpy(mine)].unbind(0) for name, values in rows.items()}
+    return {
+        client_id: {name: values[place] for name, values in parts.items()}
+        for place, client_id in enumerate(client_ids)
+    }
+
+
+def updated(kept: Kept, changes: Kept) -> Kept:
+    """Return what is kept after some clients keep other things than before, or nothing more."""
+    if not changes:
+        return kept
+    together = {**kept, **changes}
+    for client_id in [each for each, own in changes.items() if not own]:
+        del together[client_id]
+    return together
+
+
+def unused(spec: MemorySpec, params: Params) -> Tensor:
+    """Return the row of a client that keeps none of it yet."""
+    return params.vector.new_zeros(size_of(spec.over, params.layout))
+
+
+def to_tensors(kept: Kept) -> dict[str, Tensor]:
+    """Return everything for a checkpoint: by name a tensor for each shape, and whose rows it has.
+
+    Example:
+        >>> found = to_tensors({7: {"velocity": torch.zeros(3)}, 2: {"velocity": torch.ones(3)}})
+        >>> {name: value.tolist() for name, value in found.items()}
+        {'velocity.ids': [2, 7], 'velocity': [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]}
+    """
+    by_name = dict[str, dict[tuple[torch.Size, torch.dtype], dict[int, Tensor]]]()
+    for client_id in sorted(kept):
+        for name, value in kept[client_id].items():
+            shapes = by_name.setdefault(name, {})
+            shapes.setdefault((value.shape, value.dtype), {})[client_id] = value
+    found = {}
+    for name, shapes in by_name.items():
+        for number, alike in enumerate(shapes.values()):
+            key = f"{name}{_OTHER_SHAPE}{number}" if number else name
+            found[key + _IDS] = torch.tensor(list(alike))
+            found[key] = torch.stack(list(alike.values()))
+    return found
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> Kept:
+    """Return what :func:`to_tensors` was given."""
+    kept = dict[int, dict[str, Tensor]]()
+    for key in [each for each in tensors if not each.endswith(_IDS)]:
+        name = key.partition(_OTHER_SHAPE)[0]
+        rows = zip(tensors[key + _IDS].tolist(), tensors[key].unbind(0), strict=True)
+        for client_id, value in rows:
+            kept.setdefault(client_id, {})[name] = value
+    return kept

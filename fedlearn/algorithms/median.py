@@ -1,0 +1,44 @@
+"""The coordinate-wise median: a minority of clients cannot move it far."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import spans
+from fedlearn.algorithms.lanes import Lanes, Rows, Updates
+
+
+@dataclass(frozen=True)
+class CoordinateMedian:
+    """The median of each number over the clients, each of which counts the same.
+
+    With an even number of clients it is the mean of the two in the middle. It needs every update:
+    memory grows with the cohort.
+
+    Example:
+        >>> rows = {"delta": torch.tensor([[1.0], [2.0], [90.0]])}
+        >>> CoordinateMedian().combine(Updates([0, 1, 2], torch.ones(3), rows))["delta"]
+        tensor([2.])
+
+    References:
+        Yin et al., 2018, `Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+        Rates <https://arxiv.org/abs/1803.01498>`_, algorithm 1, option I.
+    """
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return ones."""
+        return torch.ones_like(num_examples_B)
+
+    def combine(self, updates: Updates) -> Lanes:
+        """Return the median of every lane."""
+        return {name: _median(rows) for name, rows in updates.lanes.items()}
+
+
+def _median(rows: Rows) -> Tensor:
+    median, half = torch.empty_like(rows[0]), len(rows) // 2
+    for part, values in spans(rows):
+        ordered = values.sort(dim=0).values
+        upper = ordered[half]
+        median[part] = upper if len(rows) % 2 else (ordered[half - 1] + upper) / 2
+    return median

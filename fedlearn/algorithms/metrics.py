@@ -1,0 +1,253 @@
+"""Metrics over a whole set, and all that a model is measured by.
+
+R², AUC or a concordance index are of a set as a whole: neither the mean of batches nor that of
+clients is the value of all together. So outputs are gathered, and the metric is taken once: over
+the central test set, and over the examples of each client.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.objectives import Objective, positive, require_one_each
+from fedlearn.core.distribution import Direction
+from fedlearn.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+@runtime_checkable
+class Accumulating(Protocol):
+    """A metric that takes outputs bit by bit, as those of ``torchmetrics`` do."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def update(self, outputs: Tensor, labels: Tensor, /) -> None:
+        """Take further examples."""
+
+    def compute(self) -> Tensor | float:
+        """Return the value over all that was taken."""
+
+
+Measure: TypeAlias = Callable[[Tensor, Tensor], Tensor | float] | Accumulating
+"""From the outputs and labels of a whole set to one number."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure of a whole set, and which way is better.
+
+    Attributes:
+        measure: A function from outputs [n, ...] and labels [n, ...], on the CPU, to one number,
+            or an object with ``reset``, ``update`` and ``compute``. NaN where it is undefined:
+            such a client is left out of the spread over clients.
+        direction: "max" where more is better, "min" where less is.
+
+    Raises:
+        ConfigError: The measure is neither, or the direction is another word.
+
+    Example:
+        >>> def bias(outputs, labels):
+        ...     return (outputs.flatten() - labels).mean().abs()
+        >>> Metric(bias, direction="min").of(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        1.0
+    """
+
+    measure: Measure
+    direction: Direction
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.measure, Accumulating) and not callable(self.measure):
+            raise ConfigError(
+                f"a metric's measure is {type(self.measure).__name__}; give a function from "
+                "outputs and labels to a number, or an object with reset, update and compute"
+            )
+        if self.direction not in ("max", "min"):
+            raise ConfigError(
+                f'a metric\'s direction is {self.direction!r}; give "max" where more is better, '
+                '"min" where less is'
+            )
+
+    def of(self, outputs: Tensor, labels: Tensor) -> float:
+        """Return the measure over all these examples; raises ValueError if it is not one number."""
+        # Copies: what one metric writes to, another would see, and the data would keep.
+        value = self._value(outputs.to("cpu", copy=True), labels.to("cpu", copy=True))
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            name = getattr(self.measure, "__name__", type(self.measure).__name__)
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"the metric {name} returned {type(value).__name__}{shape}; it must return one "
+                "number"
+            ) from error
+
+    def _value(self, outputs: Tensor, labels: Tensor) -> Tensor | float:
+        if not isinstance(self.measure, Accumulating):
+            return self.measure(outputs, labels)
+        fresh = copy.deepcopy(self.measure)  # the piece stays as it was given, whoever shares it
+        fresh.reset()
+        fresh.update(outputs, labels)
+        return fresh.compute()
+
+
+@dataclass(frozen=True)
+class Measures:
+    """All that a model is measured by: the objective's loss and metrics, and metrics of whole sets.
+
+    Attributes:
+        objective: What is minimised.
+        metrics: Of whole sets, by name.
+
+    Raises:
+        ConfigError: The objective does not declare its measures, or a name is taken or malformed.
+    """
+
+    objective: Objective
+    metrics: Mapping[str, Metric]
+
+    def __post_init__(self) -> None:
+        own = ("loss", *_declared(self.objective))
+        for name, metric in self.metrics.items():
+            if not isinstance(metric, Metric):
+                raise ConfigError(
+                    f"metrics: {name} is {type(metric).__name__}; say which way is better: "
+                    'Metric(..., direction="max")'
+                )
+            require_name(name, taken=own)
+
+    @property
+    def directions(self) -> dict[str, Direction]:
+        """All measures by name, the loss first, and which way is better."""
+        metrics = {name: metric.direction for name, metric in self.metrics.items()}
+        return {"loss": "min", **self.objective.directions, **metrics}
+
+    @property
+    def needs_whole_sets(self) -> bool:
+        """Whether some measure is not the mean of per-example values."""
+        return bool(self.metrics) or not self.objective.per_example
+
+    def by_example(self, outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the measures whose mean over examples is their value: shape [batch] each.
+
+        Raises:
+            ValueError: One has another shape, or the objective measures other than it declares.
+        """
+        metrics = self.objective.metrics(outputs, labels)
+        if metrics.keys() != self.objective.directions.keys():
+            raise ValueError(
+                f"{type(self.objective).__name__}.metrics returned {sorted(metrics)}, but "
+                f"`directions` declares {sorted(self.objective.directions)}; make them the same"
+            )
+        is_mean = self.objective.per_example
+        values = {"loss": self.objective.losses(outputs, labels)} if is_mean else {}
+        values |= metrics
+        for name, value in values.items():
+            if value.shape != labels.shape[:1]:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, not one value per example "
+                    f"({tuple(labels.shape[:1])}); a measure of the whole set goes to `metrics`"
+                )
+        return values
+
+    def whole(self, outputs: Tensor, labels: Tensor) -> dict[str, float]:
+        """Return all other measures, over these examples as one set; raises as :class:`Metric`."""
+        values: dict[str, float] = {}
+        if not self.objective.per_example:
+            values["loss"] = float(self.objective.losses(outputs.clone(), labels.clone()))
+        return values | {n: metric.of(outputs, labels) for n, metric in self.metrics.items()}
+
+
+def require_name(name: str, *, taken: tuple[str, ...]) -> None:
+    """Raise ConfigError unless a metric can be recorded under a name that is not ``taken``."""
+    if not _NAME.fullmatch(name) or name == "auto":
+        raise ConfigError(
+            f"metrics: {name!r} is no name; give at most 64 letters, digits and underscores, a "
+            'letter first, and not "auto"'
+        )
+    if name in taken:
+        raise ConfigError(f"metrics: the objective measures {name!r} already; give another name")
+
+
+def _declared(objective: Objective) -> tuple[str, ...]:
+    """Return the names of an objective's metrics; raise ConfigError if they are not declared."""
+    for name in ("per_example", "directions"):
+        if not hasattr(objective, name):
+            raise ConfigError(
+                f"the objective {type(objective).__name__} does not declare `{name}`; set "
+                "`per_example` (is the loss the mean of its examples' losses?) and `directions` "
+                '(of each of its metrics, as {"accuracy": "max"}; {} without any)'
+            )
+    return tuple(objective.directions)
+
+
+@dataclass(frozen=True)
+class R2:
+    """Share of the labels' variance that the outputs explain; NaN where the labels are constant.
+
+    Example:
+        >>> R2()(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 4.0])).item()
+        0.7857142857142857
+    """
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return it, over all outputs; raises ValueError without one label an output."""
+        if outputs.numel() != labels.numel():
+            raise ValueError(
+                f"R2 takes one label an output, not outputs of shape {tuple(outputs.shape)} and "
+                f"labels of shape {tuple(labels.shape)}"
+            )
+        y = labels.flatten().double()
+        residuals = (outputs.flatten().double() - y).square().sum()
+        total = (y - y.mean()).square().sum()
+        return torch.where(total > 0.0, 1.0 - residuals / total, torch.nan)
+
+
+@dataclass(frozen=True)
+class BinaryAuc:
+    """Area under the ROC curve of one score an example; NaN with one class alone or a NaN score.
+
+    It is the share of the pairs (positive, negative) that the scores order rightly; a tie is half.
+
+    Example:
+        >>> BinaryAuc()(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0, 0, 1, 1])).item()
+        0.875
+    """
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return it: the Mann-Whitney U over the number of pairs; raises as :class:`BinaryF1`."""
+        require_one_each(outputs, labels, who="BinaryAuc")
+        scores, is_positive = outputs.flatten(), positive(labels, who="BinaryAuc")
+        _, places, counts = scores.unique(return_inverse=True, return_counts=True)
+        ranks = counts.cumsum(0) - (counts - 1) / 2  # from 1; the mean of its ties
+        num_pos = is_positive.sum().double()
+        u = ranks.double()[places][is_positive].sum() - num_pos * (num_pos + 1) / 2
+        auc: Tensor = u / (num_pos * (len(scores) - num_pos))
+        return auc.where(~scores.isnan().any(), torch.nan)
+
+
+@dataclass(frozen=True)
+class BinaryF1:
+    """Harmonic mean of precision and recall at the logit 0; NaN without a positive or with NaN.
+
+    Example:
+        >>> BinaryF1()(torch.tensor([2.0, 1.0, -1.0, -1.0]), torch.tensor([1, 0, 1, 0])).item()
+        0.5
+    """
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return 2 TP / (2 TP + FP + FN).
+
+        Raises:
+            ValueError: There is not one output an example, or a label is neither 0 nor 1.
+        """
+        require_one_each(outputs, labels, who="BinaryF1")
+        said, true = outputs.flatten() > 0, positive(labels, who="BinaryF1")
+        f1: Tensor = 2.0 * (said & true).sum() / (said.sum() + true.sum())
+        return f1.where(~outputs.isnan().any(), torch.nan)

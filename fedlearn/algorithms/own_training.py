@@ -1,0 +1,36 @@
+"""Local training that only the clients' own trainers know how to do."""
+
+from dataclasses import dataclass
+
+from fedlearn.algorithms.local import LocalWork, Memory, Moment, Tensors
+from fedlearn.core.ranges import Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTraining(LocalWork):
+    """Whatever the clients' trainers do; they are asked for no optimiser, only how much to do.
+
+    For trainers of one's own that take no settings, or only these.
+
+    Attributes:
+        epochs: Passes over the local examples, as far as the trainer has them: simulated devices
+            take so long, and clients' policies bound it; >= 1.
+        batch_size: Examples a step, for trainers that honour it.
+        shuffle: Draw a new order of the examples every epoch, for trainers that honour it.
+    """
+
+    epochs: Count = 1
+    batch_size: Count | None = None
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Refuse: nothing says how.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "OwnTraining says not how to train: give clients a trainer of their own "
+            "(fl.simulate(trainer=...), client.trainer, join --task), or a LocalSgd"
+        )

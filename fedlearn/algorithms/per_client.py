@@ -1,0 +1,101 @@
+"""Another local update for each client: fewer epochs on slow devices, or other rates."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedlearn.algorithms.aggregations import Aggregation
+from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PerClient(Strategy):
+    """A strategy whose clients are told each what to do.
+
+    Attributes:
+        inner: The strategy otherwise.
+        local_of: From a client's id to its local update, a function of that alone; each contributes
+            and remembers what the inner strategy's own one does.
+
+    Raises:
+        TypeError: ``local_of`` cannot be called.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from fedlearn.algorithms.local import LocalSgd
+        >>> from fedlearn.algorithms.recipes import FedAvg
+        >>> local = LocalSgd(epochs=4, batch_size=8, learning_rate=0.1)
+        >>> some_do_less = PerClient(FedAvg(local), lambda client: replace(local, epochs=1))
+        >>> [each.work.epochs for each in some_do_less.locals_for([ClientId(3)])]
+        [1]
+    """
+
+    inner: Strategy
+    local_of: Callable[[ClientId], LocalUpdate]
+
+    def __post_init__(self) -> None:
+        if not callable(self.local_of):
+            raise TypeError(
+                f"local_of is {self.local_of!r}; give a function from a client's id to what it does"
+            )
+
+    @property
+    def local(self) -> LocalUpdate:
+        """The inner strategy's, for which an executor is chosen."""
+        return self.inner.local
+
+    @property
+    def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
+        """The inner strategy's."""
+        return self.inner.aggregation
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """The inner strategy's."""
+        return self.inner.transforms
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """The inner strategy's."""
+        return self.inner.lanes
+
+    def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
+        """Return what each client does.
+
+        Raises:
+            ConfigError: ``local_of`` returned something else, or what contributes or remembers
+                other things than the other clients.
+        """
+        return list(map(self._local_for, client_ids))
+
+    def _local_for(self, client_id: ClientId) -> LocalUpdate:
+        local, usual = self.local_of(client_id), self.inner.local
+        if not isinstance(local, LocalUpdate):
+            raise ConfigError(
+                f"the local update of client {client_id} is {local!r}, which has no step to take; "
+                "give a LocalSgd, or a class of your own that inherits from LocalWork"
+            )
+        if local.memory != usual.memory or tuple(local.lanes) != tuple(usual.lanes):
+            raise ConfigError(
+                f"the local update of client {client_id} contributes or remembers other things "
+                f"than {usual!r}; let those of all clients differ in how they step alone"
+            )
+        return local
+
+    def init(self, params: Params) -> State:
+        """Return the inner strategy's state."""
+        return self.inner.init(params)
+
+    def tell(self, state: State) -> Lanes:
+        """Tell what the inner strategy does."""
+        return self.inner.tell(state)
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Take the inner strategy's step."""
+        return self.inner.step(params, aggregate, state)

@@ -1,0 +1,29 @@
+"""FedProx's proximal term: local models are pulled towards the global one."""
+
+from dataclasses import dataclass
+
+from fedlearn.algorithms.local import Around, Memory, Moment, Tensors, sums
+from fedlearn.core.ranges import NotNegative, Ranged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proximal(Ranged, Around):
+    r"""Adds :math:`\mu (x - x_0)` to each gradient, where :math:`x_0` is the global model.
+
+    Attributes:
+        proximal: Strength :math:`\mu` of the proximal term, >= 0; with 0 it is none.
+
+    References:
+        Li et al., 2020, `Federated Optimization in Heterogeneous Networks
+        <https://arxiv.org/abs/1812.06127>`_ (FedProx).
+    """
+
+    proximal: NotNegative
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner step by the gradients of the loss and the proximal term."""
+        pull = sums(x, told["model"], factor=-1.0)
+        directions = sums(grads, pull, factor=self.proximal)
+        self.inner.step(x, directions, memory, told=told, moment=moment)

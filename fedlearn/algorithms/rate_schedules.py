@@ -1,0 +1,84 @@
+"""Learning rates that change: from round to round, and with a warm-up within a client's round."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt, Le
+
+from fedlearn.algorithms.local import (
+    Affine,
+    Around,
+    Memory,
+    Moment,
+    Tensors,
+    pieces_of,
+    short_cut,
+)
+from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.core.ranges import Count, Ranged, Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRate(Ranged, Around):
+    r"""Multiplies the inner learning rate by a factor of the round and of the local step.
+
+    In round r, from 0, the factor is :math:`\gamma^r`, or with ``cosine_rounds`` R
+    :math:`(1 + \cos(\pi \min(r, R) / R)) / 2`, times :math:`\min(1, (t + 1) / W)` in local step t.
+
+    Attributes:
+        rate_decay: Factor :math:`\gamma` on the learning rate from round to round, (0, 1].
+        cosine_rounds: Rounds :math:`R` in which the learning rate falls to zero along a cosine,
+            >= 1; ``None``: it does not.
+        warmup_steps: Local steps :math:`W` of each round in which the learning rate rises, >= 0.
+
+    Raises:
+        ValueError: A number is out of range, there are two schedules, or the inner update has
+            control variates, which assume a constant rate.
+
+    References:
+        Loshchilov and Hutter, 2017, `SGDR: Stochastic Gradient Descent with Warm Restarts
+        <https://arxiv.org/abs/1608.03983>`_ (cosine). Decay of local rates over rounds: Li et al.,
+        2020, `On the Convergence of FedAvg on Non-IID Data <https://arxiv.org/abs/1907.02189>`_.
+    """
+
+    rate_decay: Annotated[float, Gt(0), Le(1)] = 1.0  # the neutral elements
+    cosine_rounds: Count | None = None
+    warmup_steps: Whole = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cosine_rounds is not None and self.rate_decay != 1.0:
+            raise ValueError(
+                f"rate_decay is {self.rate_decay}, but cosine_rounds is another schedule; give one "
+                "of them"
+            )
+        if any(isinstance(piece, ControlVariates) for piece in pieces_of(self.inner)):
+            raise ValueError(
+                "ScheduledRate is around ControlVariates, whose mean of gradients is that of steps "
+                "at a constant rate; leave the schedule out under SCAFFOLD"
+            )
+
+    def factor(self, moment: Moment) -> float:
+        """Return what the learning rate is multiplied by."""
+        factor = self.rate_decay**moment.round_num
+        if self.cosine_rounds is not None:
+            progress = min(moment.round_num, self.cosine_rounds) / self.cosine_rounds
+            factor = (1.0 + math.cos(math.pi * progress)) / 2.0
+        if moment.step < self.warmup_steps:
+            factor *= (moment.step + 1) / self.warmup_steps
+        return factor
+
+    def affine(self, moment: Moment) -> Affine | None:
+        """Return the inner one's step at the scheduled rate."""
+        inner = short_cut(self.inner)
+        return None if inner is None else inner(self._scheduled(moment))
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner step at the scheduled rate."""
+        self.inner.step(x, grads, memory, told=told, moment=self._scheduled(moment))
+
+    def _scheduled(self, moment: Moment) -> Moment:
+        return moment._replace(rate=moment.rate * self.factor(moment))

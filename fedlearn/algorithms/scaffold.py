@@ -1,0 +1,181 @@
+r"""SCAFFOLD: control variates correct the drift of clients whose data differ.
+
+========================= ===========================================
+symbol                    here
+========================= ===========================================
+:math:`x, y_i`            global parameters, a client's
+:math:`c, c_i`            ``control`` of the server and of a client
+:math:`\eta_l, \eta_g`    ``learning_rate``, ``server_learning_rate``
+:math:`K`                 ``num_steps``
+:math:`N, S`              ``num_clients``, the clients that reported
+========================= ===========================================
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Over
+from fedlearn.algorithms.local import (
+    Around,
+    LocalSgd,
+    LocalUpdate,
+    Memory,
+    MemorySpec,
+    Moment,
+    Tensors,
+    sums,
+)
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.core.params import Params
+from fedlearn.core.ranges import Count, Positive, Ranged
+
+_CONTROL, _COUNTS = "control", "num_gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlVariates(Around):
+    r"""SGD along :math:`g - c_i + c`; afterwards :math:`c_i` becomes the mean of the gradients.
+
+    Option II of the paper: :math:`c_i^+ = c_i - c + (x - y_i) / (K \eta_l)`. A tensor that had no
+    gradient in some of the K steps stayed where it was: those count as gradients of zero.
+
+    Attributes:
+        inner: Plain SGD, without momentum, at a constant rate: its steps must be :math:`\eta_l`
+            times a gradient.
+        control_bound: Largest L2 norm of a change of :math:`c_i`, for secure aggregation;
+            ``None``: there is none.
+
+    Raises:
+        ValueError: The inner update is another one, or the bound is not positive.
+    """
+
+    control_bound: float | None
+
+    def __post_init__(self) -> None:
+        if type(self.inner) is not LocalSgd or self.inner.momentum or self.inner.weight_decay:
+            raise ValueError(
+                f"SCAFFOLD's clients take plain SGD steps at a constant rate, not those of "
+                f"{self.inner!r}; give a LocalSgd without momentum, weight decay and schedule"
+            )
+        _ = self.lanes  # refuse a bound that is none
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """The change of the client's control variate."""
+        bound = self.control_bound
+        return (LaneSpec(name=_CONTROL, over=Over.TRAINABLE, weighted=False, bound=bound),)
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """The client's control variate, and how many gradients each tensor has had."""
+        return {
+            _CONTROL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
+            _COUNTS: MemorySpec(over=Over.TENSORS, is_kept=False),
+        }
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner step along the corrected gradient.
+
+        Raises:
+            ValueError: A wrapper around this one has changed the rate.
+        """
+        if moment.rate != 1.0:
+            raise ValueError(
+                f"a local update around ControlVariates multiplies the learning rate by "
+                f"{moment.rate}, but SCAFFOLD's is constant; leave the rate as it is"
+            )
+        torch._foreach_add_(list(memory[_COUNTS]), 1.0)
+        drift = sums(told[_CONTROL], memory[_CONTROL], factor=-1.0)
+        self.inner.step(x, sums(grads, drift, factor=1.0), memory, told=told, moment=moment)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Return how much the client's control variate changes, and change it."""
+        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        changes, told_here = [], (told["model"], told[_CONTROL])
+        for y, x_0, c, c_i, count_K1 in zip(
+            x, *told_here, memory[_CONTROL], memory[_COUNTS], strict=True
+        ):
+            shape = (-1, *[1] * (y.dim() - 1))
+            missed = (1.0 - count_K1[:, 0] / num_steps).to(y).view(shape)
+            steps = (num_steps * self.inner.learning_rate).view(shape)
+            change = (x_0 - y) / steps - c + missed * (c - c_i)
+            c_i.add_(change)
+            changes.append(change)
+        return {_CONTROL: changes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Ranged, Strategy):
+    r"""SCAFFOLD with option II for the clients' control variates.
+
+    :math:`x \leftarrow x + \eta_g \overline{\Delta y}`,
+    :math:`c \leftarrow c + \frac{|S|}{N} \overline{\Delta c}`.
+
+    Attributes:
+        sgd: What clients do without the correction: plain SGD.
+        num_clients: Clients in the population, :math:`N`, >= 1.
+        server_learning_rate: Server step size :math:`\eta_g`, > 0.
+        control_bound: Largest L2 norm of a change of a client's control variate, > 0, which secure
+            aggregation needs; ``None``: there is none.
+
+    References:
+        Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
+        Learning <https://arxiv.org/abs/1910.06378>`_, algorithm 1. As there, each client counts
+        the same.
+    """
+
+    sgd: LocalUpdate
+    num_clients: Count
+    server_learning_rate: Positive
+    control_bound: Positive | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.local, self._server  # refuse what they refuse
+
+    @property
+    def local(self) -> ControlVariates:
+        """SGD with the correction."""
+        return ControlVariates(inner=self.sgd, control_bound=self.control_bound)
+
+    @property
+    def aggregation(self) -> WeightedMean:
+        """The plain mean."""
+        return WeightedMean(by_examples=False)
+
+    @property
+    def _server(self) -> ServerSgd:
+        return ServerSgd(learning_rate=self.server_learning_rate, momentum=0.0)
+
+    def init(self, params: Params) -> State:
+        """Return a control variate of zero."""
+        return {_CONTROL: params.vector.new_zeros(params.layout.num_trainable)}
+
+    def tell(self, state: State) -> Lanes:
+        """Tell the server's control variate."""
+        return {_CONTROL: state[_CONTROL]}
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Return the next model and control variate.
+
+        Raises:
+            ValueError: More clients contributed than the population has.
+        """
+        moved, _ = self._server.step(params, aggregate.lanes["delta"], {})
+        share = aggregate.num_clients / self.num_clients
+        if share > 1.0:
+            raise ValueError(
+                f"num_clients is {self.num_clients}, but {aggregate.num_clients} clients "
+                "contributed; it is the number of clients in the population"
+            )
+        control: Tensor = state[_CONTROL] + share * aggregate.lanes[_CONTROL]
+        return Stepped(moved, {_CONTROL: control})

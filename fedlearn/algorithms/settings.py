@@ -1,0 +1,243 @@
+"""Local updates as settings: how the coordinator tells clients what to do with their examples.
+
+Settings are flat: the fields of an update, of those it is wrapped around, and of the transforms
+after it; and under :data:`PIECES` which these are, in the order in which they act. A trainer of
+the user's own reads the fields by their names.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, pieces_of
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.algorithms.transforms import ClippedUpdates, Transform
+from fedlearn.core.messages import Scalar, Settings
+from fedlearn.errors import ConfigError, SettingsRefused
+
+#: The setting that names the pieces.
+PIECES = "update"
+
+_Kind = type[Any]  # Any: pieces have nothing but their fields in common
+
+#: The updates that every client knows, by the names that travel.
+UPDATES: Mapping[str, _Kind] = {
+    "sgd": LocalSgd,
+    "adam": LocalAdam,
+    "own": OwnTraining,
+    "proximal": Proximal,
+    "clipped": ClippedGradients,
+    "scheduled": ScheduledRate,
+    "control_variates": ControlVariates,
+}
+
+#: Likewise the transforms.
+TRANSFORMS: Mapping[str, type[Transform]] = {"clipped_update": ClippedUpdates}
+
+_INNER = "inner"
+
+
+def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Settings:
+    """Return what clients are to do as it travels in a request.
+
+    A class of the user's own goes by its name; the clients' trainer must know it by that.
+
+    Raises:
+        ConfigError: A field is no plain value, two pieces have a field of the same name, or a class
+            has the name of a standard piece.
+
+    Example:
+        >>> local = LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
+        >>> settings = settings_of(Proximal(inner=local, proximal=0.5))
+        >>> settings["update"], settings["epochs"], settings["proximal"]
+        ('sgd proximal', 1, 0.5)
+    """
+    names, settings = list[str](), dict[str, Scalar]()
+    for piece in (*pieces_of(local), *transforms):
+        names.append(_name(type(piece)))
+        for name in _fields(type(piece)):
+            value = getattr(piece, name)
+            if name in settings or name == PIECES:
+                raise ConfigError(
+                    f"local setting {name!r} stands in two pieces ({' '.join(names)}); each kind "
+                    "of piece is there once"
+                )
+            if not isinstance(value, int | float | str | bool | None):
+                raise ConfigError(
+                    f"local setting {name!r} is a {type(value).__name__}, which cannot travel; "
+                    "give a number, text, a truth value or None"
+                )
+            settings[name] = value
+    return {PIECES: " ".join(names), **settings}
+
+
+def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUpdate:
+    """Return the local update that ``settings`` describe.
+
+    Args:
+        settings: What :func:`settings_of` returned, perhaps in another process.
+        known: Classes of the user's own that may be named.
+
+    Raises:
+        SettingsRefused: A piece is not known, or a field is missing, unknown, of the wrong type or
+            out of range.
+    """
+    update: Any = None  # the first piece has no inner one
+    for name, kind, values in _read_all(settings, known):
+        if name in TRANSFORMS:
+            continue
+        if (update is None) == issubclass(kind, Around):
+            raise SettingsRefused(
+                f"local setting {PIECES!r} is {settings[PIECES]!r}; it names one update first, "
+                "then what is around it"
+            )
+        update = _made(kind, values) if update is None else _made(kind, values, inner=update)
+    if not isinstance(update, LocalUpdate):
+        raise SettingsRefused(f"local setting {PIECES!r} names no update")
+    return update
+
+
+def transforms_from(settings: Settings) -> tuple[Transform, ...]:
+    """Return the transforms that ``settings`` describe; raise as :func:`update_from`."""
+    kinds = [TRANSFORMS[name] for name in _names(settings) if name in TRANSFORMS]
+    return tuple(_made(kind, _read(settings, kind)) for kind in kinds)
+
+
+def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
+    """Return the user's own classes among updates; raise ConfigError if two have the same name."""
+    found = dict[str, _Kind]()
+    for kind in dict.fromkeys(type(piece) for each in updates for piece in pieces_of(each)):
+        if kind in UPDATES.values():
+            continue
+        if kind.__name__ in found:
+            raise ConfigError(
+                f"two local updates are called {kind.__name__!r}, {_place(found[kind.__name__])} "
+                f"and {_place(kind)}; clients are asked for them by name, so rename one"
+            )
+        found[kind.__name__] = kind
+    return list(found.values())
+
+
+def _place(kind: _Kind) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
+    """Return the names of all settings of the standard updates and of ``known``, and of these."""
+    kinds = (*UPDATES.values(), *known)
+    fields_of_all = {name for kind in kinds for name in _fields(kind)}
+    return frozenset(fields_of_all | {kind.__name__ for kind in known})
+
+
+def require_honoured(settings: Settings, honoured: Collection[str], *, who: str) -> None:
+    """Refuse settings that a trainer would ignore.
+
+    A setting at the value that changes nothing need not be honoured; transforms never, since they
+    are the session's.
+
+    Args:
+        settings: How the coordinator asks to train.
+        honoured: Names of the settings, and of pieces without settings, that the trainer acts on.
+        who: The trainer.
+
+    Raises:
+        SettingsRefused: One would be ignored.
+
+    Example:
+        >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
+        >>> require_honoured(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
+    """
+    left = {name: value for name, value in settings.items() if name != PIECES}
+    for name in _names(settings):
+        kind = UPDATES.get(name) or TRANSFORMS.get(name)
+        own = _fields(kind) if kind is not None else {}
+        for field_name, field in own.items():
+            value = left.pop(field_name, None)
+            if name in UPDATES and value != field.default and field_name not in honoured:
+                raise _ignored(field_name, value, who)
+        if not (own or name in honoured or name in UPDATES):
+            raise _ignored(PIECES, name, who)
+    for name, value in left.items():
+        if name not in honoured:
+            raise _ignored(name, value, who)
+
+
+def _made(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> Any:  # Any: as kinds
+    try:
+        return kind(**values, **inner)
+    except ValueError as error:
+        raise SettingsRefused(f"local setting out of range: {error}") from error
+
+
+def _ignored(name: str, value: Scalar, who: str) -> SettingsRefused:
+    return SettingsRefused(
+        f"{who} does not honour the setting {name!r}, which is {value!r}: act on "
+        f'context.settings["{name}"] and add the name to the trainer\'s `honours`, or have the '
+        "coordinator ask for no more than it honours"
+    )
+
+
+def _name(kind: _Kind) -> str:
+    standard = {**UPDATES, **TRANSFORMS}
+    own = kind.__name__
+    if own in standard and standard[own] is not kind:
+        raise ConfigError(
+            f"{_place(kind)} has the name of another piece, {own!r}, by which clients are asked; "
+            "rename it"
+        )
+    return next((name for name, each in standard.items() if each is kind), own)
+
+
+def _fields(kind: _Kind) -> dict[str, Field[Any]]:
+    return {field.name: field for field in fields(kind) if field.name != _INNER}
+
+
+def _names(settings: Settings) -> list[str]:
+    """Return the names of the pieces; settings without them are for trainers of the user's own."""
+    named = settings.get(PIECES, "")
+    if not isinstance(named, str):
+        raise SettingsRefused(f"local setting {PIECES!r} is {named!r}; it names what to do")
+    return named.split()
+
+
+def _read_all(
+    settings: Settings, known: Collection[_Kind]
+) -> Iterator[tuple[str, _Kind, dict[str, Scalar]]]:
+    """Yield each piece with its name and its fields' values."""
+    kinds = {**{kind.__name__: kind for kind in known}, **UPDATES, **TRANSFORMS}
+    unread = settings.keys() - {PIECES}
+    for name in _names(settings):
+        if name not in kinds:
+            raise SettingsRefused(
+                f"local setting {PIECES!r} asks for {name!r}, which this client does not know; "
+                "name the class that defines it when the trainer is made"
+            )
+        yield name, kinds[name], _read(settings, kinds[name])
+        unread -= _fields(kinds[name]).keys()
+    if unread:
+        pieces = settings.get(PIECES)
+        raise SettingsRefused(f"local setting {min(unread)!r} is unknown to {pieces!r}")
+
+
+def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:
+    """Return the fields of a piece."""
+    return {name: _read_one(settings, name, get_type_hints(kind)[name]) for name in _fields(kind)}
+
+
+def _read_one(settings: Settings, name: str, hint: Any) -> Scalar:  # Any: a type
+    if name not in settings:
+        raise SettingsRefused(f"local setting {name!r} is missing")
+    value = settings[name]
+    allowed = get_args(hint) or (hint,)
+    if type(value) is int and int not in allowed and float in allowed:
+        return float(value)
+    if type(value) not in allowed and not (value is None and NoneType in allowed):
+        names = " or ".join(each.__name__ for each in allowed)
+        raise SettingsRefused(f"local setting {name!r} is {value!r}, not of type {names}")
+    return value

@@ -1,0 +1,78 @@
+"""The seam of algorithms: what clients do, how it is combined, what the server makes of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import Aggregation
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.transforms import Transform
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+
+#: What a strategy keeps from round to round, by name; its tensors go into checkpoints.
+State: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a round makes of the model: the next one, a state, and metrics for its record."""
+
+    params: Params
+    state: State
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Strategy(Protocol):
+    """A federated algorithm: frozen, its state passed in and returned.
+
+    Inherit from it and define :meth:`step`; ``local`` and ``aggregation`` are a dataclass's fields,
+    and so may ``transforms`` be.
+    """
+
+    # Read-only to whoever holds a strategy. At run time they are not there, since a property
+    # would stand in the way of a dataclass's field.
+    if TYPE_CHECKING:
+
+        @property
+        def local(self) -> LocalUpdate:
+            """What clients do."""
+
+        @property
+        def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
+            """How their updates are combined."""
+
+        @property
+        def transforms(self) -> Sequence[Transform]:
+            """What is done to an update before it leaves its client; nothing."""
+            return ()
+
+    else:
+        transforms = ()
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """What a client contributes: the delta, and what the local update reports."""
+        return (DELTA, *self.local.lanes)
+
+    def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
+        """Return what each client does: one object, :attr:`local`, unless clients differ."""
+        return [self.local] * len(client_ids)
+
+    def init(self, params: Params) -> State:
+        """Return the state before the first round; nothing."""
+        return {}
+
+    def tell(self, state: State) -> Lanes:
+        """Return what clients are told beside the model, one vector each; nothing.
+
+        Each is of one number a trainable parameter, in the layout's order.
+        """
+        return {}
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Return the next model and state; writes to none of its arguments."""
+        ...

@@ -1,0 +1,71 @@
+"""What surrounds a command: its site, its store, and the run that it follows."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedlearn.cli.failures import RunEnded
+from fedlearn.config import Config, resolve_addresses
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.progress import Progress, next_command, progress_to
+from fedlearn.experiment.run import Run
+from fedlearn.experiment.simulate import Site
+
+
+def site(
+    config: Config | None = None,
+    progress: Progress | None = None,
+    *,
+    runs_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> Site:
+    """Return what surrounds a run here; a command that runs nothing has no progress."""
+    addresses = resolve_addresses(
+        config or Config(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
+    )
+    told = progress or progress_to(sys.stdout, as_json=False)
+    return Site(addresses, os.environ, SystemClock(), told)
+
+
+def has_runs(site: Site) -> bool:
+    """Return whether there may be a store: where there is none, reading makes none."""
+    return site.addresses.store_url is not None or site.addresses.runs_dir.is_dir()
+
+
+def require_runs(site: Site) -> Site:
+    """Return ``site``, where there may be a store; otherwise raise what to do."""
+    if not has_runs(site):
+        raise ConfigError(
+            f"{site.addresses.runs_dir}: there is no such directory of runs; name the one there "
+            "is with --runs-dir or FEDLEARN_RUNS_DIR, or make a run: `fedlearn simulate`"
+        )
+    return site
+
+
+@contextmanager
+def opened(names: Sequence[str], *, runs_dir: Path | None) -> Iterator[list[Run]]:
+    """Yield the runs of these names from a store that is open meanwhile."""
+    with require_runs(site(runs_dir=runs_dir)).database() as database:
+        yield [Run(database.run(name)) for name in names]
+
+
+@contextmanager
+def followed(*, as_json: bool, resume: str | None = None) -> Iterator[Progress]:
+    """Yield what prints the rounds of a run on standard output.
+
+    An error that comes after the run has begun is told with the command that goes on with it:
+    ``resume``, or that of a simulation.
+    """
+    progress = progress_to(sys.stdout, as_json=as_json)
+    try:
+        yield progress
+    except BrokenPipeError:  # who reads has gone away: no failure of the run
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if (run := progress.run) is None:
+            raise
+        command = resume or next_command("resume", run, path=progress.path)
+        raise RunEnded(run, error, resume=command) from error

@@ -1,0 +1,204 @@
+"""Finding the coordinator: enrolment, sessions one after the other, and what comes in them."""
+
+import asyncio
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import structlog
+
+from fedlearn.client.backoff import Backoff
+from fedlearn.client.conversation import Connected, Disconnected, Event, Offered, Withdrawn
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
+from fedlearn.client.live_session import LiveSession, cancel, session_at
+from fedlearn.client.rotation import KeyRotation
+from fedlearn.client.tasks import OpenTask, require_run_id
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.identity.identity import Invitation
+from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import TaskKey
+from fedlearn.transport.grpc_client import DoorSession, enrol
+
+#: A session that lasted so long was no accident: the next back-off begins anew.
+_STEADY_S = 30.0
+#: Longest absence that a coordinator may ask for.
+_MAX_PAUSE_S = 3600.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Connector:
+    """Keeps a session with the coordinator while that is allowed.
+
+    Args:
+        hello: Makes what a session begins with.
+        post: Takes what happens, for the conversation.
+        on_event: Told what happens, for the user.
+
+    Attributes:
+        allowed: Set while this client may look for its coordinator.
+        enrolment: Once there is one.
+        live: The session while there is one: work goes on from one to the next.
+        run_id: The run last heard of; empty: of none.
+        backoff: Between two visits.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        invitation: Path | None,
+        roster: Path | None,
+        hello: Callable[[], wire_pb2.Hello],
+        post: Callable[[Event], None],
+        on_event: Callable[[AgentEvent], None],
+        on_receipt: Callable[[wire_pb2.Receipt], None],
+    ) -> None:
+        self._home, self._invitation, self._roster = home, invitation, roster
+        self._hello, self._post = hello, post
+        self._on_event, self._on_receipt = on_event, on_receipt
+        self._clock = SystemClock()
+        self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
+        self._pause_s, self._farewell, self._is_offline = 0.0, "", False
+        self.backoff, self.allowed = Backoff(), asyncio.Event()
+        self.enrolment: Enrolment | None = None
+        self.live: LiveSession | None = None
+        self.run_id = ""
+
+    async def run(self) -> None:
+        """Enrol if need be, then visit one address after the other, for ever.
+
+        Raises:
+            DeploymentError: The folder cannot be used, or there is no enrolment.
+            EnrolmentRefused: The coordinator does not take the invitation.
+        """
+        await self.allowed.wait()
+        roster = None if self._roster is None else IdentityRoster.load(self._roster)
+        self.enrolment = await self._enrolled()
+        if roster is not None:
+            self._home.keys.pin_file(self.enrolment).take(
+                roster, client_id=self.enrolment.client_id, lineage=self.enrolment.lineage
+            )
+        for address in cycle(self.enrolment.invitation.addresses):
+            await self.allowed.wait()
+            if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
+                self.enrolment = await self._rotation.carried_out(self.enrolment)
+            await self._visit(address, self.enrolment)
+            pause_s = self._pause_s or self.backoff.next_s()
+            _log.debug("pause", address=address, pause_s=pause_s)
+            self._pause_s = 0.0
+            await asyncio.sleep(pause_s)
+
+    async def _enrolled(self) -> Enrolment:
+        """Return this client's enrolment, made now, or anew, if there is a new invitation."""
+        current = self._home.keys.enrolment()
+        given = None if self._invitation is None else Invitation.load(self._invitation)
+        if current is not None and (given is None or current.is_with(given)):
+            return current
+        if given is None:
+            raise DeploymentError(
+                f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
+                "operator made (`fedlearn invite NAME`)"
+            )
+        identity, lineage = self._home.keys.coming_identity(), self._home.keys.coming_lineage(given)
+        for address in cycle(given.enrolment_addresses):
+            await self.allowed.wait()
+            try:
+                certificate_pem, client_id = await enrol(
+                    address, given, identity, lineage=lineage.to_bytes()
+                )
+            except ConnectionError as error:
+                self._be_offline(address, error)
+                await asyncio.sleep(self.backoff.next_s())
+            else:
+                break
+        self.backoff.reset()
+        _log.info("enrolled", client_id=client_id)
+        self._on_event(AgentEvent.of(EventKind.ENROLLED))
+        return self._home.keys.enrol(
+            given, certificate_pem=certificate_pem, client_id=ClientId(client_id)
+        )
+
+    async def _visit(self, address: str, enrolment: Enrolment) -> None:
+        """Hold one session with the coordinator at ``address``."""
+        begin_s = self._clock.now_s()
+        try:
+            async with session_at(address, enrolment, self._hello()) as live:
+                await self._converse(live, address)
+        except ConnectionError as error:
+            self._be_offline(address, error)
+        except (ConnectionRefused, ProtocolError) as error:
+            _log.warning("refused", address=address, error=str(error))
+            self._on_event(AgentEvent.of(EventKind.REFUSED, message=str(error)))
+        if self._clock.now_s() - begin_s > _STEADY_S:
+            self.backoff.reset()
+
+    def _be_offline(self, address: str, error: ConnectionError) -> None:
+        """Say once that there is no connection; a device is offline more often than not."""
+        log = _log.debug if self._is_offline else _log.info
+        log("offline", address=address, error=str(error))
+        if not self._is_offline:
+            self._on_event(AgentEvent.of(EventKind.OFFLINE, message=str(error)))
+        self._is_offline = True
+
+    async def _converse(self, live: LiveSession, address: str) -> None:
+        self._is_offline, self._farewell = False, ""
+        run_id = live.session.welcome.run_id
+        require_run_id(run_id)
+        try:
+            self._home.forget_other_runs(run_id)
+        except DeploymentError as error:  # tried again in the next session
+            _log.warning("old_state_not_removed", error=str(error))
+        _log.info("connected", address=address, run_id=run_id)
+        self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
+        self.live, self.run_id = live, run_id
+        self._post(Connected(run_id))
+        ends = [
+            asyncio.create_task(self._receive(live.session)),
+            asyncio.create_task(live.leave.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.live = None
+            _log.info("disconnected", address=address, reason=self._farewell)
+            self._on_event(AgentEvent.of(EventKind.DISCONNECTED, message=self._farewell))
+            self._post(Disconnected())
+            await cancel([*live.jobs, *ends])
+        for end in done:
+            end.result()  # raises what cut the session
+
+    async def _receive(self, session: DoorSession) -> None:
+        while (message := await session.receive()) is not None:
+            match message.WhichOneof("what"):
+                case "task":
+                    task = OpenTask.of(message.task, now_unix_s=self._clock.unix_s())
+                    self._post(Offered(task))
+                case "cancel":
+                    key = TaskKey.of(message.cancel.key)
+                    self._post(Withdrawn(key, message.cancel.reason))
+                case "come_back":
+                    self._pause_s = min(max(0.0, message.come_back.after_s), _MAX_PAUSE_S)
+                    self._farewell = message.come_back.reason
+                    return
+                case "receipt":
+                    self._on_receipt(message.receipt)
+                case other:
+                    raise ProtocolError(f"the coordinator sent {other} within a session")
+
+    def leave(self) -> None:
+        """End the session, if there is one."""
+        if self.live is not None:
+            self.live.leave.set()
+
+    def leave_for_rotation(self) -> None:
+        """Leave the session if keys are to be replaced, which is done before the next."""
+        if self.live is not None and self._rotation.is_due(
+            self.live.enrolment, run_id=self.run_id, is_connected=True
+        ):
+            self.leave()

@@ -1,0 +1,97 @@
+"""A session with the coordinator, and what a client says in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlearn.client.keyring import Enrolment
+from fedlearn.errors import ConnectionRefused
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import TaskKey, digest_of, signed_bytes
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, DoorSession
+
+
+@dataclass(eq=False)
+class LiveSession:
+    """One session, and the jobs that end with it.
+
+    Attributes:
+        leave: Set to end it.
+        delivered: The replies that were sent in it.
+    """
+
+    connection: DoorConnection
+    session: DoorSession
+    enrolment: Enrolment
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    jobs: set["asyncio.Task[None]"] = field(default_factory=set)
+    delivered: set[TaskKey] = field(default_factory=set)
+
+    def spawn(self, job: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run ``job`` until it is done or the session ends."""
+        task = asyncio.create_task(job)
+        self.jobs.add(task)
+        task.add_done_callback(self.jobs.discard)
+        return task
+
+    def tell(self, message: wire_pb2.FromClient) -> None:
+        """Send what may get lost."""
+        self.spawn(self._send(message))
+
+    def report_phase(self, key: TaskKey, phase: "wire_pb2.Progress.Phase") -> None:
+        """Say how far the work on a task has come."""
+        progress = wire_pb2.Progress(key=key.message(), phase=phase)
+        self.tell(wire_pb2.FromClient(progress=progress))
+
+    def result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
+        """Return a reply for the session's stream, signed."""
+        envelope = self.envelope(key, digest=digest_of(reply), num_bytes=len(reply))
+        return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
+
+    def envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
+        """Return what announces a reply, signed."""
+        client_id, message = self.enrolment.client_id, key.message()
+        signed = signed_bytes(message, client_id=client_id, digest=digest)
+        return wire_pb2.Envelope(
+            key=message,
+            digest=digest,
+            num_bytes=num_bytes,
+            signature=self.enrolment.identity.sign(signed),
+        )
+
+    async def _send(self, message: wire_pb2.FromClient) -> None:
+        try:
+            await self.session.send(message)
+        except (ConnectionError, ConnectionRefused):
+            self.leave.set()
+
+
+async def cancel(jobs: list[asyncio.Task[Any]]) -> None:
+    """End jobs and wait until they have."""
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+
+
+@asynccontextmanager
+async def session_at(
+    address: str, enrolment: Enrolment, hello: wire_pb2.Hello
+) -> AsyncIterator[LiveSession]:
+    """Hold a session while the block runs; without an authority, on the loopback and without TLS.
+
+    Raises as a :class:`~fedlearn.transport.grpc_client.DoorConnection` and its session do.
+    """
+    invitation, credentials = enrolment.invitation, None
+    if invitation.ca_pem:
+        credentials = Credentials(
+            ca_pem=invitation.ca_pem,
+            certificate_pem=enrolment.certificate_pem,
+            tls_key_pem=enrolment.identity.tls_key_pem,
+        )
+    async with (
+        DoorConnection(address, credentials, name=invitation.name) as connection,
+        connection.session(hello) as session,
+    ):
+        yield LiveSession(connection, session, enrolment)

@@ -1,0 +1,193 @@
+"""The work on one task: fetch the request, judge it, train or take part, answer."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from fedlearn.client.connecting import Connector
+from fedlearn.client.control import WorkControl
+from fedlearn.client.conversation import Answered, Ended, Event
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.expansion import MasksAhead
+from fedlearn.client.home import Home
+from fedlearn.client.keyring import Enrolment
+from fedlearn.client.policy import Policy
+from fedlearn.client.tasks import OpenTask
+from fedlearn.core.clock import WallClock
+from fedlearn.core.codec import encode
+from fedlearn.core.cores import num_cores
+from fedlearn.core.files import mapped, write_private
+from fedlearn.core.messages import EvaluateRequest, Failure, SecureTrainRequest, TrainRequest
+from fedlearn.errors import (
+    Cancelled,
+    ConnectionRefused,
+    DeploymentError,
+    PolicyViolation,
+    ProtocolError,
+)
+from fedlearn.secagg.client import SecureClient
+from fedlearn.session.session import ClientSession, log_refusal
+from fedlearn.training.trainer import LocalTrainer
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import TaskKey, digest_of
+
+#: Crashes inside one task until it is given up.
+_MAX_CRASHES = 3
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """Works on one task after the other, on a thread of its own.
+
+    Attributes:
+        connector: Has the session, for large requests.
+        masks: Those that were expanded ahead.
+        on_event: Told what happens, in the event loop.
+        thread: Trains.
+    """
+
+    home: Home
+    trainer: LocalTrainer
+    policy: Policy
+    clock: WallClock
+    connector: Connector
+    masks: MasksAhead
+    on_event: Callable[[AgentEvent], None]
+    thread: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="fedlearn-training")
+    )
+
+    def close(self) -> None:
+        """Take no more work; what is under way is not waited for."""
+        self.thread.shutdown(wait=False)
+
+    async def answer(self, task: OpenTask, control: WorkControl) -> Event:
+        """Work on one task; whatever is foreseen ends in :class:`Answered` or :class:`Ended`."""
+        try:
+            return await self._answer_within_policy(task, control)
+        except PolicyViolation as violation:
+            self._tell_refusal(task.key, violation)
+            return failed(task, str(violation))
+        except (DeploymentError, ProtocolError) as error:
+            self._tell_failure(task.key, str(error))
+            return failed(task, type(error).__name__)
+
+    async def _answer_within_policy(self, task: OpenTask, control: WorkControl) -> Event:
+        enrolment = self.connector.enrolment
+        assert enrolment is not None  # a task came over a session
+        num_crashes = self.home.open_task(task)
+        num_today = self.home.num_tasks_today(self.clock.unix_s())
+        self.policy.judge(task.key.kind, settings=None, num_tasks_today=num_today)
+        if num_crashes >= _MAX_CRASHES:
+            words = f"the client's process crashed {_MAX_CRASHES} times in this task"
+            self._tell_failure(task.key, words)
+            return failed(task, words)
+        if not await self._fetch(task, control) or control.is_called_off:
+            return Ended()
+        loop = asyncio.get_running_loop()
+        is_training = await loop.run_in_executor(self.thread, self._judge_in_full)
+        is_evaluation = task.key.kind == EvaluateRequest.kind
+        kind = EventKind.EVALUATING if is_evaluation else EventKind.TRAINING
+        self.on_event(AgentEvent.of(kind, key=task.key))
+        if self.connector.live is not None:
+            self.connector.live.report_phase(task.key, wire_pb2.Progress.TRAINING)
+
+        session = ClientSession(
+            enrolment.client_id,
+            self.trainer,
+            self.secure_client(enrolment),
+            on_refusal=lambda told: loop.call_soon_threadsafe(self._tell_refusal, task.key, told),
+            on_failure=lambda told: loop.call_soon_threadsafe(self._tell_failure, task.key, told),
+            pin_file=self.home.keys.pin_file(enrolment),
+            expanded=self.masks.take,
+        )
+        work = partial(self._train, task, session, control, is_training=is_training)
+        return await loop.run_in_executor(self.thread, work)
+
+    def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
+        """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
+        return self.policy.secure_client(
+            enrolment.client_id,
+            enrolment.identity,
+            coordinator_key=enrolment.invitation.coordinator_key,
+            num_threads=num_cores(),
+        )
+
+    def _judge_in_full(self) -> bool:
+        """Judge the request on disk, in the training thread; return whether it asks to train."""
+        num_today = self.home.num_tasks_today(self.clock.unix_s())
+        request = self.policy.judge_encoded(mapped(self.home.request), num_tasks_today=num_today)
+        return isinstance(request, TrainRequest | SecureTrainRequest)
+
+    async def _fetch(self, task: OpenTask, control: WorkControl) -> bool:
+        """Have the whole request on disk; returns whether it is."""
+        message = task.message
+        if message.data:
+            if digest_of(message.data) != message.digest:
+                raise ProtocolError("the request's bytes are not those that were announced")
+            write_private(self.home.request, message.data)
+            return True
+        self.home.require_space(message.num_bytes)
+        live = self.connector.live
+        if live is None:
+            return False
+        self.on_event(AgentEvent.of(EventKind.DOWNLOADING, key=task.key))
+        live.report_phase(task.key, wire_pb2.Progress.DOWNLOADING)
+        job = control.download = live.spawn(
+            live.connection.download(
+                message.digest, num_bytes=message.num_bytes, path=self.home.request
+            )
+        )
+        await asyncio.wait([job])
+        if job.cancelled():
+            return False
+        try:
+            job.result()
+        except (ConnectionError, ConnectionRefused) as error:
+            _log.debug("download_broken", error=str(error))
+            return False
+        return True
+
+    def _train(
+        self, task: OpenTask, session: ClientSession, control: WorkControl, *, is_training: bool
+    ) -> Event:
+        """Answer the request on disk; in the training thread."""
+        data = self.home.request.read_bytes()
+        before = self.home.state(task.key.run_id)
+        if is_training:  # whatever comes of it, the data are worked with from here on
+            self.home.count_task(self.clock.unix_s())
+        self.home.begin_work()
+        try:
+            reply, state = session.handle(
+                data, before, personal=task.message.personal, control=control
+            )
+        except Cancelled:
+            return Ended()
+        finally:
+            self.home.end_work()
+        most = task.message.max_reply_bytes
+        if 0 < most < len(reply):
+            words = f"a reply of {len(reply)} bytes, at most {most} are taken"
+            session.on_failure(words)
+            return failed(task, words)
+        return Answered(task, reply, None if state == before else state)
+
+    def _tell_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
+        log_refusal(violation, round_num=key.round_num)
+        self.on_event(AgentEvent.of(EventKind.POLICY, key=key, message=str(violation)))
+
+    def _tell_failure(self, key: TaskKey, words: str) -> None:
+        """Tell the user; ``words`` may quote the data, the coordinator hears less."""
+        _log.error("task_failed", round_num=key.round_num, error=words)
+        self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
+
+
+def failed(task: OpenTask, reason: str) -> Answered:
+    """Return that a task was answered with a failure."""
+    return Answered(task, encode(Failure(reason)), None)

@@ -1,0 +1,162 @@
+"""What a model's forward takes of some examples: one tensor, or several.
+
+One tensor is called as ``model(x)``, a tuple as ``model(*tensors)``, a dict as
+``model(**tensors)``. The first dimension of every tensor counts examples.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.errors import DataError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+Inputs: TypeAlias = T | tuple[T, ...] | Mapping[str, T]
+"""One of something, or one for each positional or keyword argument of a forward."""
+
+Features: TypeAlias = Inputs[Tensor]
+"""The features of N examples: tensors of shape [N, ...]."""
+
+
+def named(inputs: Inputs[T]) -> dict[str, T]:
+    """Return the inputs by what a message calls them; those of a dict in the order of their names.
+
+    Example:
+        >>> named((1, 2)), named({"mask": 1, "ids": 2}), named(3)
+        ({'input 0': 1, 'input 1': 2}, {"input 'ids'": 2, "input 'mask'": 1}, {'features': 3})
+    """
+    if isinstance(inputs, tuple):
+        return {f"input {place}": each for place, each in enumerate(inputs)}
+    if isinstance(inputs, Mapping):
+        return {f"input {name!r}": inputs[name] for name in sorted(inputs)}
+    return {"features": inputs}
+
+
+def rebuilt(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
+    """Return inputs built like ``like`` of ``values``, in the order of :func:`named`.
+
+    Example:
+        >>> rebuilt([1, 2], like={"mask": "m", "ids": "i"})
+        {'ids': 1, 'mask': 2}
+    """
+    if isinstance(like, tuple):
+        return tuple(values)
+    if isinstance(like, Mapping):
+        return dict(zip(sorted(like), values, strict=True))
+    (value,) = values
+    return value
+
+
+def mapped(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
+    """Return the inputs with ``function`` applied to each."""
+    if isinstance(inputs, tuple):
+        return tuple(function(each) for each in inputs)
+    if isinstance(inputs, Mapping):
+        return {name: function(each) for name, each in inputs.items()}
+    return function(inputs)
+
+
+def only(features: Features) -> Tensor:
+    """Return the one tensor.
+
+    Raises:
+        DataError: There are several inputs.
+    """
+    if isinstance(features, Tensor):
+        return features
+    several: Features = features
+    raise DataError(f"the features are {', '.join(named(several))}, where one tensor is needed")
+
+
+def tensors_of(features: Features) -> Sequence[Tensor]:
+    """Return the tensors, always in the same order."""
+    return list(named(features).values())
+
+
+def taken(features: Features, rows: Tensor) -> Features:
+    """Return these rows, copied: int64 [n], on the device of the features."""
+    return mapped(lambda tensor: tensor.index_select(0, rows), features)
+
+
+def cut(features: Features, rows: slice) -> Features:
+    """Return these rows as views."""
+    return mapped(lambda tensor: tensor[rows], features)
+
+
+def moved(features: Features, device: torch.device) -> Features:
+    """Return the features on ``device``, themselves where they are there."""
+    return mapped(lambda tensor: tensor.to(device), features)
+
+
+def in_dtype(features: Features, dtype: torch.dtype) -> Features:
+    """Return the features, floats in ``dtype``; those that are, as they are."""
+
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    # A step costs little more than its calls.
+    return cast(features) if isinstance(features, Tensor) else mapped(cast, features)
+
+
+def arguments(features: Features) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Return the positional and the keyword arguments of a forward."""
+    if isinstance(features, Tensor):
+        return (features,), {}
+    return (features, {}) if isinstance(features, tuple) else ((), dict(features))
+
+
+def called(module: nn.Module, features: Features) -> Tensor:
+    """Return what the module makes of the features.
+
+    Raises:
+        TypeError: It is not one tensor.
+    """
+    if isinstance(features, Tensor):  # a step costs little more than its calls
+        return one_tensor(module(features))
+    args, kwargs = arguments(features)
+    return one_tensor(module(*args, **kwargs))
+
+
+def one_tensor(outputs: object) -> Tensor:
+    """Return what a forward returned.
+
+    Raises:
+        TypeError: It is not one tensor.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    raise TypeError(
+        f"the model's forward returned a {type(outputs).__name__}; it returns one tensor, the "
+        "first dimension counting examples: take the part that the loss needs, or join several "
+        "heads by torch.cat(..., dim=1) and split them in the loss"
+    )
+
+
+def require_one_label_each(features: Features, labels: Tensor) -> None:
+    """Refuse what is no features, and an input that has not as many examples as there are labels.
+
+    Raises:
+        DataError: There is no input, one is no tensor, the name of one is no string, or its
+            first dimension is not that of ``labels``.
+    """
+    inputs: Mapping[Any, Any] = features if isinstance(features, Mapping) else named(features)
+    if not inputs or not all(isinstance(name, str) for name in inputs):
+        raise DataError(
+            f"features are a {type(features).__name__} of {list(inputs)}; give it one tensor or "
+            "more, those of a dict under the names that the model's forward gives them"
+        )
+    for name, tensor in named(features).items():
+        if not isinstance(tensor, Tensor):
+            raise DataError(
+                f"{name}: a {type(tensor).__name__}; features are one tensor, or a tuple or a dict "
+                "of tensors"
+            )
+        if not tensor.ndim or not labels.ndim or len(tensor) != len(labels):
+            raise DataError(
+                f"{name} of shape {tuple(tensor.shape)} and labels of shape "
+                f"{tuple(labels.shape)}; the first dimension counts examples in both"
+            )

@@ -1,0 +1,98 @@
+"""Ranges of numbers as types: what a field may be is declared once, where the field is.
+
+A frozen piece that inherits from :class:`Ranged` refuses what is out of range when it is made,
+and a table of the configuration whose keys are the piece's fields admits the same range.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
+
+Count: TypeAlias = Annotated[int, Ge(1)]
+"""At least one."""
+Whole: TypeAlias = Annotated[int, Ge(0)]
+"""Zero or more."""
+Positive: TypeAlias = Annotated[float, Gt(0)]
+"""Above zero and finite."""
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
+"""Zero or more, and finite."""
+BelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+"""In [0, 1)."""
+Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
+"""In [0, 1]."""
+
+_Limit = Ge | Gt | Le | Lt | MultipleOf
+
+
+class Ranged:
+    """A dataclass whose fields are in the ranges that their types declare.
+
+    Raises:
+        ValueError: One is not.
+    """
+
+    def __post_init__(self) -> None:
+        if wrong := out_of_range(self):
+            raise ValueError(wrong)
+
+
+def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
+    """Return which field of a dataclass is not in the range of its type, with value and range.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Step:
+        ...     rate: Positive
+        ...     decay: BelowOne | None = None
+        >>> out_of_range(Step(0.5)), out_of_range(Step(0.5, 1.0))
+        (None, 'decay is 1.0; give a finite number >= 0 and < 1')
+    """
+    for name, limits in _limits_of(piece.__class__).items():
+        value = getattr(piece, name)
+        if value is not None and not (
+            math.isfinite(value) and all(_holds(each, value) for each in limits)
+        ):
+            noun = "a finite number" if isinstance(value, float) else "a number"
+            return f"{name} is {value!r}; give {noun} {' and '.join(map(_words, limits))}"
+    return None
+
+
+@cache
+def _limits_of(kind: Hashable) -> Mapping[str, tuple[_Limit, ...]]:
+    hints = get_type_hints(kind, include_extras=True)
+    found = {name: tuple(_limits_in(hint)) for name, hint in hints.items()}
+    return {name: limits for name, limits in found.items() if limits}
+
+
+def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
+    if get_origin(hint) is Annotated:
+        yield from (each for each in hint.__metadata__ if isinstance(each, _Limit))
+    elif get_origin(hint) in (Union, UnionType):  # of a number and None
+        for option in get_args(hint):
+            yield from _limits_in(option)
+
+
+#: How each limit is said, the name of its number, and what it asks of a value.
+_LIMITS: Mapping[type[_Limit], tuple[str, str, Callable[[Any, Any], bool]]] = {  # Any: numbers
+    Ge: (">=", "ge", operator.ge),
+    Gt: (">", "gt", operator.gt),
+    Le: ("<=", "le", operator.le),
+    Lt: ("<", "lt", operator.lt),
+    MultipleOf: ("a multiple of", "multiple_of", lambda value, of: value % of == 0),
+}
+
+
+def _holds(limit: _Limit, value: Any) -> bool:  # Any: a number, as the limit's own
+    _, number, holds = _LIMITS[type(limit)]
+    return bool(holds(value, getattr(limit, number)))
+
+
+def _words(limit: _Limit) -> str:
+    said, number, _ = _LIMITS[type(limit)]
+    return f"{said} {getattr(limit, number)}"

@@ -1,0 +1,26 @@
+"""Modules in files that a user names by their path."""
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def module_in(path: Path) -> ModuleType:
+    """Import a file, once in a process as any module; what it raises passes."""
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    name = f"{path.stem}_{digest[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a name that ends in .py is a Python file's
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses in it look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # as import does
+        raise
+    return module

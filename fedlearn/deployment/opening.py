@@ -1,0 +1,98 @@
+"""Who takes part in a round of a deployment: waited for, chosen, and written down."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.clock import RealClock
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.rounds.journal import OpenRound, RoundJournal
+
+#: Seconds between two looks at what is waited for.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurableOpening:
+    """The opening of a deployed run: a round that was opened is opened once, whoever restarts.
+
+    A coordinator may be killed, paused, or taken over at any line of :meth:`open`.
+
+    Attributes:
+        sampler: Chooses.
+        available: Returns the clients that can be asked now.
+        policy: How many are asked, and without how many no round begins.
+        seed: Of the choice.
+        patience_s: Seconds that a round waits for all that it would ask; then it asks those
+            that are there, if they can make a round.
+        is_paused: Whether the operator has paused the run.
+        check: Raises what shall end the run in this process: a takeover, an abort, a signal.
+        journal: Where cohorts are written down.
+        live_status: Told how far the opening is.
+        clock: Real time; its sleep may raise what ``check`` does.
+    """
+
+    sampler: CohortSampler
+    available: Callable[[], Sequence[ClientId]]
+    policy: StragglerPolicy
+    seed: Seed
+    patience_s: float
+    is_paused: Callable[[], bool]
+    check: Callable[[], None]
+    journal: RoundJournal
+    live_status: LiveStatus
+    clock: RealClock
+
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
+        """Return the cohort in the journal, else choose one and write it down first.
+
+        Whoever is killed before the journal has the cohort has asked nobody, and the next start
+        chooses anew; whoever is killed after it asks the same clients, whoever is there by then.
+
+        Raises:
+            FedlearnError: What ``check`` raises.
+            Fenced: Another coordinator has taken over; nothing is written.
+            StoreError: The journal cannot be read or written.
+        """
+        self.live_status.attempt = attempt
+        opened = self.journal.find(round_num, attempt)
+        if opened is None:
+            present = self._awaited()  # not while the run is paused
+            self.check()  # an early fence; what counts is that of the journal's transaction
+            cohort = self.sampler.sample(
+                present,
+                num_asked=min(self.policy.num_asked, len(present)),
+                round_num=round_num,
+                attempt=attempt,
+                seed=self.seed,
+            )
+            # A privacy ledger is charged here: after the cohort is known, in the commit below.
+            opened = OpenRound(
+                round_num=round_num,
+                attempt=attempt,
+                cohort=cohort,
+                opened_unix_s=self.clock.unix_s(),
+            )
+            self.journal.open(opened)  # committed, under the lease; from here on it may be asked
+        self.live_status.phase = Phase.ROUND
+        return opened.cohort
+
+    def _awaited(self) -> Sequence[ClientId]:
+        """Return who is there: all that would be asked or, after patience, enough for a round."""
+        while True:
+            while self.is_paused():
+                self.live_status.phase = Phase.PAUSED
+                self.clock.sleep(_LOOK_S)
+            ends_s = self.clock.now_s() + self.patience_s
+            while not self.is_paused():  # a pause here begins the waiting anew
+                is_patient = self.clock.now_s() < ends_s
+                num_needed = self.policy.num_asked if is_patient else self.policy.min_reports
+                present = self.available()
+                if len(present) >= num_needed:
+                    return present
+                self.live_status.num_needed = num_needed
+                self.live_status.phase = Phase.WAITING
+                self.clock.sleep(_LOOK_S)

@@ -1,0 +1,273 @@
+"""Who a client is: its keys, what it signs, and the invitation it came with.
+
+A client makes two key pairs itself and keeps the private halves. Its *identity key* (Ed25519)
+signs every reply, whatever transport carries it; its *TLS key* (ECDSA P-256, which every TLS
+library speaks) is the one its certificate is for.
+
+References:
+    `RFC 8032 <https://www.rfc-editor.org/rfc/rfc8032>`_ (Ed25519),
+    `RFC 2986 <https://www.rfc-editor.org/rfc/rfc2986>`_ (certificate signing requests).
+"""
+
+import base64
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+from fedlearn.core.files import create_private, disk_errors, make_private_folder, write_private
+from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.identity.documents import read_document
+
+#: What the coordinator's certificate is always valid for, wherever it is reached.
+SERVER_NAME = "fedlearn-coordinator"
+
+#: The file of an :class:`Identity` in its folder: both keys, so that a crash keeps neither or both.
+IDENTITY_FILE = "identity.pem"
+
+_INVITATION_FORMAT = 1
+_PEM_END = b"-----END PRIVATE KEY-----\n"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Identity:
+    """A client's private keys.
+
+    Guarantees:
+        Neither printed nor pickled; on disk only in a file that its owner alone reads.
+    """
+
+    identity_key: Ed25519PrivateKey
+    tls_key: ec.EllipticCurvePrivateKey
+
+    def __repr__(self) -> str:
+        return f"Identity(public_key={self.public_key.hex()[:12]}…)"
+
+    @classmethod
+    def create(cls) -> "Identity":
+        """Return fresh keys from the operating system's randomness."""
+        return cls(
+            identity_key=Ed25519PrivateKey.generate(),
+            tls_key=ec.generate_private_key(ec.SECP256R1()),
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> "Identity":
+        """Return the keys that :meth:`at` wrote.
+
+        Raises:
+            DeploymentError: The file is missing, unreadable or damaged.
+        """
+        path = folder / IDENTITY_FILE
+        with disk_errors(path, raises=DeploymentError, doing="read"):
+            pem = path.read_bytes()
+        try:
+            return cls.from_pem(pem)
+        except ValueError as error:
+            raise DeploymentError(
+                f"{path} does not hold this client's two keys: it is damaged or another file; put "
+                "a copy back, or remove it and enrol again with a new invitation (`fedlearn invite "
+                "NAME`)"
+            ) from error
+
+    @classmethod
+    def at(cls, folder: Path) -> "Identity":
+        """Return the keys in ``folder``, made there first, durably, if there are none.
+
+        Of several processes that do so at once, all get the same ones.
+
+        Raises:
+            DeploymentError: The folder or the file cannot be written, or is damaged.
+        """
+        if not (folder / IDENTITY_FILE).exists():
+            make_private_folder(folder)
+            create_private(folder / IDENTITY_FILE, cls.create().pem)
+        return cls.load(folder)
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> "Identity":
+        """Return the keys whose :attr:`pem` this is.
+
+        Raises:
+            ValueError: It is that of no identity.
+        """
+        first, end, second = pem.partition(_PEM_END)
+        try:
+            identity_key = serialization.load_pem_private_key(first + end, password=None)
+            tls_key = serialization.load_pem_private_key(second, password=None)
+        except (TypeError, UnsupportedAlgorithm) as error:
+            raise ValueError("not two private keys without a password") from error
+        if not isinstance(identity_key, Ed25519PrivateKey) or not is_p256(tls_key):
+            raise ValueError("not an Ed25519 and a P-256 key")
+        assert isinstance(tls_key, ec.EllipticCurvePrivateKey)
+        return cls(identity_key=identity_key, tls_key=tls_key)
+
+    @property
+    def pem(self) -> bytes:
+        """Both private keys, PKCS 8 in PEM, not encrypted: a secret, for whoever keeps it."""
+        return private_pem(self.identity_key) + self.tls_key_pem
+
+    @property
+    def public_key(self) -> bytes:
+        """The identity key's public half, raw, 32 bytes."""
+        return self.identity_key.public_key().public_bytes_raw()
+
+    @property
+    def tls_key_pem(self) -> bytes:
+        """The TLS key, PKCS 8 in PEM, for the TLS library."""
+        return private_pem(self.tls_key)
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the identity key's signature of ``data``, 64 bytes."""
+        return self.identity_key.sign(data)
+
+    def is_subject_of(self, certificate_pem: bytes) -> bool:
+        """Return whether a certificate is for the TLS key; raises as :func:`load_certificate`."""
+        return load_certificate(certificate_pem).public_key() == self.tls_key.public_key()
+
+    def csr_pem(self, name: str) -> bytes:
+        """Return a request for a certificate of the TLS key; raises as :func:`common_name`."""
+        builder = x509.CertificateSigningRequestBuilder(common_name(name))
+        return builder.sign(self.tls_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """What an operator hands to one client so that it can join, as one file.
+
+    Attributes:
+        name: The client's.
+        addresses: The coordinator's door, ``host:port``; several of a highly available one.
+        enrolment_addresses: Where the token is redeemed, ``host:port``.
+        ca_pem: The deployment's own certificate authority: the client trusts no other.
+        token: Redeemed once; empty in the copy that a client keeps. Never printed.
+        expires_utc: When the token ends, ISO 8601.
+        coordinator_key: Ed25519, what the coordinator signs the terms of secure aggregation with;
+            empty (without TLS): this client takes part in none.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    enrolment_addresses: tuple[str, ...]
+    ca_pem: bytes = field(repr=False)
+    token: bytes = field(repr=False)
+    expires_utc: str
+    coordinator_key: bytes = b""
+
+    @classmethod
+    def load(cls, path: Path) -> "Invitation":
+        """Return the invitation in the file ``path``.
+
+        Raises:
+            DeploymentError: The file is missing, unreadable, damaged, or of a later version.
+        """
+        return read_document(
+            path,
+            _invitation,
+            key="fedlearn_invitation",
+            version=_INVITATION_FORMAT,
+            noun="an invitation",
+            command="fedlearn invite NAME",
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the invitation to the file ``path``, mode 0600; its folder exists.
+
+        Raises:
+            DeploymentError: It cannot be written.
+        """
+        values = {
+            "fedlearn_invitation": _INVITATION_FORMAT,
+            "name": self.name,
+            "addresses": self.addresses,
+            "enrolment_addresses": self.enrolment_addresses,
+            "ca_pem": self.ca_pem.decode("ascii"),
+            "token": base64.urlsafe_b64encode(self.token).decode("ascii"),
+            "expires_utc": self.expires_utc,
+            "coordinator_key": self.coordinator_key.hex(),
+        }
+        write_private(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def certificate_fingerprint(certificate_pem: bytes) -> str:
+    """Return the SHA-256 of a certificate's DER, hex; raises as :func:`load_certificate`."""
+    return load_certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()
+
+
+def expires_unix_s(certificate_pem: bytes) -> float:
+    """Return when a certificate ends, in seconds since 1970; raises as :func:`load_certificate`."""
+    return load_certificate(certificate_pem).not_valid_after_utc.timestamp()
+
+
+def load_certificate(certificate_pem: bytes) -> x509.Certificate:
+    """Return the first certificate in PEM.
+
+    Raises:
+        ProtocolError: There is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(certificate_pem)
+    except ValueError as error:
+        raise ProtocolError(f"{len(certificate_pem)} bytes are not a PEM certificate") from error
+
+
+def common_name(name: str) -> x509.Name:
+    """Return the distinguished name ``CN=name``.
+
+    Raises:
+        DeploymentError: ``name`` is not of 1 to 64 characters.
+    """
+    try:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    except ValueError as error:
+        raise DeploymentError(
+            f"a certificate cannot carry the name {name!r} ({error}); choose 1 to 64 characters"
+        ) from error
+
+
+def is_p256(key: object) -> bool:
+    """Return whether ``key``, private or public, is of the curve that fedlearn's TLS uses."""
+    return isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) and isinstance(
+        key.curve, ec.SECP256R1
+    )
+
+
+def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a private key, PKCS 8 in PEM, not encrypted."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+# Any: what JSON holds is checked here, field by field.
+def _invitation(values: Any) -> Invitation:
+    return Invitation(
+        name=_text(values["name"]),
+        addresses=_texts(values["addresses"]),
+        enrolment_addresses=_texts(values["enrolment_addresses"]),
+        ca_pem=_text(values["ca_pem"]).encode("ascii"),
+        token=base64.b64decode(values["token"], altchars=b"-_", validate=True),
+        expires_utc=_text(values["expires_utc"]),
+        coordinator_key=bytes.fromhex(_text(values["coordinator_key"])),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not values:
+        raise TypeError(f"{values!r} is not a list of texts")
+    return tuple(_text(value) for value in values)

@@ -1,0 +1,56 @@
+"""Who takes part in a round: the one step between two rounds that asks nobody.
+
+A simulation only samples. A deployment writes down whom it will ask
+(:class:`fedlearn.deployment.opening.DurableOpening`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+
+
+class Opening(Protocol):
+    """Opens rounds: when it returns, the clients of the cohort may be asked."""
+
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
+        """Return the cohort of an attempt at a round.
+
+        Args:
+            round_num: Index, from 0.
+            attempt: 0, or how often this round was tried before; another attempt asks others.
+
+        Raises:
+            CohortTooSmall: Fewer clients are available than are asked.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledOpening:
+    """An opening that samples among the clients that are available, and no more.
+
+    Attributes:
+        sampler: Chooses.
+        available: Returns the clients that can be asked now.
+        policy: How many are asked.
+        seed: Of the choice.
+    """
+
+    sampler: CohortSampler
+    available: Callable[[], Sequence[ClientId]]
+    policy: StragglerPolicy
+    seed: Seed
+
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
+        """Return the cohort: a function of its arguments and of who is available."""
+        return self.sampler.sample(
+            self.available(),
+            num_asked=self.policy.num_asked,
+            round_num=round_num,
+            attempt=attempt,
+            seed=self.seed,
+        )

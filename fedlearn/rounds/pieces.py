@@ -1,0 +1,108 @@
+"""What a strategy says and returns, checked where the round uses it: it may be the user's own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import Aggregate, Lanes, misfit
+from fedlearn.algorithms.local import read_only, require_told
+from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.core.params import Params
+from fedlearn.errors import RoundError
+
+
+def begun_by(strategy: Strategy, params: Params) -> State:
+    """Return a strategy's state before the first round; RoundError if it is no tensors."""
+    state = strategy.init(params)
+    _require_state(state, who=f"{type(strategy).__name__}.init")
+    return state
+
+
+def told_by(strategy: Strategy, state: State, params: Params) -> Lanes:
+    """Return what a strategy tells its clients.
+
+    Raises:
+        RoundError: It is no vector for each name, of one number a trainable parameter.
+    """
+    told = strategy.tell(state)
+    try:
+        require_told(told, params.layout)
+    except ValueError as error:
+        raise RoundError(f"{type(strategy).__name__}.tell: {error}") from error
+    return told
+
+
+def stepped_by(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    """Return what a strategy makes of a round, its metrics as numbers.
+
+    Raises:
+        RoundError: The aggregation gave other lanes than were declared, or the step wrote to what
+            it was given, or returned no model like the one before or one that is not finite, a
+            state that is no tensors, or a metric that is no number.
+    """
+    rule, who = type(strategy.aggregation).__name__, type(strategy).__name__
+    if not isinstance(aggregate.lanes, Mapping):
+        raise RoundError(
+            f"the aggregation {rule} returned {type(aggregate.lanes).__name__}, no lanes"
+        )
+    problem = misfit(aggregate.lanes, strategy.lanes, params.layout)
+    if problem is not None:
+        raise RoundError(f"the aggregation {rule} returned lanes that do not fit: {problem}")
+    try:
+        with read_only((params.vector, *state.values()), who=f"{who}.step"):
+            stepped = strategy.step(params, aggregate, state)
+    except ValueError as error:
+        raise RoundError(str(error)) from error
+    if not isinstance(stepped, Stepped):
+        raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
+    _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
+    _require_state(stepped.state, who=f"{who}.step")
+    return replace(stepped, metrics=_numbers(stepped.metrics, who=who))
+
+
+def _require_state(state: Mapping[str, object], *, who: str) -> None:
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise RoundError(
+                f"{who} returned the state {name!r} as {type(value).__name__}; it is a tensor, "
+                "since it goes into checkpoints"
+            )
+
+
+def _require_model(
+    vector: Tensor, params: Params, aggregate: Aggregate, *, who: str, rule: str
+) -> None:
+    before = params.vector
+    if vector.shape != before.shape or vector.dtype != before.dtype:
+        raise RoundError(
+            f"{who}.step returned a model of shape {tuple(vector.shape)}, {vector.dtype}; it is "
+            f"{tuple(before.shape)}, {before.dtype}, as the one before"
+        )
+    # A sum is finite only if all its terms are, and read faster.
+    if not (torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
+        sound = all(torch.isfinite(lane).all() for lane in aggregate.lanes.values())
+        cause = f"{who}.step" if sound else f"the aggregation {rule}"
+        raise RoundError(
+            f"{cause} gave values that are not finite; the clients' updates were. Lower the "
+            "learning rates, the server's too, or mend what it computes"
+        )
+
+
+def _numbers(
+    metrics: Mapping[str, Any],  # Any: not looked at yet
+    *,
+    who: str,
+) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RoundError(
+                f"{who}.step returned the metric {name!r} as {type(value).__name__}; a metric is "
+                "one number"
+            ) from error
+    return found

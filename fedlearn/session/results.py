@@ -1,0 +1,182 @@
+"""What a trainer returned, as it leaves its client: what would be refused does not."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import DELTA, Updates
+from fedlearn.algorithms.settings import require_honoured, transforms_from
+from fedlearn.core.collecting import is_sound, unsound
+from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
+from fedlearn.errors import Diverged, UnusableResult
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
+
+
+def trained(
+    trainer: LocalTrainer, request: TrainRequest, *, context: TrainContext
+) -> tuple[TrainReply, dict[str, Tensor]]:
+    """Have a trainer answer a request; return the reply, and what the client keeps.
+
+    Floating-point values of another precision and numpy's are converted, and the request's
+    transforms are applied.
+
+    Raises:
+        SettingsRefused: The trainer would ignore how it is asked to train.
+        UnusableResult: The coordinator would refuse the result, or it is not what it seems to be.
+        Diverged: It has values that are not finite.
+    """
+    require_honoured(request.settings, trainer.honours, who=type(trainer).__name__)
+    sent = _marks(request.tensors)
+    result = trainer.train(request.tensors, context=context)
+    if not isinstance(result, LocalResult):
+        raise UnusableResult(f"the trainer returned {type(result).__name__}, no LocalResult")
+    _require_unchanged(request.tensors, sent)
+    lanes = {DELTA.name: _delta(result.tensors, request)}
+    for name, values in result.lanes.items():
+        if name == DELTA.name:
+            raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
+        vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name].dtype)
+        lanes[name] = vector.reshape(-1)
+    lanes = _transformed(lanes, request, context.client_id)
+    for name, vector in lanes.items():
+        if not is_sound(vector):
+            raise Diverged(unsound(name))
+    reply = TrainReply(
+        round_num=request.round_num,
+        lanes=lanes,
+        num_examples=_count(result.num_examples),
+        metrics=_metrics(result.metrics),
+    )
+    kept = {name: _tensor(value, what=f"state {name!r}") for name, value in result.state.items()}
+    return reply, kept
+
+
+def evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
+    """Return an evaluation's result as the reply.
+
+    Raises:
+        UnusableResult: It is none, there are no examples, or a metric is no number.
+    """
+    if not isinstance(result, LocalEvaluation):
+        raise UnusableResult(f"the trainer returned {type(result).__name__}, no LocalEvaluation")
+    return EvaluateReply(
+        round_num=round_num,
+        num_examples=_count(result.num_examples),
+        metrics=_metrics(result.metrics),
+    )
+
+
+class _Mark(NamedTuple):
+    """What shows whether a tensor was changed.
+
+    torch counts what its operations write in place, once for all views of one tensor. Writes
+    past that count, by numpy or through ``.data``, show in the sum of the words alone: not where
+    the new words add up to the old ones, as those of a permutation do.
+    """
+
+    total: int
+    version: int
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, _Mark]:
+    return {name: _Mark(_total(each), each._version) for name, each in tensors.items()}  # noqa: SLF001 - as autograd checks
+
+
+def _total(value: Tensor) -> int:
+    octets = value.detach().contiguous().view(-1).view(torch.uint8)
+    words = octets.view(torch.int32) if octets.numel() % 4 == 0 else octets
+    return int(words.sum(dtype=torch.int64))
+
+
+def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark]) -> None:
+    marks = _marks(tensors)
+    # Views of one tensor share a version, so another sum says better which one it was.
+    other_totals = [name for name, mark in marks.items() if mark.total != sent[name].total]
+    changed = other_totals or [name for name, mark in marks.items() if mark != sent[name]]
+    if changed:
+        raise UnusableResult(
+            f"the trainer changed the tensor {changed[0]!r} that it was given; train on a copy, "
+            "such as model.load_state_dict(tensors), without assign=True"
+        )
+
+
+def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
+    """Return local minus global as one vector, of the model's widest precision."""
+    order = request.order
+    missing = [name for name in order if name not in tensors]
+    if missing:
+        raise UnusableResult(
+            f"the trainer returned no tensor {missing[0]!r} ({len(missing)} are missing); return "
+            "every parameter and every floating-point buffer of the model"
+        )
+    unknown = [name for name in tensors if name not in request.tensors]
+    if unknown:
+        raise UnusableResult(f"the trainer returned {unknown[0]!r}, which the model does not have")
+    is_double = any(request.tensors[name].dtype == torch.float64 for name in order)
+    sizes = [request.tensors[name].numel() for name in order]
+    vector = torch.empty(sum(sizes), dtype=torch.float64 if is_double else torch.float32)
+    for name, part in zip(order, vector.split(sizes), strict=True):
+        value, start = _tensor(tensors[name], what=repr(name)), request.tensors[name]
+        if value.shape != start.shape:
+            raise UnusableResult(
+                f"the trainer returned {name!r} of shape {tuple(value.shape)}, but the model's is "
+                f"{tuple(start.shape)}"
+            )
+        if not value.is_floating_point():
+            raise UnusableResult(f"the trainer returned {name!r} as {value.dtype}; it is a float")
+        # In the wider of both precisions: rounding the global model would be an update.
+        part.view(start.shape).copy_(torch.sub(value, start.to(value.device)))
+    return vector
+
+
+def _tensor(value: object, *, what: str) -> Tensor:
+    if isinstance(value, np.ndarray | np.generic):
+        try:
+            # A copy, since torch takes neither reversed arrays nor those that may only be read.
+            value = torch.from_numpy(np.array(value, order="C"))
+        except (TypeError, ValueError) as error:
+            raise UnusableResult(f"the trainer returned {what} as no numbers: {error}") from error
+    if not isinstance(value, Tensor):
+        raise UnusableResult(f"the trainer returned {what} as {type(value).__name__}, no tensor")
+    return value.detach()
+
+
+def _transformed(
+    lanes: Mapping[str, Tensor], request: TrainRequest, client_id: ClientId
+) -> dict[str, Tensor]:
+    transforms = transforms_from(request.settings)
+    if not transforms:
+        return dict(lanes)
+    rows = {name: vector[None] for name, vector in lanes.items()}
+    updates = Updates([client_id], torch.ones(1), rows)
+    for transform in transforms:
+        updates = transform(updates)
+    return {name: values[0] for name, values in updates.lanes.items()}
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1:
+        return int(value)
+    raise UnusableResult(f"num_examples is {value!r}; it is a whole number, at least 1")
+
+
+def _metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        number = value
+        if (isinstance(value, Tensor) and value.numel() == 1) or (
+            isinstance(value, np.ndarray) and value.size == 1
+        ):
+            number = value.item()
+        if not isinstance(number, float | int | np.floating | np.integer | np.bool_):
+            raise UnusableResult(
+                f"the metric {name!r} is {type(value).__name__}; a metric is a number under a name"
+            )
+        found[name] = float(number)
+        if math.isinf(found[name]):
+            raise UnusableResult(f"the metric {name!r} is infinite; a metric is a finite number")
+    return found

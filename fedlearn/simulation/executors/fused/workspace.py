@@ -1,0 +1,151 @@
+"""The memory that is kept from one block to the next, and the steps that run in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import Affine
+from fedlearn.simulation.executors.fused.chain import ACTIVATIONS, WINDOWED, Chain, Layer, Shape
+from fedlearn.simulation.executors.fused.layers import (
+    CrossEntropyHead,
+    GatherImages,
+    GatherMatrices,
+    Operator,
+    Place,
+    Scratch,
+    Stack,
+    operator_of,
+)
+
+#: Programs (heights of a block times batch sizes) that are kept; each is a few views.
+_MAX_PROGRAMS = 256
+
+
+class Workspace:
+    """All that is kept from one call to the next, for blocks up to a size.
+
+    Args:
+        chain: The model.
+        example_shape: Of one example.
+        num_clients: Of the largest block.
+        batch_size: Of the largest batch.
+        like: A tensor of the parameters' dtype, where they lie.
+
+    Attributes:
+        device: Where it lies.
+        stack: The clients' parameters.
+    """
+
+    def __init__(
+        self, chain: Chain, example_shape: Shape, *, num_clients: int, batch_size: int, like: Tensor
+    ) -> None:
+        self.example_shape, self.device = example_shape, like.device
+        self.num_clients, self.batch_size = num_clients, batch_size
+        self.stack = Stack(chain, num_clients=num_clients, like=like)
+        self._chain, self._shapes = _arranged(chain, example_shape)
+        self._scratch = Scratch(num_examples=num_clients * batch_size, like=like)
+        self._programs: dict[tuple[int, int, bool], Program] = {}
+
+    def program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
+        """Return the step for so many clients and examples."""
+        key = (num_clients, batch_size, in_place)
+        if key not in self._programs:
+            if len(self._programs) >= _MAX_PROGRAMS:
+                self._programs.clear()
+            self._programs[key] = self._new_program(num_clients, batch_size, in_place=in_place)
+        return self._programs[key]
+
+    def _new_program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
+        layers, shapes = self._chain.layers, self._shapes
+        places = [
+            Place(
+                name=f"layer {index}",
+                num_clients=num_clients,
+                batch_size=batch_size,
+                scratch=self._scratch,
+                stack=self.stack,
+                in_place=in_place,
+            )
+            for index in range(len(shapes))
+        ]
+        is_activation = [False, *(isinstance(layer.module, ACTIVATIONS) for layer in layers)]
+        gather = GatherImages if len(shapes[0]) > 1 else GatherMatrices
+        return Program(
+            gather=gather(shapes[0], place=places[0]),
+            operators=[
+                operator_of(
+                    layer,
+                    shapes[index],
+                    shapes[index + 1],
+                    place=places[index],
+                    keeps_input=is_activation[index],
+                )
+                for index, layer in enumerate(layers)
+            ],
+            num_fixed=next(index for index, layer in enumerate(layers) if layer.specs),
+            head=CrossEntropyHead(shapes[-1][0], place=places[-1]),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Program:
+    """One step of k clients with b examples each.
+
+    Attributes:
+        gather: Fetches the examples.
+        operators: The layers.
+        num_fixed: Layers below the first one with parameters; no gradient goes there.
+        head: The loss.
+    """
+
+    gather: GatherMatrices | GatherImages
+    operators: Sequence[Operator]
+    num_fixed: int
+    head: CrossEntropyHead
+
+    def run(
+        self,
+        features_NF: Tensor,
+        *,
+        rows_KB: Tensor,
+        labels_KB: Tensor,
+        weights_KB: Tensor,
+        likelihoods_KB: Tensor,
+        rule: Affine,
+    ) -> None:
+        """Run forward, then backward while applying gradients by ``rule``."""
+        values = [self.gather(features_NF, rows_KB)]
+        for operator in self.operators:
+            values.append(operator.forward(values[-1]))
+        d = self.head.gradient(
+            values[-1], labels_KB=labels_KB, weights_KB=weights_KB, likelihoods_KB=likelihoods_KB
+        )
+        for index in range(len(self.operators) - 1, self.num_fixed, -1):
+            operator, x = self.operators[index], values[index]
+            below = operator.input_gradient(x, values[index + 1], d)
+            operator.update(x, d, rule)
+            d = below
+        self.operators[self.num_fixed].update(values[self.num_fixed], d, rule)
+
+
+def _arranged(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ...]]:
+    """Return a chain of the same function to compute, and the shapes around its layers.
+
+    Without windows every example is flat from the start. A maximum goes before a ReLU: they
+    commute, gradients included, and the ReLU then has less to do.
+    """
+    is_flat = not any(isinstance(layer.module, WINDOWED) for layer in chain.layers)
+    start = (torch.Size(example_shape).numel(),) if is_flat else example_shape
+    layers = list[Layer]()
+    for layer, before in zip(chain.layers, chain.shapes(example_shape), strict=False):
+        if isinstance(layer.module, nn.Flatten) and (is_flat or len(before) == 1):
+            continue
+        follows_relu = bool(layers) and isinstance(layers[-1].module, nn.ReLU)
+        if isinstance(layer.module, nn.MaxPool2d) and follows_relu:
+            layers.insert(-1, layer)
+        else:
+            layers.append(layer)
+    arranged = replace(chain, layers=tuple(layers))
+    return arranged, arranged.shapes(start)

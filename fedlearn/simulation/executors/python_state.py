@@ -1,0 +1,160 @@
+"""What a forward pass may remember in plain Python, as digests that can be compared.
+
+A trace and a vectorised computation see tensors. A counter, a list, a generator of random
+numbers or a global that the forward pass changes, they freeze as they found it. No number of
+calls shows that a counter will matter at the hundredth; that it counts, two calls do.
+"""
+
+import hashlib
+import io
+import pickle
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.training.keyed_dropout import shown
+
+#: What training is meant to change in a module, and where its layers are.
+_TENSORS = ("_parameters", "_buffers")
+_LAYERS = "_modules"
+#: Of one place, at the most.
+_MOST_OBJECTS = 1_000_000
+
+
+def digests(module: nn.Module, objective: object) -> Mapping[str, bytes]:
+    """Return a digest of each place where Python state can lie, by a name for the user to read.
+
+    The attributes of every layer, what the user's own classes and functions refer to (globals,
+    closures, attributes of classes), and the objective. Parameters and buffers are left out;
+    other tensors count by value. What cannot be pickled counts by identity.
+
+    Args:
+        module: The model.
+        objective: The loss.
+
+    Raises:
+        ValueError: It is too much to compare.
+    """
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    return {name: _digest(value, own) for name, value in _places(module, objective)}
+
+
+def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]]:
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if attribute not in (*_TENSORS, _LAYERS):
+                yield f"{attribute!r} of {shown(name, part)}", value
+    for layer in {type(part): part for part in module.modules()}.values():
+        kind = type(layer).__name__
+        yield f"something that the code of {kind} refers to", type(layer)
+    yield "its loss", objective
+
+
+def _digest(value: object, own: Collection[int]) -> bytes:
+    file = io.BytesIO()
+    _Describer(file, own).dump(value)
+    return hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What is written in the place of an object; ``state`` may lead back to the object."""
+
+    name: str
+
+
+class _Describer(pickle.Pickler):
+    """Writes objects down by value and the user's code by what it refers to."""
+
+    def __init__(self, file: io.BytesIO, own: Collection[int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._own, self._num_objects = own, 0
+
+    def persistent_id(self, value: object) -> object:
+        self._num_objects += 1
+        if self._num_objects > _MOST_OBJECTS:
+            raise ValueError(f"Python state of more than {_MOST_OBJECTS:,} objects is not compared")
+        match value:
+            case Tensor() if id(value) in self._own or value.layout is not torch.strided:
+                return "tensor", id(value)
+            case Tensor():
+                flat = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+                return "tensor", value.shape, hashlib.blake2b(flat.numpy().data).digest()
+            case torch.Generator():
+                return "generator", value.get_state().numpy().tobytes()
+            case ModuleType() | CodeType():
+                return "code", id(value)
+            case type() | FunctionType() if not _is_users(value):
+                return "code", id(value)
+            case BuiltinFunctionType() if isinstance(value.__self__, ModuleType | None):
+                return "code", id(value)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        name = f"{type(value).__name__} {id(value)}"
+        match value:
+            case nn.Module():
+                state = {own: each for own, each in vars(value).items() if own not in _TENSORS}
+                return _Described, (name,), state
+            case type():
+                return _Described, (name,), (value.__bases__, _own_code(value))
+            case FunctionType():
+                return _Described, (name,), _referred_to(value)
+            case staticmethod() | classmethod():
+                return _Described, (name,), (value.__func__,)
+            case property():
+                return _Described, (name,), (value.fget,)
+        try:
+            reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except Exception:  # noqa: BLE001 - the user's code, or what has no value to write
+            return _Described, (name,)
+        return (_Described, (name,)) if isinstance(reduced, str) else reduced
+
+
+def _is_users(code: type | FunctionType) -> bool:
+    """Whether a class or function is the user's own: neither Python's, nor installed, nor ours."""
+    package = (code.__module__ or "").partition(".")[0]
+    return package not in {*sys.stdlib_module_names, "fedlearn"} and not _is_installed(package)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Whether a package lies where an installer put it."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:  # a notebook
+        return False
+    path = Path(file)
+    folder = path.parents[1] if path.stem == "__init__" else path.parent
+    return any(folder.glob("*.dist-info"))
+
+
+def _own_code(kind: type) -> dict[str, object]:
+    """Return the attributes of a class, without those that Python itself keeps there."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") or isinstance(value, FunctionType)
+    }
+
+
+def _referred_to(function: FunctionType) -> list[object]:
+    """Return what a function refers to: cells, defaults, globals and attributes of modules."""
+    names = sorted(_names(function.__code__))
+    named = [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in [value for value in named if isinstance(value, ModuleType)]:
+        named += [vars(module)[name] for name in names if name in vars(module)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [vars(function), function.__defaults__, function.__kwdefaults__, *cells, *named]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in ``code`` and the functions within."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)

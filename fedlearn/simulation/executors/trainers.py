@@ -1,0 +1,86 @@
+"""Clients that train by a trainer of the user's own, one after another."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.features import taken
+from fedlearn.core.messages import ClientId, TrainRequest
+from fedlearn.errors import Diverged
+from fedlearn.session.results import trained
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.training.trainer import LocalTrainer, TrainContext
+
+#: Makes the trainer of one client, of its features [n, ...] and labels [n, ...].
+MakeTrainer = Callable[[Any, Tensor], LocalTrainer]  # Any: one tensor or several, as the data are
+
+
+class TrainerExecutor:
+    """Trains blocks of one client as a session of it would.
+
+    Args:
+        make_trainer: The user's.
+    """
+
+    def __init__(self, make_trainer: MakeTrainer) -> None:
+        self._make_trainer = make_trainer
+
+    def train(self, work: Work) -> Trained:
+        """Return the client's delta and loss.
+
+        Raises:
+            SettingsRefused: The trainer would ignore how it is asked to train.
+            UnusableResult: It returned what a coordinator would refuse.
+            ValueError: There are several clients.
+        """
+        (client_id,) = work.client_ids.tolist()
+        index = torch.from_numpy(work.rows_K[0]).to(work.labels.device)
+        trainer = self._make_trainer(
+            taken(work.features, index), work.labels.index_select(0, index)
+        )
+        request, like = _request(work), work.params.vector
+        context = TrainContext(
+            client_id=ClientId(client_id),
+            round_num=request.round_num,
+            settings=request.settings,
+            seed=work.seed,
+            state={name: rows[0] for name, rows in work.kept.items()},
+            told=request.told,
+        )
+        try:
+            reply, kept = trained(trainer, request, context=context)
+        except Diverged:
+            return Trained(
+                deltas_KP=torch.full_like(like, math.nan)[None],
+                lanes={},
+                losses_K=np.asarray([math.nan]),
+                num_examples_K=work.num_examples(),
+                kept={},
+            )
+        lanes = {name: vector.to(like) for name, vector in reply.lanes.items()}
+        return Trained(
+            deltas_KP=lanes.pop(DELTA.name)[None],
+            lanes={name: vector[None] for name, vector in lanes.items()},
+            losses_K=np.asarray([float(reply.metrics.get("loss", math.nan))]),
+            num_examples_K=np.asarray([reply.num_examples]),
+            kept={name: value[None] for name, value in kept.items()},
+            metrics_K=[reply.metrics],
+        )
+
+
+def _request(work: Work) -> TrainRequest:
+    return TrainRequest(
+        round_num=work.round_num,
+        attempt=0,
+        tensors=work.params.named(),
+        order=tuple(spec.name for spec in work.params.layout.specs),
+        settings=settings_of(work.local),
+        seed=work.seed.value,
+        told=work.told,
+    )

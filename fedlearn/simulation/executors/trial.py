@@ -1,0 +1,169 @@
+"""A trial before training: what the sequential executor makes of a few examples.
+
+A faster executor trades the module's own forward pass for a trace of it, or for one that runs
+on many clients at once. That is right only for a forward pass that is a function of tensors:
+so the same clients are trained several times, on two modules, and what comes out, Python's
+state and the generators of random numbers must not change from one time to the next. Then the
+faster executor trains them as well.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedlearn.algorithms.local import LocalWork
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.core.params import Params, TensorSpec
+from fedlearn.core.randomness import Seed, global_generators_kept
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.python_state import digests
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.executors.stacked_gradient import BlockGradient, first_line, spread
+from fedlearn.simulation.population import ClientRows
+from fedlearn.simulation.schedule import schedule
+from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.resident import Precision, ResidentModel
+
+#: How often one module trains the same clients.
+_TIMES = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """Two clients with batches of three and two examples, and what two steps make of them.
+
+    Attributes:
+        work: The clients.
+        reference: As the sequential executor trains them.
+        precision: Of the forward and backward pass.
+    """
+
+    work: Work
+    reference: Trained
+    precision: Precision
+
+    def objection(self, make_executor: Callable[[], Executor]) -> str | None:
+        """Return why an executor must not train this model, to print, or ``None`` if it may."""
+        try:
+            trained = make_executor().train(self.work)
+        except EngineError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - the user's code meets what it was not written for
+            return said(error)
+        difference = self.difference(trained)
+        return f"stacked clients train {difference}" if difference else None
+
+    def difference(self, found: Trained) -> str | None:
+        """Return which tensor differs by more than rounding explains, and by how much."""
+        params, expected = self.work.params, self.reference
+        share = 1e-3 if self.precision is Precision.FLOAT32 else 1e-1
+        rounding = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
+        largest = expected.deltas_KP.abs().max()
+        ours, theirs = (params.layout.views(t.deltas_KP) for t in (found, expected))
+        for name, value in theirs.items():
+            error = (ours[name] - value).abs().max() if value.numel() else largest * 0
+            tolerance = share * value.abs().max() + share / 100 * largest + rounding
+            if not error <= tolerance:
+                return f"{name!r} differently, by {float(error):.1e}"
+        return None
+
+
+def trial_of(
+    make_model: Callable[[], nn.Module], objective: Objective, work: Work, *, precision: Precision
+) -> Trial | str:
+    """Return the trial of a model, or why the model must train one client at a time.
+
+    Args:
+        make_model: Builds the module.
+        objective: The loss.
+        work: What is to be done; some of its examples are taken, whichever clients they are of.
+        precision: Of the forward and backward pass.
+
+    Raises:
+        EngineError: ``make_model`` builds a model of other tensors each time.
+        Exception: What the user's code raises.
+    """
+    params, device = work.params, work.params.vector.device
+    for spec in params.layout.others:
+        return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains as such"
+    sample = _sample_of(work)
+    with global_generators_kept() as have_moved, untouched(torch.default_generator):
+        first, second = (
+            ResidentModel(make_model, objective, device=device, precision=precision)
+            for _ in range(2)
+        )
+        for model in (first, second):
+            _require_layout(model, params)
+        gradient = BlockGradient(make_model, objective, device=device, precision=precision)
+        if gradient.draws_random_numbers(work.features, work.labels):
+            return "it draws random numbers in its forward pass"
+        runs, states = list[Trained](), list[Mapping[str, bytes]]()
+        for model in (*(first,) * _TIMES, second):
+            runs.append(_train(model, sample))
+            if have_moved():
+                return "it draws random numbers of Python or numpy in its forward pass"
+            states.append(digests(model.module, objective))
+    trial = Trial(work=sample, reference=runs[0], precision=precision)
+    # Not the first: what is computed once and kept is as good as a constant.
+    before, after = states[_TIMES - 2 : _TIMES]
+    changed = [name for name in before if before[name] != after.get(name)]
+    if changed:
+        return f"its forward pass changes {changed[0]} from call to call"
+    for again in runs[1:_TIMES]:
+        if difference := trial.difference(again):
+            return f"a second training of the same clients trains {difference}"
+    if difference := trial.difference(runs[-1]):
+        return f"a second model of make_model() trains {difference}"
+    return trial
+
+
+def said(error: Exception) -> str:
+    """Return the type and first line of an error."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _require_layout(model: ResidentModel, params: Params) -> None:
+    if model.layout != params.layout:
+        theirs, mine = params.layout.by_name, model.layout.by_name
+        name = next(n for n in (*theirs, *mine) if theirs.get(n) != mine.get(n))
+        raise EngineError(
+            f"make_model() builds another model from call to call: {name!r} is "
+            f"{_shown(theirs.get(name))}, then {_shown(mine.get(name))}; let it depend on nothing "
+            "that changes"
+        )
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return "missing" if spec is None else f"{spec.dtype} {list(spec.shape)} at {spec.offset}"
+
+
+def _train(model: ResidentModel, work: Work) -> Trained:
+    trained = SequentialExecutor(model).train(work)
+    return replace(trained, deltas_KP=trained.deltas_KP.clone())
+
+
+def _sample_of(work: Work) -> Work:
+    """Return the work of two clients with a batch each, in two epochs."""
+    rows, client_ids = spread(len(work.labels), 5, like=work.labels).cpu().numpy(), np.arange(2)
+    batches = schedule(
+        LocalWork(epochs=2, batch_size=None, shuffle=False),
+        ClientRows(work.features, work.labels, rows, np.array([0, 3, 5])),
+        client_ids,
+        round_num=0,
+        seed=Seed(0),
+        dtype=work.params.layout.dtype,
+        device=work.labels.device,
+    )
+    return replace(
+        work,
+        client_ids=client_ids,
+        rows_K=np.split(rows, [3]),
+        schedule=batches,
+        round_num=0,
+        seed=Seed(0),
+        kept={},
+    )

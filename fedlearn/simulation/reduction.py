@@ -1,0 +1,139 @@
+"""What blocks of updates come to, on one worker or many: summed as they come, or kept and combined.
+
+A wave is a set of clients that are trained before the round is looked at again. They have places,
+in order of arrival, and each worker folds in its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merged
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
+from fedlearn.core.collecting import is_sound
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.simulation.cluster import Cluster
+
+
+class Summed:
+    """Adds blocks up. Memory: one contribution."""
+
+    def __init__(
+        self,
+        aggregation: SumAggregation[Any],  # Any: its state is its own business
+        lanes: Sequence[LaneSpec],
+        params: Params,
+    ) -> None:
+        self._aggregation, self._lanes, self._params = aggregation, lanes, params
+        self._total = self._wave = self._empty()
+
+    def begin(self, client_ids: NDArray[np.int64]) -> None:  # noqa: ARG002 - a sum needs no room
+        """Begin a wave of these clients: shape [n], in order of arrival."""
+        self._wave = self._empty()
+
+    def fold(
+        self,
+        updates: Updates,
+        places: NDArray[np.int64],  # noqa: ARG002 - a sum has no places
+    ) -> NDArray[np.bool_]:
+        """Add a block by itself, then to the wave; return which of its rows are in it: [B].
+
+        A sum is finite only if all its terms are, so the usual block is read once; only if it is
+        not, or absurdly large, are the rows looked at one by one. (Absurd values that cancel within
+        a block pass: simulated clients diverge, they do not conspire.)
+        """
+        block = self._aggregation.accumulate(self._empty(), updates)
+        sound = np.ones(len(updates.client_ids), np.bool_)
+        if not all(is_sound(tensor) for tensor in block.tensors()):
+            sound = sound_rows(updates)
+            some = only(updates, np.flatnonzero(sound))
+            block = self._aggregation.accumulate(self._empty(), some)
+        self._wave = merged(self._wave, block)
+        return sound
+
+    def share(self, cluster: Cluster, *, more: Tensor) -> None:
+        """Add up the wave, and ``more``, over the workers."""
+        cluster.all_reduce([*self._wave.tensors(), more])
+        self._total = merged(self._total, self._wave)
+
+    def close(self) -> Aggregate:
+        """Return the aggregate of all waves, of at least one client."""
+        aggregate: Aggregate = self._aggregation.finalize(self._total)
+        return aggregate
+
+    def _empty(self) -> Any:  # Any: as above
+        device = self._params.vector.device
+        return self._aggregation.init(self._lanes, self._params.layout, device=device)
+
+
+class Gathered:
+    """Keeps every update, in order of arrival whoever trained it. Memory: all contributions."""
+
+    def __init__(
+        self, aggregation: FullAggregation, lanes: Sequence[LaneSpec], params: Params
+    ) -> None:
+        self._aggregation, self._params = aggregation, params
+        self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
+        self._waves = list[Updates]()
+
+    def begin(self, client_ids: NDArray[np.int64]) -> None:
+        """Have room for a wave of these clients: shape [n], in order of arrival."""
+        count, like = len(client_ids), self._params.vector
+        self._client_ids, self._weights = client_ids, like.new_zeros(count)
+        self._rows = {name: like.new_zeros(count, size) for name, size in self._sizes.items()}
+
+    def fold(self, updates: Updates, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Copy the sound rows of a block to their places [B]; return which they are: [B]."""
+        sound = sound_rows(updates)
+        some, index = only(updates, np.flatnonzero(sound)), torch.from_numpy(places[sound])
+        self._weights[index] = some.weights_B
+        for name, rows in some.lanes.items():
+            self._rows[name][index] = matrix(rows)
+        return sound
+
+    def share(self, cluster: Cluster, *, more: Tensor) -> None:
+        """Fill in what the other workers have; ``more`` is added up."""
+        cluster.all_reduce([*self._rows.values(), self._weights, more])
+        is_there = (self._weights > 0).cpu().numpy()
+        client_ids = [ClientId(each) for each in self._client_ids.tolist()]
+        wave = Updates(client_ids, self._weights, self._rows)
+        self._waves.append(only(wave, np.flatnonzero(is_there)))
+
+    def close(self) -> Aggregate:
+        """Return what the aggregation makes of all."""
+        waves = self._waves
+        client_ids = [client_id for wave in waves for client_id in wave.client_ids]
+        weights_B = torch.cat([wave.weights_B for wave in waves])
+        lanes = {
+            name: torch.cat([matrix(wave.lanes[name]) for wave in waves]) for name in self._sizes
+        }
+        combined = self._aggregation.combine(Updates(client_ids, weights_B, lanes))
+        return Aggregate(lanes=combined, num_clients=len(client_ids))
+
+
+Reduction: TypeAlias = Summed | Gathered
+"""The updates of one round on their way into an aggregate; a block's memory is used again."""
+
+
+def sound_rows(updates: Updates) -> NDArray[np.bool_]:
+    """Return which rows may reach arithmetic in all their lanes: shape [B]."""
+    sound = np.ones(len(updates.client_ids), np.bool_)
+    for rows in updates.lanes.values():
+        sound &= np.asarray([is_sound(row) for row in rows])
+    return sound
+
+
+def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
+    """Return some rows of ``updates``, all of them without a copy."""
+    if len(rows) == len(updates.client_ids):
+        return updates
+    index = torch.from_numpy(rows)
+    lanes: Mapping[str, Tensor] = {name: matrix(r)[index] for name, r in updates.lanes.items()}
+    client_ids = [updates.client_ids[row] for row in rows.tolist()]
+    return replace(updates, client_ids=client_ids, weights_B=updates.weights_B[index], lanes=lanes)

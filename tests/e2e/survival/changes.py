@@ -1,0 +1,96 @@
+"""Ways of a process to differ from the product: to note what happens, or to do it worse."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.door import spool
+from fedlearn.door.channel import DoorChannel, DoorExchange
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.server import Advertising
+from fedlearn.store.runs import StoredRun
+from tests.e2e.survival.ballots import STAGE
+from tests.processes import Change, Function
+
+# What a function takes and returns is its own matter here: Any.
+
+
+def forget_replies(_: Function) -> Function:
+    """Lose at a start what was acknowledged before."""
+    return lambda _, **__: None
+
+
+def count_twice(following: Function) -> Function:
+    """Count every reply that was logged before a start once more."""
+    again: list[Any] = []
+
+    def twice(self: Any, *, until_s: float) -> Any:
+        if again:
+            return again.pop()
+        is_logged_before = bool(self._found)
+        arrival = following(self, until_s=until_s)
+        if is_logged_before:
+            again.append(arrival)
+        return arrival
+
+    return twice
+
+
+def share_log(_: Function) -> Function:
+    """Go on in the very file of the coordinator that was taken over."""
+    return lambda log, *, num_bytes: os.truncate(log, num_bytes)
+
+
+def dawdle(remaining_s: Function) -> Function:
+    """Close rounds three seconds after their deadline."""
+    return lambda *arguments, **named: remaining_s(*arguments, **named) + 3.0
+
+
+def linger(load: Function) -> Function:
+    """Open the door two seconds before the round."""
+
+    def late(self: Any) -> Any:
+        SystemClock().sleep(2.0)
+        return load(self)
+
+    return late
+
+
+def note_adverts(receive: Function) -> Function:
+    """Write down which keys the coordinator of secure aggregation has taken, and when."""
+
+    def noting(self: Any, client_id: int, advert: Any) -> None:
+        receive(self, client_id, advert)
+        fresh = (each.hex() for each in (advert.packet_key, advert.mask_key, advert.nonce))
+        note("adverts", self.terms.round_num, self.terms.attempt, client_id, *fresh)
+
+    return noting
+
+
+def note_releases(release: Function) -> Function:
+    """Write down for which survivors a client has released shares, and when."""
+
+    def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
+        released = release(self, message, state, step)
+        terms = step.session.terms
+        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *step.survivors)
+        return released
+
+    return noting
+
+
+def note(name: str, *values: object) -> None:
+    """Add a line to a file on the stage."""
+    with (Path(os.environ[STAGE]) / name).open("a") as stream:
+        stream.write(" ".join(map(str, values)) + "\n")
+
+
+# ruff: noqa: SLF001 (what is changed is within)
+FORGET_REPLIES = Change(spool._recovered, forget_replies)
+COUNT_TWICE = Change(DoorExchange.next, count_twice)
+SHARE_LOG = Change(spool._make_own, share_log)
+DAWDLE = Change(DoorChannel._remaining_s, dawdle)
+LINGER = Change(StoredRun.load, linger)
+NOTE_ADVERTS = Change(Advertising.receive, note_adverts)
+NOTE_RELEASES = Change(SecureClient.release, note_releases)

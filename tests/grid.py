@@ -1,0 +1,79 @@
+"""A Flower grid in this process: Flower's messages and ClientApps, without a SuperLink."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Context, Message, RecordDict, UserConfig
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedlearn.core.clock import VirtualClock
+
+#: Flower's number of the run.
+RUN = 7
+
+
+@dataclass
+class LocalGrid:
+    """Nodes whose app answers at once; this process is that of the ServerApp.
+
+    Whoever wants them slow, dead or lying overrides :meth:`answered`.
+
+    Attributes:
+        clock: By which replies are there.
+        app: What answers.
+        nodes: Partition by node id.
+        node_config: Of every node, beside its partition.
+        run_config: Of the run.
+        contexts: What Flower keeps of each node.
+        pushed: Every message to a node that there is.
+        replies: Those that were not fetched, by message id, and when they are there.
+    """
+
+    clock: VirtualClock
+    app: ClientApp
+    nodes: dict[int, int]
+    node_config: UserConfig = field(default_factory=dict)
+    run_config: UserConfig = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    pushed: list[Message] = field(default_factory=list)
+    replies: dict[str, tuple[float, Message]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Sequence[str]:
+        return [self._push(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        now_s = self.clock.now_s()
+        ready = [each for each in message_ids if self.replies[each][0] <= now_s]
+        return [self.replies.pop(each)[1] for each in ready]
+
+    def context(self, node_id: int) -> Context:
+        """Return what Flower hands to the app with a message to a node."""
+        config = self.config_of(self.nodes[node_id])
+        fresh = Context(RUN, node_id, config, RecordDict(), self.run_config)
+        return self.contexts.setdefault(node_id, fresh)
+
+    def config_of(self, client: int) -> UserConfig:
+        """Return the configuration of a client's node."""
+        return {"partition-id": client, **self.node_config}
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        """Return after how many seconds a client answers, and what."""
+        return 0.0, self.app(message, self.context(message.metadata.dst_node_id))
+
+    def _push(self, message: Message) -> str:
+        node_id = message.metadata.dst_node_id
+        if node_id not in self.nodes:
+            return ""
+        self.pushed.append(message)
+        message_id = f"message-{len(self.pushed)}"
+        message.metadata.__dict__["_message_id"] = message_id
+        latency_s, reply = self.answered(self.nodes[node_id], message)
+        self.replies[message_id] = (self.clock.now_s() + latency_s, reply)
+        return message_id

@@ -1,0 +1,153 @@
+"""Starts processes of fedlearn, each a fork of this one: the imports are paid once.
+
+It reads one request a line, JSON, and answers with the process's number. A process may be
+told to kill itself before or after the n-th call of a function, or to have a function replaced;
+the product itself knows nothing of either. Functions are named by ``module:qualified name``.
+:mod:`tests.processes` is the other side.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import reduce, wraps
+from pathlib import Path
+from typing import Any
+
+from fedlearn.cli.app import main
+from fedlearn.transport.grpc_environment import prepare_for_grpc
+
+_PR_SET_PDEATHSIG = 1
+
+#: What the commands import when they run, which takes seconds.
+_HEAVY = (
+    "fedlearn.cli.overview",
+    "fedlearn.cli.surroundings",
+    "fedlearn.cli.tables",
+    "fedlearn.deployment.coordinator",
+    "fedlearn.deployment.join",
+    "psycopg",
+    "sklearn.datasets",
+)
+
+
+def serve() -> None:
+    """Answer requests until the input ends; children end with this process."""
+    prepare_for_grpc(os.environ, verbosity="ERROR")  # as the command does before it imports gRPC
+    for name in _HEAVY:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            run(request)
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+
+
+def run(request: dict[str, Any]) -> None:
+    """Become the process that is asked for; never returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    streams = (("/dev/null", os.O_RDONLY), *((request[each], None) for each in ("out", "err")))
+    for number, (path, flags) in enumerate(streams):
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(path, append if flags is None else flags, 0o600), number)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if "LD_PRELOAD" in os.environ:  # it takes effect in a program that is loaded
+        again = [sys.executable, "-m", "fedlearn", *request["arguments"]]
+        os.execv(sys.executable, again)  # noqa: S606 (ourselves)
+    for function, change in request["changes"]:
+        replace(function, named(change))
+    if request["crash"] is not None:
+        crash_at(**request["crash"])
+    sys.argv = ["fedlearn", *request["arguments"]]
+    code = main(request["arguments"])
+    Path(request["exit"]).write_text(str(code))
+    sys.exit(code)
+
+
+def crash_at(
+    function: str, when: str, nth: int, mark: str, by: int, *, armed_by: str | None
+) -> None:
+    """Have this process kill itself, or stand still, around the ``nth`` call of ``function``.
+
+    Args:
+        function: Which.
+        when: ``before`` or ``after`` the call.
+        nth: Counted from 1.
+        mark: A file that tells that it happened.
+        by: The signal that it sends itself; stopped by it, it goes on where it was.
+        armed_by: The function after whose first end calls count, so that what this process
+            recovered first is behind it; ``None``: from the start.
+    """
+    calls, armed = 0, armed_by in (None, function)
+
+    def die() -> None:
+        Path(mark).write_text(function)
+        os.kill(os.getpid(), by)
+        if by == signal.SIGKILL:
+            signal.pause()
+
+    def crashing(called: Any) -> Any:
+        @wraps(called)
+        def crash(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += armed
+            is_here = armed and calls == nth
+            if is_here and when == "before":
+                die()
+            result = called(*arguments, **named)
+            if is_here and when == "after":
+                die()
+            return result
+
+        return crash
+
+    def arming(called: Any) -> Any:
+        @wraps(called)
+        def arm(*arguments: Any, **named: Any) -> Any:
+            nonlocal armed
+            result = called(*arguments, **named)
+            armed = True
+            return result
+
+        return arm
+
+    replace(function, crashing)
+    if not armed:
+        assert armed_by is not None
+        replace(armed_by, arming)
+
+
+def named(name: str) -> Any:
+    """Return what is named; it is imported if need be."""
+    module, _, path = name.partition(":")
+    return reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def replace(name: str, change: Callable[[Any], Any]) -> None:
+    """Put ``change`` of a function in its place, and wherever else a module has imported it."""
+    module, _, path = name.partition(":")
+    holder, _, attribute = path.rpartition(".")
+    before = named(name)
+    after = change(before)
+    if holder:
+        setattr(named(f"{module}:{holder}"), attribute, after)
+        return
+    ours = [each for key, each in sys.modules.items() if key.partition(".")[0] == "fedlearn"]
+    for each in ours:
+        for found in [key for key, value in vars(each).items() if value is before]:
+            setattr(each, found, after)
+
+
+if __name__ == "__main__":
+    serve()

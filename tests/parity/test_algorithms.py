@@ -1,0 +1,193 @@
+"""Every algorithm gives the same model wherever it runs: engine, workers, memory, gRPC, Flower."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fedlearn
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.kept import to_tensors
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.recipes import FedAvg, FedMedian
+from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.cluster import Alone, Cluster, launch
+from fedlearn.simulation.engine import Engine
+from fedlearn.training.resident import Precision
+from tests.parity import test_flower as flower
+from tests.parity import test_grpc as grpc
+
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
+ADAM = LocalAdam(
+    epochs=2,
+    batch_size=4,
+    learning_rate=0.01,
+    beta_1=0.9,
+    beta_2=0.99,
+    epsilon=1e-3,  # no step is the sign of a gradient that is nothing but rounding
+    decoupled=False,
+    keep_moments=False,
+)
+KEEPING_ADAMW = replace(ADAM, decoupled=True, weight_decay=0.1, keep_moments=True)
+CLIPPED = ScheduledRate(
+    inner=ClippedGradients(inner=SGD, max_gradient_norm=0.5), rate_decay=0.5, warmup_steps=3
+)
+#: Nobody clips these updates, these gradients or keeps these moments.
+CONTROLS: Mapping[str, Strategy] = {
+    "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
+    "clipped and scheduled": FedAvg(SGD),
+    "scaffold": FedAvg(SGD, weight_by_examples=False),
+    "median": FedAvg(SGD, weight_by_examples=False),
+    "clipped updates": FedAvg(SGD),
+}
+ALGORITHMS: Mapping[str, Strategy] = {
+    "adam": FedAvg(ADAM),
+    "adamw, moments kept": FedAvg(KEEPING_ADAMW),
+    "clipped and scheduled": FedAvg(CLIPPED),
+    "scaffold": Scaffold(sgd=SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
+    "median": FedMedian(SGD),
+    "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(max_update_norm=0.05)]),
+}
+WORKERS = (1, 2, 4)
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def without_dropout() -> nn.Module:
+    """The same parameters, in a chain of layers that can be fused."""
+    return nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.ReLU(), nn.Linear(8, 3))
+
+
+def engine(
+    strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster, block_size: int = 100
+) -> Engine:
+    population, params = flower.population(), Params.of(without_dropout())
+    job = Job(
+        make_model=without_dropout,
+        objective=flower.OBJECTIVE,
+        metrics={},
+        local=strategy.local,
+        population=population,
+        told=strategy.tell(strategy.init(params)),
+        params=params,
+        precision=Precision.FLOAT32,
+        num_clients=len(flower.SIZES),
+        seed=Seed(5),
+    )
+    return Engine(
+        population=population,
+        behaviour=flower.Spread(),
+        executor=make_executor(job, kind),
+        policy=flower.POLICY,
+        cluster=cluster,
+        block_size=block_size,
+    )
+
+
+@every_algorithm
+def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -> None:
+    """One client after another; with dropout, and with what clients keep in Flower's context."""
+    strategy = ALGORITHMS[name]
+    expected, order = flower.run(strategy, flower.in_memory(strategy))
+    for other in (flower.by_the_engine, flower.over_flower):
+        found, found_order = flower.run(strategy, other(strategy))
+        assert found_order == order
+        assert torch.equal(found.vector, expected.vector), other.__name__
+
+
+@every_algorithm
+@pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
+def test_blocks_of_clients_give_the_same_model(name: str, kind: ExecutorKind) -> None:
+    """To 1e-6, whatever steps for them."""
+    strategy = ALGORITHMS[name]
+    one_by_one = engine(strategy, ExecutorKind.SEQUENTIAL, cluster=Alone(), block_size=1)
+    expected, _ = flower.run(strategy, one_by_one)
+    found, _ = flower.run(strategy, engine(strategy, kind, cluster=Alone()))
+    torch.testing.assert_close(found.vector, expected.vector, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_an_algorithm_does_can_be_seen(name: str) -> None:
+    """The control: without it the model is another one."""
+    found, _ = flower.run(ALGORITHMS[name], flower.in_memory(ALGORITHMS[name]))
+    other, _ = flower.run(CONTROLS[name], flower.in_memory(CONTROLS[name]))
+    assert float((found.vector - other.vector).abs().max()) > 1e-4
+
+
+@every_algorithm
+def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Real sessions: what is told, contributed and kept travels and stays.
+
+    Without over-selection: who is late over a network has trained, and keeps what it learned.
+    """
+    strategy, policy = ALGORITHMS[name], replace(grpc.POLICY, over_selection=1.0)
+    with grpc.over_grpc(tmp_path) as channel:
+        found, orders, _ = grpc.run(strategy, channel, policy=policy)
+    expected, replayed, _ = grpc.run(strategy, grpc.in_memory(orders), policy=policy)
+    assert replayed == orders
+    assert torch.equal(found.vector, expected.vector)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A run of every algorithm, as each worker executes it."""
+
+    def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
+        found = {}
+        for name, strategy in ALGORITHMS.items():
+            collector = engine(strategy, ExecutorKind.SEQUENTIAL, cluster=cluster)
+            state, _ = flower.ran(strategy, collector)
+            found[name] = state.params.vector
+            found |= {f"{name}: {kept}": value for kept, value in to_tensors(state.kept).items()}
+        return found
+
+
+@pytest.fixture(scope="module")
+def by_workers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Tensor]]:
+    """What each number of workers computed; in a process with a limit on its time."""
+    folder = tmp_path_factory.mktemp("workers")
+    subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
+        check=True,
+        timeout=600,
+    )
+    return {path.name: load_file(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("num_workers", ["2", "4"])
+def test_the_number_of_workers_changes_nothing_but_rounding(
+    by_workers: Mapping[str, Mapping[str, Tensor]], num_workers: str
+) -> None:
+    """To 1e-6: models, and what clients keep; the median needs the updates of all workers."""
+    one, many = by_workers["1"], by_workers[num_workers]
+    assert one.keys() == many.keys() > ALGORITHMS.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, rtol=0.0, atol=1e-6, msg=name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    from tests.parity.test_algorithms import Runs as Imported  # so that workers find it
+
+    for number in WORKERS:
+        results = launch(Imported(), num_workers=number, environment={})
+        save_file(results, Path(sys.argv[1]) / str(number))

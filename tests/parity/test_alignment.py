@@ -1,0 +1,143 @@
+"""Where a batch begins in memory: the same in the engine as in a session, at a line of 64 bytes.
+
+The bits of a product may hang on that, unless MKL is in its reproducible mode: `.ci/run` walks
+this folder without it too.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.objectives import CustomLoss
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.simulation.executors.base import Work
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.local_data import DatasetData, LocalData, TensorData
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import TrainContext
+
+CPU = torch.device("cpu")
+LINE_BYTES = 64
+#: 20 bytes an example, an odd number of epochs: 16 numbers of examples that are trained on before
+#: are the 16 places in a line where a batch of floats can begin.
+FEATURES, NUM_CLASSES = 5, 3
+OWN = 7
+LOCAL = LocalSgd(epochs=5, batch_size=32, learning_rate=0.1)
+SEED, ROUND = Seed(0), 2
+
+
+@dataclass
+class Places:
+    """Where the model was given its batches, in bytes after the begin of a line.
+
+    Attributes:
+        found: Of the features and labels of every step, and of the parameters' vector.
+    """
+
+    found: list[int] = field(default_factory=list)
+
+    def note(self, value: Tensor) -> None:
+        """Add the place of a tensor."""
+        self.found.append(value.data_ptr() % LINE_BYTES)
+
+    def model(self) -> ResidentModel:
+        """Return a model whose every batch is noted."""
+        network = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, NUM_CLASSES))
+        network.register_forward_pre_hook(lambda _, inputs: self.note(inputs[0]))
+        model = ResidentModel(
+            lambda: network, CustomLoss(self._losses), device=CPU, precision=Precision.FLOAT32
+        )
+        self.note(model.vector_P)
+        return model
+
+    def _losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # in a step: before the first one the objective is tried out
+            self.note(labels)
+        return nn.functional.cross_entropy(outputs, labels, reduction="none")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def weights() -> Params:
+    torch.manual_seed(0)
+    return Params.of(nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, NUM_CLASSES)))
+
+
+def examples(num_before: int) -> tuple[Tensor, Tensor]:
+    """Return those of a client with so many, and after them our own, always the same."""
+    torch.manual_seed(1)
+    own = torch.randn(OWN, FEATURES), torch.randint(0, NUM_CLASSES, (OWN,))
+    before = torch.randn(num_before, FEATURES), torch.randint(0, NUM_CLASSES, (num_before,))
+    return torch.cat([before[0], own[0]]), torch.cat([before[1], own[1]])
+
+
+def in_the_engine(num_before: int, places: Places) -> Tensor:
+    """Return our client's delta when another with so many examples trains before it."""
+    features, labels = examples(num_before)
+    partition = Partition(np.arange(len(labels)), np.array([0, num_before, len(labels)]))
+    population = ArrayPopulation(
+        features=features, labels=labels, partition=partition, num_classes=NUM_CLASSES
+    )
+    work = Work.of(
+        population.load(np.arange(2)),
+        np.arange(2),
+        params=weights(),
+        local=LOCAL,
+        told={},
+        round_num=ROUND,
+        seed=SEED,
+        kept={},
+    )
+    return SequentialExecutor(places.model()).train(work).deltas_KP[1].clone()
+
+
+def in_a_session(data: LocalData, places: Places) -> Tensor:
+    """Return our client's delta when it trains by itself."""
+    params = weights()
+    views = params.layout.views(params.vector)
+    context = TrainContext(
+        client_id=ClientId(1), round_num=ROUND, settings=settings_of(LOCAL), seed=SEED, state={}
+    )
+    trained = TorchTrainer(places.model(), data).train(views, context=context)
+    return torch.cat([(trained.tensors[name] - views[name]).flatten() for name in views])
+
+
+def session_data(kind: str) -> LocalData:
+    """Return our client's examples as views that begin elsewhere than at a line."""
+    features, labels = (each[1:] for each in examples(1))
+    assert features.data_ptr() % LINE_BYTES, "the control: what the batches are cut from"
+    if kind == "tensors":
+        return TensorData(features, labels, device=CPU)
+    return DatasetData(TensorDataset(features, labels), device=CPU)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "dataset"])
+def test_what_trained_before_changes_no_bit_of_a_clients_update(kind: str) -> None:
+    """At each of the 16 places where its batch would begin if it were cut from one tensor."""
+    expected = in_a_session(session_data(kind), Places())
+    for num_before in range(OWN, OWN + 16):
+        assert torch.equal(in_the_engine(num_before, Places()), expected), num_before
+
+
+def test_batches_and_parameters_begin_at_a_line_of_64_bytes() -> None:
+    """In the engine, and in a session from either kind of data."""
+    places = Places()
+    in_the_engine(OWN + 3, places)
+    in_a_session(session_data("tensors"), places)
+    in_a_session(session_data("dataset"), places)
+    num_steps = LOCAL.epochs * (2 + 1 + 1)
+    assert places.found == [0] * (3 + 2 * num_steps)

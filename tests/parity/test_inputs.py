@@ -1,0 +1,176 @@
+"""Several inputs train alike everywhere, and as one tensor that the model itself cuts apart.
+
+The simulations run in a process of their own with a limit on its time, so that a worker that
+hangs fails these tests instead of hanging all of them, and with MKL's reproducible mode, without
+which bits depend on where in memory a batch lies.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fedlearn as fl
+from fedlearn.core.features import Inputs
+from fedlearn.simulation.executors.stacked import why_not_compiled
+
+SEQUENTIAL = {"executor": "sequential", "num_workers": 1}
+VMAP = {"executor": "vmap", "num_workers": 1}
+WAYS: dict[str, dict[str, object]] = {
+    "sequential": SEQUENTIAL,
+    "in blocks of one": SEQUENTIAL | {"block_size": 1},
+    "memory": {"transport": "memory"},
+    "vmap": VMAP,
+    "sequential, 2 workers": SEQUENTIAL | {"num_workers": 2},
+    "vmap, 2 workers": VMAP | {"num_workers": 2},
+}
+
+
+class Captions(nn.Module):
+    """A convolution over an image, and an embedding of the tokens that a mask lets pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(1, 4, 3)
+        self.tokens = nn.Embedding(9, 4)
+        self.head = nn.Linear(4 * 4 * 4 + 4, 3)
+
+    def forward(self, tokens: Tensor, image: Tensor, mask: Tensor) -> Tensor:
+        text = self.tokens(tokens).masked_fill(~mask.unsqueeze(-1), 0.0).sum(1)
+        outputs: Tensor = self.head(torch.cat([self.image(image).relu().flatten(1), text], 1))
+        return outputs
+
+
+class OneTensor(nn.Module):
+    """The same model, of one tensor that holds all inputs side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Captions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(
+            x[:, :5].long(), x[:, 5:41].unflatten(1, (1, 6, 6)), x[:, 41:] > 0
+        )
+        return outputs
+
+
+def data(form: str) -> fl.FederatedData:
+    """Return 300 examples in one of three forms: unequal clients and a test set."""
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.integers(0, 9, (300, 5)), rng.random((300, 5)) < 0.7
+    image = rng.normal(size=(300, 1, 6, 6)).astype(np.float32)
+    forms: dict[str, Inputs[ArrayLike]] = {
+        "tuple": (tokens, image, mask),
+        "dict": {"mask": mask, "tokens": tokens, "image": image},  # not the forward's order
+        "one tensor": np.concatenate([tokens, image.reshape(300, 36), mask], 1),
+    }
+    return fl.from_arrays(
+        forms[form],
+        tokens.sum(1) % 3,
+        partition=fl.Natural(),
+        groups=np.repeat(np.arange(25), np.arange(25))[:300],
+        test_fraction=0.2,
+        seed=0,
+    )
+
+
+def outcome(form: str, engine: dict[str, object], *, num_rounds: int = 3) -> dict[str, Tensor]:
+    """Return the weights and the metrics of a short simulation."""
+    run = fl.simulate(
+        OneTensor if form == "one tensor" else Captions,
+        data(form),
+        fl.FedAvg(fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.5)),
+        seed=0,
+        num_rounds=num_rounds,
+        cohort={"num_wanted": 9},
+        evaluation={"clients": 7},
+        engine={"device": "cpu"} | engine,
+    )
+    metrics = run.history[-1].metrics
+    assert {"loss", "clients/loss_p90"} <= metrics.keys()
+    weights = {name.removeprefix("inner."): each for name, each in run.weights(best=False).items()}
+    return weights | {"metrics": torch.tensor([metrics[name] for name in sorted(metrics)])}
+
+
+def main(folder: Path) -> None:
+    """Run the simulations."""
+    for way, engine in WAYS.items():
+        for form in ("tuple", "dict"):
+            save_file(outcome(form, engine), folder / f"{form}, {way}")
+    save_file(outcome("one tensor", SEQUENTIAL), folder / "one tensor")
+    save_file(outcome("one tensor", SEQUENTIAL, num_rounds=2), folder / "two rounds")
+    if why_not_compiled() is None:
+        save_file(outcome("dict", {"executor": "compiled"}), folder / "compiled")
+
+
+Results = Mapping[str, Mapping[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each simulation computed, by form and way."""
+    folder, runs = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("runs")
+    surroundings = {
+        "PYTHONPATH": str(Path(fl.__file__).parents[1]),
+        "FEDLEARN_RUNS_DIR": str(runs),
+        "XDG_CACHE_HOME": str(runs),
+        "MKL_CBWR": "AUTO",
+    }
+    subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, **surroundings},
+        check=True,
+        timeout=600,
+    )
+    return {path.name: load_file(path) for path in folder.iterdir()}
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of a weight or a metric."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize("way", WAYS)
+def test_several_inputs_train_as_one_tensor_does(results: Results, form: str, way: str) -> None:
+    """Weights, central and client metrics, whatever trains them."""
+    assert difference(results[f"{form}, {way}"], results["one tensor"]) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_sessions_equal_the_engine_bit_for_bit(results: Results, form: str) -> None:
+    """The inputs of a batch are the same rows in both."""
+    sessions, engine = results[f"{form}, memory"], results[f"{form}, in blocks of one"]
+    assert all(torch.equal(sessions[name], engine[name]) for name in engine if name != "metrics")
+    assert difference(sessions, engine) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dict_equals_a_tuple_bit_for_bit(results: Results, way: str) -> None:
+    """Its order is of no importance."""
+    assert difference(results[f"dict, {way}"], results[f"tuple, {way}"]) == 0.0
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason="no C++ compiler")
+def test_a_compiled_step_takes_several_inputs(results: Results) -> None:
+    """As the others do."""
+    assert difference(results["compiled"], results["one tensor"]) < 1e-5
+
+
+def test_a_lost_round_would_be_noticed(results: Results) -> None:
+    """The control: the tolerance is far below what a round changes."""
+    assert difference(results["two rounds"], results["one tensor"]) > 1e-3
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

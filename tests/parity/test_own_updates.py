@@ -1,0 +1,222 @@
+"""A local update of the user's own is what trains, under every executor; its steps are counted."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fedlearn
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
+from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.cluster import Alone, Cluster, launch
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.executors.stacked import why_not_compiled
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.training.resident import Precision
+from tests.parity import test_flower as flower
+
+#: Clients of 8, 14, 3, 11, 12 and 7 examples, 4 of them in each of 3 rounds.
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
+
+
+class Counted(LocalSgd):
+    """SGD that counts its steps, and overrides nothing but the step."""
+
+    taken: list[int] = []  # noqa: RUF012 - of the class: an update is a frozen value
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Count the clients that step, and step."""
+        self.taken.append(len(x[0]))
+        super().step(x, grads, memory, told=told, moment=moment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignSgd(LocalWork):
+    """A rule that is no SGD at all."""
+
+    learning_rate: float
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Step by the signs."""
+        for value, grad in zip(x, grads, strict=True):
+            value.sub_(grad.sign(), alpha=self.learning_rate)
+
+
+COUNTED = Counted(epochs=2, batch_size=4, learning_rate=0.1)
+SIGN = SignSgd(epochs=2, batch_size=4, learning_rate=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.Tanh(), nn.Linear(8, 3))
+
+
+def job(local: LocalUpdate) -> Job:
+    return Job(
+        make_model=make_model,
+        objective=flower.OBJECTIVE,
+        metrics={},
+        local=local,
+        population=flower.population(),
+        told={},
+        params=Params.of(make_model()),
+        precision=Precision.FLOAT32,
+        num_clients=len(flower.SIZES),
+        seed=Seed(5),
+    )
+
+
+def engine(local: LocalUpdate, kind: ExecutorKind, cluster: Cluster, *, block_size: int) -> Engine:
+    return Engine(
+        population=flower.population(),
+        behaviour=flower.Spread(),
+        executor=make_executor(job(local), kind),
+        policy=flower.POLICY,
+        cluster=cluster,
+        block_size=block_size,
+    )
+
+
+def steps_due(reported: list[int]) -> int:
+    """Return how many steps the clients that reported have taken together."""
+    return sum(2 * -(-flower.SIZES[client] // 4) for client in reported)
+
+
+def by_engine(local: LocalUpdate, kind: ExecutorKind, *, block_size: int) -> tuple[Tensor, int]:
+    """Return the model, and how many steps of :class:`Counted` it took."""
+    collector = engine(local, kind, Alone(), block_size=block_size)
+    Counted.taken.clear()
+    params, reported = flower.run(FedAvg(local), collector)
+    return params.vector, sum(Counted.taken) - steps_due(reported)
+
+
+KINDS = [
+    (ExecutorKind.SEQUENTIAL, 1),
+    (ExecutorKind.SEQUENTIAL, 100),
+    (ExecutorKind.VMAP, 100),
+    (ExecutorKind.FUSED, 100),
+]
+
+
+@pytest.mark.parametrize(("kind", "block_size"), KINDS)
+def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size: int) -> None:
+    """It has no short cut past it; the model is that of the plain update."""
+    found, surplus = by_engine(COUNTED, kind, block_size=block_size)
+    assert surplus == 0
+    expected, _ = by_engine(SGD, ExecutorKind.SEQUENTIAL, block_size=1)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason=f"{why_not_compiled()}")
+def test_an_overridden_step_is_taken_under_the_compiled_executor() -> None:
+    """What is compiled is the gradient."""
+    assert by_engine(COUNTED, ExecutorKind.COMPILED, block_size=100)[1] == 0
+
+
+def in_memory(strategy: Strategy) -> PlainCollector:
+    model = flower.resident()
+    trainers = trainers_on(model, local_updates=(Counted, SignSgd))
+    channel = SimulatedSessions(
+        flower.population(), flower.Spread(), trainers, work=strategy.local.work
+    ).channel()
+    return PlainCollector(channel=channel, policy=flower.POLICY, slab_bytes=0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A run as each worker executes it: its steps, and those that were due."""
+
+    def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
+        collector = engine(COUNTED, ExecutorKind.SEQUENTIAL, cluster, block_size=2)
+        params, reported = flower.run(FedAvg(COUNTED), collector)
+        taken = torch.tensor([float(sum(Counted.taken))])
+        cluster.all_reduce([taken])
+        due = torch.tensor([float(steps_due(reported))])
+        return {"taken": taken, "due": due, "params": params.vector}
+
+
+def test_an_overridden_step_is_taken_in_sessions() -> None:
+    """Over memory: its class is named where the trainer is made."""
+    strategy = FedAvg(COUNTED)
+    Counted.taken.clear()
+    found, reported = flower.run(strategy, in_memory(strategy))
+    assert sum(Counted.taken) == steps_due(reported) > 0
+    expected, _ = flower.run(FedAvg(SGD), flower.in_memory(FedAvg(SGD)))
+    torch.testing.assert_close(found.vector, expected.vector, rtol=0.0, atol=1e-6)
+
+
+def test_an_overridden_step_is_taken_on_two_workers(tmp_path: Path) -> None:
+    """Each steps for its clients; in a process with a limit on its time."""
+    subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
+        check=True,
+        timeout=600,
+    )
+    two = load_file(tmp_path / "two")
+    assert two["taken"].tolist() == two["due"].tolist()
+    alone, _ = by_engine(COUNTED, ExecutorKind.SEQUENTIAL, block_size=2)
+    torch.testing.assert_close(two["params"], alone, rtol=0.0, atol=1e-6)
+
+
+def test_a_session_that_does_not_know_the_class_refuses_it() -> None:
+    """It would train otherwise than it is asked."""
+    strategy = FedAvg(COUNTED)
+    collector = flower.in_memory(strategy)
+    cohort = list(collector.available())[:2]
+    collected = collector.collect(cohort, flower.request_of(strategy))
+    assert collected.aggregate is None
+    assert all("'Counted'" in each.reason for each in collected.participations)
+
+
+@pytest.mark.parametrize(("kind", "block_size"), KINDS)
+def test_a_rule_that_is_no_sgd_trains_by_itself(kind: ExecutorKind, block_size: int) -> None:
+    """Steps of one size in every parameter that moves; another model than federated averaging."""
+    found, _ = by_engine(SIGN, kind, block_size=block_size)
+    averaged, _ = by_engine(SGD, kind, block_size=block_size)
+    alone, _ = by_engine(SIGN, ExecutorKind.SEQUENTIAL, block_size=1)
+    assert float((found - averaged).abs().max()) > 1e-2
+    # The sign of a gradient that is nothing but rounding differs between executors.
+    assert float((found - alone).abs().mean()) < 1e-3
+
+
+class NotAnUpdate:
+    """What has no step."""
+
+    epochs = 1
+
+
+def test_what_is_no_local_update_is_refused_with_the_remedy() -> None:
+    """When the algorithm is made."""
+    nothing: Any = NotAnUpdate()  # Any: what the type checker would refuse
+    for recipe in (FedAvg, FedMedian, partial(FedProx, proximal=0.5)):
+        with pytest.raises(TypeError, match=r"no step to take; give a LocalSgd.*LocalWork"):
+            recipe(nothing)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    from tests.parity.test_own_updates import Counts as Imported  # so that workers find it
+
+    save_file(launch(Imported(), num_workers=2, environment={}), Path(sys.argv[1]) / "two")

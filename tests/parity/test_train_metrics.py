@@ -1,0 +1,102 @@
+"""What a trainer of the user's measures in training stands in the record, whoever runs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedlearn as fl
+from fedlearn.experiment.comparison import Summary
+from fedlearn.rounds.records import RoundRecord, RunRecord
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import LocalResult, TrainContext
+
+LOCAL = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+
+
+def make_model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+class Telling(TorchTrainer):
+    """Tells how many examples it has, and of every other client something of its own."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        """Return what training gave, and more."""
+        result = super().train(tensors, context=context)
+        told = {"examples": float(result.num_examples), "half": result.metrics["loss"] / 2}
+        if context.client_id % 3 == 0:
+            told[f"only of {context.client_id}"] = 1.0
+        return replace(result, metrics={**result.metrics, **told})
+
+
+def trainer_of(features: Tensor, labels: Tensor) -> Telling:
+    return Telling.of(make_model, features, labels, device="cpu")
+
+
+class Silent:
+    """A progress that says nothing."""
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        """Say nothing."""
+
+    def round(self, record: RoundRecord) -> None:
+        """Say nothing."""
+
+    def end(self, summary: Summary) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+
+def run(trainer: Any = trainer_of, **engine: Any) -> fl.Run:
+    rng = np.random.default_rng(1)
+    data = fl.from_arrays(
+        rng.normal(size=(200, 3)),
+        rng.integers(0, 2, 200),
+        partition=fl.Dirichlet(num_clients=9, alpha=0.5, min_examples=2),
+        test_fraction=0.1,
+        seed=0,
+    )
+    return fl.simulate(
+        make_model,
+        data,
+        fl.FedAvg(LOCAL),
+        trainer=trainer,
+        progress=Silent(),
+        num_rounds=3,
+        cohort={"num_wanted": 6},
+        engine=engine,
+    )
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"num_workers": 1}, {"num_workers": 2}, {"transport": "memory"}],
+    ids=["engine", "two workers", "sessions"],
+)
+def test_training_metrics_are_means_over_the_reports(engine: Mapping[str, Any]) -> None:
+    """Weighted by examples; what few clients name is left out; the record keeps them."""
+    for record in run(**engine).history:
+        sizes = np.asarray([p.num_examples for p in record.participations], float)
+        assert len(sizes) == 6
+        assert record.train_metrics == {
+            "examples": pytest.approx((sizes * sizes).sum() / sizes.sum()),
+            "half": pytest.approx(record.train_loss / 2),
+        }
+
+
+def test_the_trainer_of_fedlearn_tells_its_loss_alone() -> None:
+    """The control, and it stands where it always did."""
+    (*_, last) = run(None, num_workers=1).history
+    assert last.train_metrics == {}
+    assert last.train_loss > 0.0

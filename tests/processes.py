@@ -1,0 +1,228 @@
+"""Processes that a test starts, watches, freezes and kills; each is a fork of a warm one."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedlearn.core.clock import SystemClock
+
+#: Long enough for anything that happens at all, on a busy machine.
+LONG_S = 300.0
+
+_ROOT = Path(__file__).parents[1]
+_LOOK_S = 0.02
+
+#: A function or method, of the product or of a test. Any: whatever it takes and returns.
+Function = Callable[..., Any]
+
+
+def until(
+    holds: Callable[[], bool], *, within_s: float = LONG_S, told: Callable[[], str] = str
+) -> float:
+    """Wait until ``holds``; return the seconds that took.
+
+    Args:
+        holds: What is waited for.
+        within_s: How long at most.
+        told: What is told if it never does.
+    """
+    clock = SystemClock()
+    began_s = clock.now_s()
+    while not holds():
+        assert clock.now_s() - began_s < within_s, f"not within {within_s:g} s: {told()}"
+        clock.sleep(_LOOK_S)
+    return clock.now_s() - began_s
+
+
+def name_of(function: Function) -> str:
+    """Return the name under which the launcher finds a function of a module or a class."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A function that a process is to have in a changed form.
+
+    Attributes:
+        function: Which; wherever a module has imported it, it is changed, too.
+        by: Given the function, returns what takes its place.
+    """
+
+    function: Function
+    by: Function
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Where a process kills itself, or stands still.
+
+    Attributes:
+        phase: In words.
+        function: Around whose call.
+        when: ``before`` or ``after`` that.
+        nth: Which call, counted from 1.
+        by: The signal that it sends itself.
+        armed_by: Calls count from the first end of this one's; ``None``: from the start.
+    """
+
+    phase: str
+    function: Function
+    when: Literal["before", "after"]
+    nth: int = 1
+    by: signal.Signals = signal.SIGKILL
+    armed_by: Function | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that the launcher has started; named by a descriptor that is never reused.
+
+    Attributes:
+        pid: Its number.
+        stem: Of its files: ``.out``, ``.err``, ``.exit``, ``.crash``.
+    """
+
+    pid: int
+    stem: Path
+    _descriptor: int
+
+    @classmethod
+    def of(cls, pid: int, stem: Path) -> "Process":
+        return cls(pid, stem, os.pidfd_open(pid))
+
+    @property
+    def is_running(self) -> bool:
+        return not select.select([self._descriptor], [], [], 0.0)[0]
+
+    def send(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        """Kill it, and return when it is gone."""
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        self.wait()
+
+    def wait(self, *, within_s: float = LONG_S) -> int | None:
+        """Return its exit code once it has ended; ``None``: it was killed."""
+        ended = select.select([self._descriptor], [], [], within_s)[0]
+        assert ended, f"{self.stem.name} runs on\n{self.tail()}"
+        exit_file = self.stem.with_suffix(".exit")
+        return int(exit_file.read_text()) if exit_file.exists() else None
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self._descriptor)
+
+    def has_crashed_itself(self) -> bool:
+        return self.stem.with_suffix(".crash").exists()
+
+    def out(self) -> str:
+        """Return what it printed on standard output."""
+        return self.stem.with_suffix(".out").read_text()
+
+    def err(self) -> str:
+        """Return what it printed on standard error, where its log goes."""
+        return self.stem.with_suffix(".err").read_text()
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return what it logged."""
+        return json_lines(self.err())
+
+    def said(self, event: str) -> int:
+        """Return how often it logged ``event``."""
+        return sum(line["event"] == event for line in self.log())
+
+    def tail(self) -> str:
+        """Return the ends of what it printed and logged."""
+        return f"{self.out()[-3000:]}\n{self.err()[-3000:]}"
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the objects among lines of text; the last line may be on its way."""
+    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
+
+
+class Launcher:
+    """Starts processes; see :mod:`tests.launcher`."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        assert self._line() == "ready"
+
+    @classmethod
+    @contextmanager
+    def start(cls) -> Iterator["Launcher"]:
+        """Start the launcher; its processes end with it."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.launcher"],
+            cwd=_ROOT,
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                yield cls(process)
+            finally:
+                process.kill()
+
+    def launch(
+        self,
+        stem: Path,
+        *arguments: str,
+        environ: Mapping[str, str],
+        cwd: Path | None = None,
+        crash: Crash | None = None,
+        changes: Sequence[Change] = (),
+    ) -> Process:
+        """Start ``fedlearn`` with ``arguments``.
+
+        Args:
+            stem: With which the names of its files begin.
+            arguments: Of the command.
+            environ: Its environment.
+            cwd: Its working directory; ``None``: that of its files.
+            crash: Where it is to kill itself.
+            changes: How it differs from the product.
+        """
+        request = {
+            "arguments": arguments,
+            "cwd": str(cwd or stem.parent),
+            "env": dict(environ),
+            "out": str(stem.with_suffix(".out")),
+            "err": str(stem.with_suffix(".err")),
+            "exit": str(stem.with_suffix(".exit")),
+            "crash": None if crash is None else _told(crash, stem),
+            "changes": [(name_of(each.function), name_of(each.by)) for each in changes],
+        }
+        for end in (".out", ".err"):
+            stem.with_suffix(end).touch()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Process.of(int(self._line()), stem)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+def _told(crash: Crash, stem: Path) -> dict[str, object]:
+    """Return a crash as the launcher is told of it."""
+    return {
+        "function": name_of(crash.function),
+        "when": crash.when,
+        "nth": crash.nth,
+        "by": crash.by,
+        "mark": str(stem.with_suffix(".crash")),
+        "armed_by": None if crash.armed_by is None else name_of(crash.armed_by),
+    }

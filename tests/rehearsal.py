@@ -1,0 +1,183 @@
+"""The protocol of secure aggregation with all its parties in one process.
+
+Every message is encoded, carried by a ``Post`` and decoded, exactly as between machines. A
+post that returns None loses the message, which is how clients drop out at any stage.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import FedlearnError, ProtocolError
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.policy import TermsPolicy
+from fedlearn.secagg.server import Confirming, SessionOutcome, open_session
+from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Contribution, Terms
+
+MessageT = TypeVar("MessageT")
+
+
+class Way(StrEnum):
+    """Where a message goes."""
+
+    DOWN = "down"
+    UP = "up"
+
+
+class Post(Protocol):
+    """Carries one message."""
+
+    def __call__(self, stage: Stage, way: Way, client_id: ClientId, data: bytes, /) -> bytes | None:
+        """Return what arrives, or None if nothing does."""
+
+
+def deliver(_stage: Stage, _way: Way, _client_id: ClientId, data: bytes) -> bytes:
+    """Carry every message as it is."""
+    return data
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """A coordinator and clients that have enrolled with it.
+
+    Attributes:
+        clients: By id.
+        signer: The coordinator's identity.
+    """
+
+    clients: Mapping[ClientId, SecureClient]
+    signer: keys.Signer
+
+    @classmethod
+    def of(cls, client_ids: Iterable[ClientId], *, policy: TermsPolicy, num_threads: int) -> "Cast":
+        """Return clients with fresh identities, each in the directory of all."""
+        signer, coordinator_key = keys.fresh_signer()
+        identities = {client_id: keys.fresh_signer() for client_id in client_ids}
+        directory = {client_id: public for client_id, (_, public) in identities.items()}
+        clients = {
+            client_id: SecureClient(
+                client_id=client_id,
+                signer=identity,
+                coordinator_key=coordinator_key,
+                directory=directory,
+                policy=policy,
+                num_threads=num_threads,
+            )
+            for client_id, (identity, _) in identities.items()
+        }
+        return cls(clients, signer)
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal:
+    """What came of a session.
+
+    Attributes:
+        outcome: As the coordinator has it.
+        refusals: Why clients refused to go on, and why the coordinator could not use a reply.
+        states: Every client's state afterwards.
+    """
+
+    outcome: SessionOutcome
+    refusals: Mapping[ClientId, FedlearnError]
+    states: Mapping[ClientId, ClientState]
+
+
+def rehearse(
+    terms: Terms,
+    *,
+    cast: Cast,
+    contributions: Mapping[ClientId, Contribution],
+    states: Mapping[ClientId, ClientState],
+    post: Post,
+    num_threads: int,
+) -> Rehearsal:
+    """Run one session.
+
+    Args:
+        terms: Of the session.
+        cast: The coordinator and the cohort.
+        contributions: What each client adds.
+        states: The clients' states before.
+        post: Carries the messages.
+        num_threads: The coordinator's threads to expand masks on.
+
+    Raises:
+        AggregationAborted: Too few clients went through with it.
+    """
+    cohort = _Cohort(cast.clients, contributions, dict(states), post)
+    directory = next(iter(cast.clients.values())).directory
+    signed, advertising = open_session(terms, signer=cast.signer, directory=directory)
+    every = dict.fromkeys(cast.clients, signed)
+    cohort.ask(Stage.ADVERTISE, every, messages.Advert, advertising.receive)
+    roster, sharing = advertising.close()
+    members = [advert.client_id for advert in roster.adverts]
+    cohort.ask(Stage.SHARE, dict.fromkeys(members, roster), messages.Shares, sharing.receive)
+    packets, masking = sharing.close()
+    cohort.ask(Stage.MASK, packets, messages.MaskedVector, masking.receive)
+    survivors, after = masking.close()
+    final: messages.Message = survivors
+    asked: tuple[ClientId, ...] = survivors.client_ids
+    if isinstance(after, Confirming):
+        told = dict.fromkeys(asked, survivors)
+        cohort.ask(Stage.CONFIRM, told, messages.SurvivorSignature, after.receive)
+        final, unmasking = after.close()
+        asked = after.confirmed
+    else:
+        unmasking = after
+    cohort.ask(Stage.UNMASK, dict.fromkeys(asked, final), messages.Release, unmasking.receive)
+    outcome = unmasking.close(num_threads=num_threads)
+    return Rehearsal(outcome, cohort.refusals, cohort.states)
+
+
+class _Cohort:
+    def __init__(
+        self,
+        clients: Mapping[ClientId, SecureClient],
+        contributions: Mapping[ClientId, Contribution],
+        states: dict[ClientId, ClientState],
+        post: Post,
+    ) -> None:
+        self._clients, self._contributions, self._post = clients, contributions, post
+        self.states = states
+        self.refusals: dict[ClientId, FedlearnError] = {}
+
+    def ask(
+        self,
+        stage: Stage,
+        down: Mapping[ClientId, messages.Message],
+        kind: type[MessageT],
+        receive: Callable[[ClientId, MessageT], None],
+    ) -> None:
+        """Send each client its message and hand the replies on."""
+        for client_id, message in down.items():
+            try:
+                reply = self._exchange(stage, client_id, messages.encode(message))
+                if reply is None:
+                    continue
+                answer = messages.decode(reply)
+                if not isinstance(answer, kind):
+                    raise ProtocolError(f"{type(answer).__name__}, not {kind.__name__}")
+                receive(client_id, answer)
+            except FedlearnError as error:
+                self.refusals[client_id] = error
+
+    def _exchange(self, stage: Stage, client_id: ClientId, data: bytes) -> bytes | None:
+        arrived = self._post(stage, Way.DOWN, client_id, data)
+        if arrived is None:
+            return None
+        try:
+            reply, self.states[client_id] = self._clients[client_id].handle(
+                messages.decode(arrived),
+                self.states[client_id],
+                contribute=lambda _: self._contributions[client_id],
+            )
+        except FedlearnError:
+            self.states[client_id] = self.states[client_id].at(None)
+            raise
+        return self._post(stage, Way.UP, client_id, messages.encode(reply))

@@ -1,0 +1,216 @@
+"""The local update is torch's Adam and AdamW, for one client and for many."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.local import Memory, Moment, new_memory, report_of, rows
+from fedlearn.core.params import Layout
+
+ADAM = LocalAdam(
+    epochs=1,
+    batch_size=4,
+    learning_rate=0.01,
+    beta_1=0.9,
+    beta_2=0.999,
+    epsilon=1e-8,
+    decoupled=False,
+    keep_moments=False,
+)
+NUM_CLIENTS = 3
+#: Of one client's parameters: a matrix, a vector, a single number.
+SHAPES = ((3, 5), (3,), ())
+
+
+class Parameters(nn.Module):
+    """One client's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+
+LAYOUT = Layout.of(Parameters().double())
+
+
+def stack(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return parameters or gradients of all clients."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(NUM_CLIENTS, *s, generator=generator, dtype=dtype) for s in SHAPES]
+
+
+def at(step: int) -> Moment:
+    return Moment(round_num=0, step=step)
+
+
+def kept_by(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
+    """Return what the clients keep, one row each."""
+    num_steps = torch.ones(NUM_CLIENTS)
+    return report_of(local, x, memory, told={}, num_steps=num_steps, layout=LAYOUT).kept
+
+
+def torch_optimizer(local: LocalAdam, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if local.decoupled else torch.optim.Adam
+    return kind(
+        parameters,
+        lr=local.learning_rate,
+        betas=(local.beta_1, local.beta_2),
+        eps=local.epsilon,
+        weight_decay=local.weight_decay,
+    )
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["adam", "adamw"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5), (0.5, 0.0)])
+def test_every_row_takes_the_steps_of_torch(
+    *, decoupled: bool, weight_decay: float, betas: tuple[float, float]
+) -> None:
+    """Step by step, with the bias corrections of each step."""
+    beta_1, beta_2 = betas
+    local = replace(
+        ADAM, decoupled=decoupled, weight_decay=weight_decay, beta_1=beta_1, beta_2=beta_2
+    )
+    ours = stack(0)
+    theirs = [[nn.Parameter(p[k].clone()) for p in ours] for k in range(NUM_CLIENTS)]
+    optimizers = [torch_optimizer(local, each) for each in theirs]
+    memory = new_memory(local, ours, kept={})
+    for step in range(8):
+        grads = stack(100 + step)
+        local.step(ours, grads, memory, told={}, moment=at(step))
+        for k, optimizer in enumerate(optimizers):
+            for parameter, grad in zip(theirs[k], grads, strict=True):
+                parameter.grad = grad[k].clone()
+            optimizer.step()
+            for mine, parameter in zip(ours, theirs[k], strict=True):
+                torch.testing.assert_close(mine[k], parameter.data, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_steps_in_single_precision_are_as_exact_as_those_of_torch() -> None:
+    """The bias corrections are small differences: in the dtype of the model they would be off."""
+    ours = [torch.zeros(1, 50)]
+    exact, single = nn.Parameter(torch.zeros(50).double()), nn.Parameter(torch.zeros(50))
+    optimizers = [torch_optimizer(ADAM, [each]) for each in (exact, single)]
+    memory = new_memory(ADAM, ours, kept={})
+    for step in range(3):
+        grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
+        exact.grad, single.grad = grad.double(), grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        ADAM.step(ours, [grad[None]], memory, told={}, moment=at(step))
+        errors = [
+            float((each.double() - exact).detach().abs().max()) for each in (ours[0][0], single)
+        ]
+        assert errors[0] <= 2.0 * errors[1] + 1e-9
+
+
+def test_gradients_are_only_read() -> None:
+    """Two may be the same tensor."""
+    for decoupled in (False, True):
+        local, x, grads = replace(ADAM, weight_decay=0.1, decoupled=decoupled), stack(0), stack(1)
+        before = [g.clone() for g in grads]
+        local.step(x, grads, new_memory(local, x, kept={}), told={}, moment=at(0))
+        assert all(torch.equal(*pair) for pair in zip(grads, before, strict=True))
+
+
+def test_a_schedule_scales_the_step_and_the_decoupled_decay() -> None:
+    """As torch's schedulers do, by the learning rate."""
+    local = replace(ADAM, weight_decay=0.5, decoupled=True)
+    slower = replace(local, learning_rate=local.learning_rate / 4)
+    scheduled, expected = stack(0), stack(0)
+    for rule, x, moment in (
+        (local, scheduled, at(0)._replace(rate=0.25)),
+        (slower, expected, at(0)),
+    ):
+        rule.step(x, stack(1), new_memory(rule, x, kept={}), told={}, moment=moment)
+    assert all(torch.equal(*pair) for pair in zip(scheduled, expected, strict=True))
+
+
+def test_kept_moments_go_on_where_the_client_was() -> None:
+    """Two rounds of two steps are four steps of torch: moments and counts are kept, by client."""
+    local, x = replace(ADAM, keep_moments=True), stack(0)
+    theirs = [nn.Parameter(p.clone()) for p in stack(0)]  # rows do not see each other
+    optimizer = torch_optimizer(local, theirs)
+    kept: Mapping[str, Tensor] = {}
+    for round_num in range(2):
+        memory = new_memory(local, x, kept=kept)
+        for step in range(2):
+            grads = stack(10 * round_num + step)
+            local.step(x, grads, memory, told={}, moment=Moment(round_num, step))
+            for parameter, grad in zip(theirs, grads, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        kept = kept_by(local, x, memory)
+    assert {name: tuple(rows.shape) for name, rows in kept.items()} == {
+        "first_moment": (NUM_CLIENTS, 19),
+        "second_moment": (NUM_CLIENTS, 19),
+        "num_steps": (NUM_CLIENTS, 3),
+    }
+    assert (kept["num_steps"] == 4.0).all()
+    for mine, parameter in zip(x, theirs, strict=True):
+        torch.testing.assert_close(mine, parameter.data, rtol=1e-12, atol=1e-12)
+
+
+def test_clients_with_other_histories_have_their_own_corrections() -> None:
+    """A row that begins afresh beside one that has taken steps."""
+    local, x, grads = replace(ADAM, keep_moments=True), stack(0), stack(1)
+    kept = {
+        "first_moment": torch.zeros(NUM_CLIENTS, 19, dtype=torch.float64),
+        "second_moment": torch.zeros(NUM_CLIENTS, 19, dtype=torch.float64),
+        "num_steps": torch.tensor([[0.0], [10.0], [0.0]], dtype=torch.float64).expand(3, 3),
+    }
+    memory = new_memory(local, x, kept=kept)
+    local.step(x, grads, memory, told={}, moment=at(0))
+    moved = [(p - q).abs() for p, q in zip(x, stack(0), strict=True)]
+    first, later = moved[0][0], moved[0][1]
+    torch.testing.assert_close(first, torch.full_like(first, 0.01), rtol=1e-6, atol=0.0)
+    ratio = (0.1 / (1 - 0.9**11)) / ((0.001 / (1 - 0.999**11)) ** 0.5)
+    torch.testing.assert_close(later, torch.full_like(later, 0.01 * ratio), rtol=1e-6, atol=0.0)
+
+
+def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
+    """As the fused executor has them; what it keeps is as of tensors that lie apart."""
+    local = replace(ADAM, keep_moments=True)
+    apart, together = stack(0), [rows(stack(0))]
+    kept: Mapping[str, Tensor] = {}
+    for round_num in range(2):
+        found = []
+        for x, grads in ((apart, stack(round_num)), (together, [rows(stack(round_num))])):
+            memory = new_memory(local, x, kept=kept)
+            local.step(x, grads, memory, told={}, moment=Moment(round_num, 0))
+            found.append(kept_by(local, x, memory))
+        kept = found[0]
+        assert all(torch.equal(found[1][name], kept[name]) for name in kept)
+        assert torch.equal(rows(apart), together[0])
+    assert (kept["num_steps"] == 2.0).all()
+
+
+def test_nothing_is_kept_unless_it_is_asked_for() -> None:
+    """Each round begins at zero."""
+    assert kept_by(ADAM, stack(0), new_memory(ADAM, stack(0), kept={})) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 0.0},
+        {"learning_rate": float("inf")},
+        {"beta_1": 1.0},
+        {"beta_2": -0.1},
+        {"beta_2": float("nan")},
+        {"epsilon": 0.0},
+        {"epsilon": float("nan")},
+        {"weight_decay": -1.0},
+        {"epochs": 0},
+        {"batch_size": 0},
+    ],
+)
+def test_values_without_meaning_are_refused(changes: dict[str, Any]) -> None:
+    """The message names the field."""
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(ADAM, **changes)

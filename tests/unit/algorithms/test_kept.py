@@ -1,0 +1,115 @@
+"""What clients keep between their rounds, as a value."""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedlearn.algorithms.kept import (
+    Kept,
+    from_tensors,
+    stacked,
+    to_tensors,
+    unstacked,
+    unused,
+    updated,
+)
+from fedlearn.algorithms.lanes import Over
+from fedlearn.algorithms.local import LocalSgd, MemorySpec, new_memory
+from fedlearn.core.params import Params
+
+KEEPING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9, keep_momentum=True)
+FORGETTING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9)
+
+
+def kept() -> Kept:
+    rows = {"velocity": torch.arange(6.0).view(2, 3)}
+    return unstacked([7, 2], rows, mine=np.ones(2, np.bool_))
+
+
+def test_a_client_gets_back_what_it_kept() -> None:
+    """In the order asked, and zeros if it has never trained."""
+    rows = stacked(kept(), [2, 99, 7])
+    assert rows.keys() == {"velocity"}
+    assert rows["velocity"].tolist() == [[3.0, 4.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
+
+
+def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
+    """As a deployed one, whose state is empty at first."""
+    assert stacked(kept(), [99]) == {}
+    found = stacked(kept(), [2])
+    assert found.keys() == {"velocity"}
+    assert found["velocity"].tolist() == [[3.0, 4.0, 5.0]]
+
+
+def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
+    """Memory that it forgets begins at zero, whatever is there."""
+    x, rows = [torch.zeros(1, 3)], stacked(kept(), [2])
+    assert new_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
+    assert new_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_client_that_diverged_keeps_what_it_had() -> None:
+    """The rows of a block that are not its clients' own are passed over."""
+    rows = {"velocity": torch.tensor([[math.nan] * 3, [8.0, 8.0, 8.0]])}
+    after = updated(kept(), unstacked([2], rows, mine=np.array([False, True])))
+    assert after[7]["velocity"].tolist() == [0.0, 1.0, 2.0]
+    assert after[2]["velocity"].tolist() == [8.0, 8.0, 8.0]
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    """Executors reuse their memory."""
+    rows = torch.ones(1, 3)
+    found = unstacked([0], {"velocity": rows}, mine=np.ones(1, np.bool_))
+    rows.zero_()
+    assert found[0]["velocity"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_round_leaves_the_value_before_it_as_it_was() -> None:
+    """So that a state can be gone back to; a client that keeps nothing more is not in the next."""
+    before, changes = kept(), {2: {}, 7: {"velocity": torch.ones(3)}}
+    after = updated(before, changes)
+    assert after.keys() == {7}
+    assert torch.equal(after[7]["velocity"], torch.ones(3))
+    assert before.keys() == {7, 2}
+    assert before[7]["velocity"].tolist() == [0.0, 1.0, 2.0]
+    assert updated(before, {}) is before
+
+
+def test_nothing_yet_has_the_size_and_the_dtype_of_what_will_be_kept() -> None:
+    """A number a trainable parameter, or as many as the rule says."""
+    params = Params.of(nn.Linear(2, 1).double())
+    for over, size in ((Over.TRAINABLE, 3), (1, 1)):
+        nothing = unused(MemorySpec(over=over, is_kept=True), params)
+        assert (nothing.tolist(), nothing.dtype) == ([0.0] * size, torch.float64)
+
+
+def test_a_checkpoint_restores_everything() -> None:
+    """And a resumed run writes the same one, in whatever order clients have trained."""
+    tensors = to_tensors(kept())
+    assert tensors.keys() == {"velocity", "velocity.ids"}
+    found = from_tensors(tensors)
+    again = to_tensors({client: found[client] for client in sorted(found, reverse=True)})
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors | again)
+    assert from_tensors({}) == {}
+    assert to_tensors({}) == {}
+
+
+def test_a_checkpoint_of_before_is_read_whatever_its_order() -> None:
+    """Its clients stand in the order in which they first trained."""
+    rows = torch.arange(6.0).view(2, 3)
+    found = from_tensors({"velocity": rows, "velocity.ids": torch.tensor([7, 2])})
+    assert torch.equal(found[7]["velocity"], rows[0])
+    assert torch.equal(found[2]["velocity"], rows[1])
+
+
+def test_what_trainers_keep_may_differ_in_shape_and_go() -> None:
+    """A number an example, say: it is in the checkpoint, and what is no longer kept is not."""
+    memory: Kept = {}
+    for client, size in ((1, 2), (2, 5), (3, 2)):
+        memory = updated(memory, {client: {"losses": torch.full((size,), client)}})
+    memory = updated(memory, {4: {"count": torch.ones(1, dtype=torch.int64)}})
+    found = from_tensors(to_tensors(updated(memory, {4: {}})))
+    losses = {client: own["losses"].tolist() for client, own in sorted(found.items())}
+    assert losses == {1: [1, 1], 2: [2] * 5, 3: [3, 3]}

@@ -1,0 +1,44 @@
+"""Clients whose trainers are asked for nothing but how much to do."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedlearn.algorithms.local import LocalUpdate, Moment, short_cut
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.settings import require_honoured, settings_of
+from fedlearn.errors import SettingsRefused
+
+
+def test_it_is_a_local_update_without_lanes_and_memory() -> None:
+    """The delta alone travels."""
+    own = OwnTraining()
+    assert isinstance(own, LocalUpdate)
+    assert (list(own.lanes), dict(own.memory), short_cut(own)) == ([], {}, None)
+
+
+def test_a_trainer_that_honours_nothing_is_asked_for_nothing() -> None:
+    """What is asked beyond the defaults is named."""
+    require_honoured(settings_of(OwnTraining()), (), who="Mine")
+    with pytest.raises(SettingsRefused, match=r"Mine does not honour the setting 'epochs'"):
+        require_honoured(settings_of(OwnTraining(epochs=2)), (), who="Mine")
+    require_honoured(settings_of(OwnTraining(epochs=2)), {"epochs"}, who="Mine")
+
+
+def test_virtual_time_knows_how_much_it_is() -> None:
+    """Steps of an epoch, as far as the trainer has them."""
+    own = OwnTraining(epochs=2, batch_size=4)
+    assert own.work.num_steps(np.asarray([4, 5])).tolist() == [2, 4]
+
+
+def test_a_standard_trainer_does_not_know_how() -> None:
+    """The remedy is in the message."""
+    x = [torch.zeros(1, 2)]
+    with pytest.raises(ValueError, match=r"trainer of their own"):
+        OwnTraining().step(x, x, {}, told={}, moment=Moment(round_num=0, step=0))
+
+
+def test_how_much_it_does_is_checked() -> None:
+    """As for every local update."""
+    with pytest.raises(ValueError, match="epochs"):
+        OwnTraining(epochs=0)

@@ -1,0 +1,128 @@
+"""A scheduled rate is the inner update at another rate, round by round and step by step."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import Affine, LocalSgd, Moment, Tensors, new_memory, short_cut
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.5, weight_decay=0.1)
+MOMENTUM = LocalSgd(epochs=1, batch_size=4, learning_rate=0.5, momentum=0.9)
+
+
+def at(round_num: int, step: int = 0) -> Moment:
+    return Moment(round_num=round_num, step=step)
+
+
+def test_the_rate_decays_by_a_power_of_the_round() -> None:
+    """Not at all in the first one."""
+    schedule = ScheduledRate(inner=SGD, rate_decay=0.9)
+    assert [schedule.factor(at(r)) for r in range(4)] == pytest.approx([1.0, 0.9, 0.81, 0.729])
+
+
+def test_the_cosine_is_that_of_torch_and_stays_at_zero() -> None:
+    """``CosineAnnealingLR`` over the rounds."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+    schedule = ScheduledRate(inner=SGD, cosine_rounds=7)
+    for round_num in range(8):
+        assert schedule.factor(at(round_num)) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+    assert schedule.factor(at(100)) == 0.0
+
+
+def test_a_warm_up_rises_in_every_round() -> None:
+    """To its value in the last of its steps."""
+    schedule = ScheduledRate(inner=SGD, warmup_steps=4, rate_decay=0.5)
+    for round_num in range(2):
+        found = [schedule.factor(at(round_num, step)) for step in range(6)]
+        expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        assert found == pytest.approx([0.5**round_num * each for each in expected])
+
+
+@pytest.mark.parametrize("inner", [SGD, MOMENTUM], ids=["decay", "momentum"])
+def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
+    """Also one whose memory does not know the rate."""
+    schedule = ScheduledRate(inner=inner, rate_decay=0.5)
+    ours, theirs = [torch.ones(1, 3)], torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(
+        [theirs], lr=0.5, momentum=inner.momentum, weight_decay=inner.weight_decay
+    )
+    memory = new_memory(schedule, ours, kept={})
+    for round_num in range(4):  # one step a round, of one memory
+        grad = torch.tensor([1.0, -2.0, 0.5]) * (round_num + 1)
+        optimizer.param_groups[0]["lr"] = 0.5 * 0.5**round_num
+        theirs.grad = grad.clone()
+        optimizer.step()
+        schedule.step(ours, [grad[None]], memory, told={}, moment=at(round_num))
+        torch.testing.assert_close(ours[0][0], theirs.data, rtol=1e-6, atol=1e-6)
+
+
+def test_schedules_around_schedules_multiply() -> None:
+    """A decay over rounds and a warm-up of another wrapping."""
+    both = ScheduledRate(inner=ScheduledRate(inner=SGD, warmup_steps=2), cosine_rounds=2)
+    affine = short_cut(both)
+    assert affine is not None
+    found = affine(at(1))
+    assert found is not None
+    assert found.scale == pytest.approx(-0.5 * 0.5 * (1 + math.cos(math.pi / 2)) / 2)
+
+
+def test_the_short_cut_is_the_step() -> None:
+    """Executors may take either."""
+    schedule = ScheduledRate(inner=SGD, rate_decay=0.7, warmup_steps=3)
+    affine = short_cut(schedule)
+    assert affine is not None
+    for moment in (at(0), at(2, 1), at(5, 9)):
+        taken = affine(moment)
+        assert isinstance(taken, Affine)
+        x, grad = [torch.tensor([[1.0, -3.0]])], torch.tensor([[0.3, 0.2]])
+        expected = taken.keep * x[0] + taken.scale * grad
+        schedule.step(x, [grad], {}, told={}, moment=moment)
+        torch.testing.assert_close(x[0], expected)
+
+
+class Reversed(LocalSgd):
+    """A rule of the user's own that overrides the step alone."""
+
+    def step(self, x: Tensors, grads: Tensors, memory: Any, *, told: Any, moment: Moment) -> None:
+        """Climb."""
+        x[0].add_(grads[0], alpha=self.learning_rate * moment.rate)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        MOMENTUM,
+        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        Reversed(epochs=1, batch_size=4, learning_rate=0.5),
+    ],
+    ids=["momentum", "clipped", "own step"],
+)
+def test_what_has_no_short_cut_gets_none_by_a_schedule(inner: Any) -> None:
+    """The inner one's step would be left out."""
+    affine = short_cut(ScheduledRate(inner=inner, rate_decay=0.9))
+    assert affine is None or affine(at(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rate_decay": 0.0}, "rate_decay"),
+        ({"rate_decay": 1.1}, "rate_decay"),
+        ({"rate_decay": float("nan")}, "rate_decay"),
+        ({"cosine_rounds": 0}, "cosine_rounds"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"rate_decay": 0.9, "cosine_rounds": 3}, "give one of them"),
+    ],
+)
+def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
+    """The message names the field."""
+    with pytest.raises(ValueError, match=named):
+        ScheduledRate(inner=SGD, **changes)

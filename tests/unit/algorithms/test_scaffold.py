@@ -1,0 +1,297 @@
+"""SCAFFOLD's identities, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn import build
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.kept import Kept, stacked
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.local import (
+    Around,
+    LocalSgd,
+    Moment,
+    along_trainable,
+    new_memory,
+    report_of,
+)
+from fedlearn.algorithms.objectives import CustomLoss
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.scaffold import ControlVariates, Scaffold
+from fedlearn.algorithms.settings import require_honoured, settings_of, update_from
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.config import load
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.errors import ConfigError, SettingsRefused
+from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.partition import Partition
+from fedlearn.simulation.population import ArrayPopulation
+from fedlearn.training.resident import Precision, ResidentModel
+
+SGD = LocalSgd(epochs=5, batch_size=None, learning_rate=0.1, shuffle=False)
+NUM_CLIENTS = 4
+#: Of the quadratics sum_j a_j (x_j - b_j)^2 / 2: their curvature and minimum, by client.
+A = torch.tensor([[1.0, 4.0], [3.0, 0.5], [0.2, 2.0], [5.0, 1.0]], dtype=torch.float64)
+B = torch.tensor([[1.0, 0.0], [-2.0, 3.0], [5.0, 1.0], [0.0, -4.0]], dtype=torch.float64)
+
+
+class Point(nn.Module):
+    """The parameters are the model: each example yields its quadratic at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, features: Tensor) -> Tensor:
+        a, b = features.chunk(2, dim=1)
+        return (a * (self.x - b) ** 2 / 2).sum(dim=1)
+
+
+def scaffold(sgd: LocalSgd = SGD, **changes: Any) -> Scaffold:
+    return replace(Scaffold(sgd=sgd, num_clients=NUM_CLIENTS, server_learning_rate=1.0), **changes)
+
+
+def engine() -> Engine:
+    """Clients of one example each, unless the population says otherwise."""
+    quadratic = CustomLoss(lambda outputs, _: outputs)
+    return Engine(
+        population=ArrayPopulation(
+            features=torch.cat([A, B], dim=1),
+            labels=torch.zeros(NUM_CLIENTS, dtype=torch.float64),
+            partition=Partition(*_identity()),
+            num_classes=None,
+        ),
+        behaviour=Instant(),
+        executor=SequentialExecutor(
+            ResidentModel(Point, quadratic, device=torch.device("cpu"), precision=Precision.FLOAT32)
+        ),
+        policy=StragglerPolicy(
+            num_wanted=NUM_CLIENTS,
+            over_selection=1.0,
+            deadline_s=float("inf"),
+            min_reports=1,
+            below_minimum=BelowMinimum.FAIL,
+            max_retries=0,
+        ),
+        cluster=Alone(),
+        block_size=1,
+    )
+
+
+def _identity() -> tuple[Any, Any]:
+    return torch.arange(NUM_CLIENTS).numpy(), torch.arange(NUM_CLIENTS + 1).numpy()
+
+
+def run(strategy: Strategy, *, num_rounds: int, collector: Engine) -> tuple[Params, Any, Kept]:
+    """Return the model, the strategy's state and what clients keep after rounds of all clients."""
+    params, kept = Params.of(Point()), dict[int, Any]()
+    state = strategy.init(params)
+    for round_num in range(num_rounds):
+        request = RoundRequest(
+            round_num=round_num,
+            attempt=0,
+            params=params,
+            strategy=strategy,
+            told=strategy.tell(state),
+            seed=0,
+            kept=kept,
+        )
+        collected = collector.collect([ClientId(k) for k in range(NUM_CLIENTS)], request)
+        assert collected.aggregate is not None
+        params, state, _ = _stepped(strategy, params, collected.aggregate, state)
+        kept = dict(collected.kept)
+    return params, state, kept
+
+
+def _stepped(strategy: Strategy, params: Params, aggregate: Aggregate, state: Any) -> Any:
+    stepped = strategy.step(params, aggregate, state)
+    return stepped.params, stepped.state, stepped.metrics
+
+
+def test_the_first_round_is_unweighted_federated_averaging() -> None:
+    """All control variates are zero, so nothing is corrected."""
+    ours, _, _ = run(scaffold(), num_rounds=1, collector=engine())
+    theirs, _, _ = run(FedAvg(SGD, weight_by_examples=False), num_rounds=1, collector=engine())
+    assert torch.equal(ours.vector, theirs.vector)
+
+
+def test_clients_that_differ_do_not_drift() -> None:
+    """It converges to the minimum of the mean; federated averaging to somewhere else."""
+    minimum = (A * B).sum(0) / A.sum(0)
+    ours, _, _ = run(scaffold(), num_rounds=150, collector=engine())
+    theirs, _, _ = run(FedAvg(SGD, weight_by_examples=False), num_rounds=150, collector=engine())
+    torch.testing.assert_close(ours.vector, minimum, rtol=1e-8, atol=1e-8)
+    assert float((theirs.vector - minimum).abs().max()) > 0.05
+
+
+def test_the_servers_control_is_the_mean_of_the_clients() -> None:
+    """With all clients in each round; and theirs is the mean of the gradients of the round."""
+    for num_rounds in (1, 3):
+        _, state, own = run(scaffold(), num_rounds=num_rounds, collector=engine())
+        kept = stacked(own, range(NUM_CLIENTS))["control"]
+        assert float(kept.abs().sum(1).min()) > 0.0
+        torch.testing.assert_close(state["control"], kept.mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
+    """Option II, whatever the correction was: from the definition."""
+    local = scaffold().local
+    layout = Params.of(Point()).layout
+    start = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    control = torch.tensor([0.3, 0.2], dtype=torch.float64)
+    own = torch.tensor([[-0.7, 0.1]], dtype=torch.float64)
+    told = along_trainable(layout, start, {"control": control})
+    x = [start.clone()[None]]
+    memory = new_memory(local, x, kept={"control": own})
+    gradients = []
+    for step in range(5):
+        gradients.append(A[0] * (x[0] - B[0]))
+        local.step(x, [gradients[-1].clone()], memory, told=told, moment=Moment(0, step))
+    num_steps = torch.tensor([5.0], dtype=torch.float64)
+    reported = report_of(local, x, memory, told=told, num_steps=num_steps, layout=layout)
+    expected = torch.stack(gradients).mean(0)
+    torch.testing.assert_close(reported.kept["control"], expected)
+    torch.testing.assert_close(reported.lanes["control"], expected - own)
+
+
+def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
+    """Its control is the mean over all steps, none of which moved it: it does not drift."""
+    local, layout = scaffold().local, Params.of(Point()).layout
+    start, control = torch.zeros(2).double(), torch.tensor([0.3, 0.2]).double()
+    told = along_trainable(layout, start, {"control": control})
+    for num_reached, expected in ((0, 0.0), (2, 0.5), (4, 1.0)):
+        x, kept = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
+        memory = new_memory(local, x, kept=kept)
+        for step in range(num_reached):
+            local.step(x, [torch.ones(1, 2).double()], memory, told=told, moment=Moment(0, step))
+        local.report(x, memory, told=told, num_steps=torch.tensor([4.0]).double())
+        mean = torch.full((1, 2), expected).double()
+        torch.testing.assert_close(memory["control"][0], mean, rtol=0.0, atol=1e-12)
+
+
+class Halved(Around):
+    """A wrapper of the user's own that changes the rate."""
+
+    def step(self, x: Any, grads: Any, memory: Any, *, told: Any, moment: Moment) -> None:
+        """Take half a step."""
+        slower = moment._replace(rate=moment.rate / 2)
+        self.inner.step(x, grads, memory, told=told, moment=slower)
+
+
+def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
+    """A schedule when it is made, near or far; a wrapper of one's own in its first step."""
+    local = scaffold().local
+    for inner in (local, Proximal(inner=local, proximal=0.1)):
+        with pytest.raises(ValueError, match="leave the schedule out under SCAFFOLD"):
+            ScheduledRate(inner=inner, rate_decay=0.9)
+    travelled = {**settings_of(local), "warmup_steps": 2, "rate_decay": 1.0, "cosine_rounds": None}
+    with pytest.raises(SettingsRefused, match="leave the schedule out"):
+        update_from({**travelled, "update": "sgd control_variates scheduled"})
+    x = [torch.zeros(1, 2).double()]
+    own, told = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
+    with pytest.raises(ValueError, match=r"multiplies the learning rate by 0\.5"):
+        own.step(x, x, new_memory(own, x, kept={}), told=told, moment=Moment(0, 0))
+
+
+def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:
+    """|S| / N of the mean change."""
+    strategy, params = scaffold(num_clients=8), Params.of(Point())
+    lanes = {
+        "delta": torch.zeros(2, dtype=torch.float64),
+        "control": torch.ones(2, dtype=torch.float64),
+    }
+    stepped = strategy.step(params, Aggregate(lanes, num_clients=2), strategy.init(params))
+    assert stepped.state["control"].tolist() == [0.25, 0.25]
+    assert torch.equal(stepped.params.vector, params.vector)
+
+
+def test_the_servers_step_is_scaled() -> None:
+    """By its learning rate; the control is not."""
+    strategy, params = scaffold(server_learning_rate=0.5), Params.of(Point())
+    lanes = {
+        "delta": torch.ones(2, dtype=torch.float64),
+        "control": torch.zeros(2, dtype=torch.float64),
+    }
+    stepped = strategy.step(params, Aggregate(lanes, num_clients=4), strategy.init(params))
+    assert (stepped.params.vector - params.vector).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        replace(SGD, momentum=0.9),
+        replace(SGD, weight_decay=0.1),
+        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        ScheduledRate(inner=SGD, rate_decay=0.9),
+        LocalAdam(
+            epochs=1,
+            batch_size=4,
+            learning_rate=0.1,
+            beta_1=0.9,
+            beta_2=0.99,
+            epsilon=1e-8,
+            decoupled=False,
+            keep_moments=False,
+        ),
+    ],
+    ids=["momentum", "weight decay", "clipped", "scheduled", "adam"],
+)
+def test_other_steps_than_those_of_plain_sgd_are_refused(inner: Any) -> None:
+    """Their mean is no gradient; when it is made, not when a client is asked."""
+    with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
+        ControlVariates(inner=inner, control_bound=None)
+    with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
+        scaffold(sgd=inner)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_clients": 0}, "num_clients"),
+        ({"server_learning_rate": 0.0}, "learning_rate"),
+        ({"control_bound": 0.0}, "control"),
+        ({"control_bound": float("nan")}, "control"),
+    ],
+)
+def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
+    """When it is made."""
+    with pytest.raises(ValueError, match=named):
+        scaffold(**changes)
+
+
+ASKED = (
+    "algorithm.name=scaffold",
+    "algorithm.num_clients=100",
+    "engine.transport=memory",
+    "secure_aggregation.mode=complete",
+)
+
+
+def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None:
+    """A vector without one does not fit into fixed point."""
+    with pytest.raises(ConfigError, match="control"):
+        build.simulation(load(None, overrides=ASKED), data_dir=tmp_path)
+    bounded = (*ASKED, "algorithm.control_bound=10.0")
+    assert build.simulation(load(None, overrides=bounded), data_dir=tmp_path).secure is not None
+
+
+def test_a_trainer_of_ones_own_that_knows_no_control_is_refused() -> None:
+    """It would train as if it had not been asked."""
+    settings = settings_of(scaffold().local)
+    honours = ("epochs", "batch_size", "learning_rate", "shuffle")
+    with pytest.raises(SettingsRefused, match="control"):
+        require_honoured(settings, honours, who="Mine")

@@ -1,0 +1,205 @@
+"""Local updates travel as settings; what a trainer would ignore is refused."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, Memory, Moment
+from fedlearn.algorithms.local import Tensors as Stack
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.algorithms.settings import (
+    own_classes,
+    require_honoured,
+    settings_names,
+    settings_of,
+    transforms_from,
+    update_from,
+)
+from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.core.messages import Scalar
+from fedlearn.errors import ConfigError, SettingsRefused
+
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+ADAM = LocalAdam(
+    epochs=2,
+    batch_size=None,
+    learning_rate=0.001,
+    beta_1=0.9,
+    beta_2=0.999,
+    epsilon=1e-8,
+    decoupled=True,
+    keep_moments=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignSgd(LocalWork):
+    """A rule of the user's own."""
+
+    rate: float
+
+    def step(self, x: Stack, grads: Stack, memory: Memory, *, told: Memory, moment: Moment) -> None:
+        for value, grad in zip(x, grads, strict=True):
+            value.sub_(grad.sign(), alpha=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(Around):
+    """A wrapping of the user's own, without a field."""
+
+
+UPDATES: dict[str, LocalUpdate] = {
+    "sgd": replace(SGD, momentum=0.5, keep_momentum=True, batch_size=None),
+    "adam": ADAM,
+    "own": OwnTraining(epochs=3),
+    "proximal": Proximal(inner=SGD, proximal=0.5),
+    "clipped": ClippedGradients(inner=ADAM, max_gradient_norm=1.0),
+    "three": ScheduledRate(
+        inner=Proximal(inner=ClippedGradients(inner=SGD, max_gradient_norm=2.0), proximal=0.1),
+        rate_decay=0.9,
+        warmup_steps=3,
+    ),
+    "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
+    "scaffold": ControlVariates(inner=SGD, control_bound=None),
+    "a rule of one's own": SignSgd(epochs=1, batch_size=2, rate=0.01),
+    "around, of one's own": Halved(inner=SignSgd(epochs=1, batch_size=2, rate=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", list(UPDATES))
+def test_settings_travel_and_come_back(name: str) -> None:
+    """``update_from`` is the inverse of ``settings_of``, whatever is wrapped around what."""
+    local = UPDATES[name]
+    settings = settings_of(local, [ClippedUpdates(max_update_norm=3.0)])
+    assert update_from(settings, known=own_classes([local])) == local
+    assert transforms_from(settings) == (ClippedUpdates(max_update_norm=3.0),)
+    assert all(isinstance(value, int | float | str | bool | None) for value in settings.values())
+
+
+def test_whole_numbers_are_reals_too() -> None:
+    """TOML and JSON write 1 for 1.0."""
+    local = update_from({**settings_of(SGD), "learning_rate": 1})
+    assert isinstance(local, LocalSgd)
+    assert local.learning_rate == 1.0
+    assert isinstance(local.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 1.5}, "'epochs' is 1.5, not of type int"),
+        ({"epochs": True}, "'epochs'"),
+        ({"batch_size": "4"}, "'batch_size' is '4', not of type int or NoneType"),
+        ({"learning_rate": None}, "'learning_rate'"),
+        ({"shuffle": 1}, "'shuffle'"),
+        ({"more": 1}, "'more' is unknown to 'sgd'"),
+        ({"momentum": 2.0}, "momentum is 2.0"),
+        ({"update": "adagrad"}, "'adagrad', which this client does not know"),
+        ({"update": "proximal"}, "'proximal' is missing"),
+        ({"update": 7}, "'update' is 7"),
+    ],
+)
+def test_settings_of_other_types_or_names_are_refused(
+    changes: dict[str, Scalar], words: str
+) -> None:
+    """A request from another version is an error, not a different training."""
+    with pytest.raises(SettingsRefused, match=words):
+        update_from({**settings_of(SGD), **changes})
+
+
+def test_missing_settings_are_refused() -> None:
+    """Nothing is filled in, and settings without pieces are no update."""
+    settings = dict(settings_of(Proximal(inner=SGD, proximal=0.5)))
+    del settings["proximal"]
+    with pytest.raises(SettingsRefused, match="proximal"):
+        update_from(settings)
+    with pytest.raises(SettingsRefused, match="names no update"):
+        update_from({})
+
+
+@pytest.mark.parametrize("pieces", ["proximal sgd", "sgd sgd", "sgd adam"])
+def test_pieces_in_another_order_are_refused(pieces: str) -> None:
+    """One update, then what is around it."""
+    settings = {**settings_of(ADAM), **settings_of(Proximal(inner=SGD, proximal=0.5))}
+    with pytest.raises(SettingsRefused, match="names one update first"):
+        update_from({**settings, "update": pieces})
+
+
+def test_an_update_that_the_client_does_not_know_is_named() -> None:
+    """Known by its class, it is made: the control stands above."""
+    with pytest.raises(SettingsRefused, match="'SignSgd', which this client does not know"):
+        update_from(settings_of(UPDATES["a rule of one's own"]))
+
+
+def test_a_setting_that_cannot_travel_is_refused_at_the_coordinator() -> None:
+    """And so are two pieces of one kind: they would be one at the client."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Listing(SignSgd):
+        layers: tuple[str, ...]
+
+    with pytest.raises(ConfigError, match="'layers' is a tuple"):
+        settings_of(Listing(epochs=1, batch_size=2, rate=0.01, layers=("a",)))
+    once = Proximal(inner=SGD, proximal=0.5)
+    with pytest.raises(ConfigError, match="'proximal' stands in two pieces"):
+        settings_of(Proximal(inner=once, proximal=0.5))
+
+
+BASIC = ("epochs", "batch_size", "learning_rate")
+
+
+@pytest.mark.parametrize(
+    ("local", "honoured", "refused"),
+    [
+        (SGD, BASIC, None),
+        (SGD, ("epochs", "batch_size"), "'learning_rate', which is 0.1"),
+        (replace(SGD, momentum=0.9), BASIC, "'momentum', which is 0.9"),
+        (replace(SGD, momentum=0.9), (*BASIC, "momentum"), None),
+        (replace(SGD, shuffle=False), BASIC, "'shuffle', which is False"),
+        (Proximal(inner=SGD, proximal=0.5), BASIC, "'proximal', which is 0.5"),
+        (Proximal(inner=SGD, proximal=0.5), (*BASIC, "proximal"), None),
+        (ADAM, BASIC, "'beta_1', which is 0.9"),
+        (OwnTraining(), (), None),
+        (OwnTraining(epochs=2), (), "'epochs', which is 2"),
+        (UPDATES["a rule of one's own"], (*BASIC, "rate", "shuffle", "SignSgd"), None),
+        (UPDATES["a rule of one's own"], BASIC, "'(shuffle|rate|update)'"),
+    ],
+)
+def test_a_setting_that_a_trainer_would_ignore_is_refused(
+    local: LocalUpdate, honoured: tuple[str, ...], refused: str | None
+) -> None:
+    """By its name and value; one that changes nothing need not be honoured."""
+    if refused is None:
+        require_honoured(settings_of(local), honoured, who="Mine")
+    else:
+        with pytest.raises(SettingsRefused, match=f"Mine does not honour the setting {refused}"):
+            require_honoured(settings_of(local), honoured, who="Mine")
+
+
+def test_transforms_are_the_sessions_to_honour() -> None:
+    """Whatever trains, its update is clipped."""
+    settings = settings_of(SGD, [ClippedUpdates(max_update_norm=3.0)])
+    require_honoured(settings, BASIC, who="Mine")
+
+
+def test_our_own_trainer_honours_all_that_it_knows() -> None:
+    """Its own classes with their fields, and nothing that is unknown."""
+    names = settings_names([SignSgd])
+    assert {"rate", "SignSgd", "momentum", "beta_1", "proximal", "warmup_steps"} <= names
+    assert "rate" not in settings_names()
+
+
+def test_classes_that_cannot_be_told_apart_by_their_names_are_refused() -> None:
+    """Two of one name, and one of a standard name; the same class twice is the control."""
+    mine = UPDATES["a rule of one's own"]
+    other = type("SignSgd", (LocalSgd,), {})(epochs=1, batch_size=2, learning_rate=0.1)
+    with pytest.raises(ConfigError, match="two local updates are called 'SignSgd'"):
+        own_classes([mine, other])
+    assert own_classes([mine, SGD, mine]) == [SignSgd]
+    with pytest.raises(ConfigError, match="the name of another piece, 'sgd'"):
+        settings_of(type("sgd", (LocalSgd,), {})(epochs=1, batch_size=2, learning_rate=0.1))

@@ -1,0 +1,167 @@
+"""Every order of wrapping trains as a loop written by hand with torch.autograd and torch.optim."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.core.params import Params
+from fedlearn.training.resident import Part, Precision, ResidentModel, Training
+
+RATE, BOUND, PULL, ROUND, NUM_STEPS = 0.2, 0.3, 0.7, 2, 5
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=RATE)
+ADAM = LocalAdam(
+    epochs=1,
+    batch_size=4,
+    learning_rate=RATE,
+    beta_1=0.8,
+    beta_2=0.9,
+    epsilon=1e-3,
+    decoupled=False,
+    weight_decay=0.1,
+    keep_moments=False,
+)
+INNER: Mapping[str, LocalUpdate] = {
+    "sgd": SGD,
+    "momentum": replace(SGD, momentum=0.9, weight_decay=0.1),
+    "adam": ADAM,
+    "adamw": replace(ADAM, decoupled=True),
+}
+AROUND: Mapping[str, Callable[[LocalUpdate], Around]] = {
+    "proximal": lambda inner: Proximal(inner=inner, proximal=PULL),
+    "clipped": lambda inner: ClippedGradients(inner=inner, max_gradient_norm=BOUND),
+    "scheduled": lambda inner: ScheduledRate(inner=inner, rate_decay=0.8, warmup_steps=3),
+    "control": lambda inner: ControlVariates(inner=inner, control_bound=None),
+}
+#: The outer one, the one within it, and the update.
+ORDERS = list(product(AROUND, AROUND, INNER))
+
+
+def makes_sense(outer: str, middle: str, inner: str) -> bool:
+    """Whether a wrapping means something: control variates are around nothing but plain SGD."""
+    if outer == "control":
+        return False
+    return middle != "control" or (inner == "sgd" and outer != "scheduled")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(4, 4, generator=generator).double(), torch.arange(4) % 3)
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def vectors(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return control variates of the server and of the client, [Q]."""
+    size, generator = sum(p.numel() for p in module.parameters()), torch.Generator().manual_seed(9)
+    server, client = 0.1 * torch.randn(2, size, generator=generator).double()
+    return server, client
+
+
+def optimizer_of(inner: str, module: nn.Module) -> torch.optim.Optimizer:
+    match inner:
+        case "sgd":
+            return torch.optim.SGD(module.parameters(), lr=RATE)
+        case "momentum":
+            return torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9, weight_decay=0.1)
+    kind = torch.optim.AdamW if inner == "adamw" else torch.optim.Adam
+    return kind(module.parameters(), lr=RATE, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+
+
+def by_hand(wrappers: tuple[str, ...], inner: str) -> tuple[Tensor, Tensor]:
+    """Return the model after the steps, and the client's control variate."""
+    module = make_model()
+    start = [p.detach().clone() for p in module.parameters()]
+    parameters, optimizer = list(module.parameters()), optimizer_of(inner, module)
+    server, own = (
+        [
+            part.view_as(p)
+            for part, p in zip(v.split([p.numel() for p in start]), start, strict=True)
+        ]
+        for v in vectors(module)
+    )
+    seen = list[Tensor]()
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        rate = RATE
+        for wrapper in wrappers:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            match wrapper:
+                case "proximal":
+                    for grad, p, p_0 in zip(grads, parameters, start, strict=True):
+                        grad.add_(PULL * (p.detach() - p_0))
+                case "clipped":
+                    nn.utils.clip_grad_norm_(parameters, BOUND)
+                case "scheduled":
+                    rate *= 0.8**ROUND * min(1.0, (step + 1) / 3)
+                case "control":
+                    seen.append(torch.cat([grad.flatten() for grad in grads]))
+                    for grad, c, c_i in zip(grads, server, own, strict=True):
+                        grad.add_(c - c_i)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    control = torch.stack(seen).mean(0) if seen else torch.zeros(0)
+    return nn.utils.parameters_to_vector(parameters).detach(), control
+
+
+def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
+    """Return the same as :func:`by_hand`."""
+    model = ResidentModel(
+        make_model, CrossEntropy(), device=torch.device("cpu"), precision=Precision.FLOAT32
+    )
+    params = Params.of(make_model())
+    server, own = vectors(make_model())
+    has_control = "control" in local.memory
+    told = {"control": server} if has_control else {}
+    training = Training(model, params, local=local, told=told, round_num=ROUND)
+    with training.client({"control": own[None]} if has_control else {}):
+        for x, y in batches():
+            training.step([Part(x, y, 0)], num_examples=4)
+        kept = training.report().kept
+    return model.vector_P.clone(), kept["control"][0] if has_control else torch.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("outer", "middle", "inner"), [each for each in ORDERS if makes_sense(*each)]
+)
+def test_every_order_of_wrapping_is_the_loop_by_hand(outer: str, middle: str, inner: str) -> None:
+    """The outermost acts first on the gradient; torch divides by the clipped norm plus 1e-6."""
+    found, control = ours(AROUND[outer](AROUND[middle](INNER[inner])))
+    expected, expected_control = by_hand((outer, middle), inner)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(control, expected_control, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outer", "middle", "inner"), [each for each in ORDERS if not makes_sense(*each)]
+)
+def test_wrapping_without_meaning_is_refused(outer: str, middle: str, inner: str) -> None:
+    """When it is made, whichever is the outer one."""
+    with pytest.raises(ValueError, match="SCAFFOLD"):
+        AROUND[outer](AROUND[middle](INNER[inner]))
+
+
+def test_the_order_of_a_pull_and_a_clip_makes_a_difference() -> None:
+    """The control: references of the wrong order are told apart."""
+    one, other = (
+        by_hand(pair, "sgd")[0] for pair in (("proximal", "clipped"), ("clipped", "proximal"))
+    )
+    assert float((one - other).abs().max()) > 1e-3

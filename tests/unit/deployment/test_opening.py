@@ -1,0 +1,287 @@
+"""The opening of a round: who is waited for, what ends the waiting, and what is written down."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import RealClock, VirtualClock
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.deployment.opening import DurableOpening
+from fedlearn.errors import Aborted, CohortTooSmall, Fenced
+from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.lease import Lease, deploy
+from fedlearn.store.runs import Database, sqlite_url, unguarded
+from tests.records import RUN, journals_in
+
+ALL = [ClientId(number) for number in range(10)]
+POLICY = StragglerPolicy(
+    num_wanted=4,
+    over_selection=1.0,
+    deadline_s=10.0,
+    min_reports=2,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=3,
+)
+
+
+def ignore() -> None:
+    """Nothing ends the run."""
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass
+class Hour(VirtualClock):
+    """Nothing is waited for longer than an hour."""
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        assert self.elapsed_s < 3600.0
+
+
+@dataclass
+class Arriving:
+    """One more client is connected each time somebody looks."""
+
+    most: int
+    looks: int = 0
+    phases: list[Phase] = field(default_factory=list)
+    live_status: LiveStatus = field(default_factory=LiveStatus)
+
+    def available(self) -> Sequence[ClientId]:
+        self.looks += 1
+        self.phases.append(self.live_status.phase)
+        return ALL[: min(self.looks, self.most)]
+
+
+NewJournal = Callable[[], RoundJournal]
+
+
+@pytest.fixture
+def new_journal(tmp_path: Path) -> Iterator[NewJournal]:
+    """Makes empty journals."""
+    with journals_in(tmp_path) as empty:
+        yield empty
+
+
+@pytest.fixture
+def any_journal(database_url: str, tmp_path: Path) -> Iterator[RoundJournal]:
+    """An empty journal, once in each kind of database."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        yield StoredJournal(database, RUN.name, guard=unguarded)
+
+
+def durable(
+    clients: Arriving,
+    journal: RoundJournal,
+    *,
+    num_asked: int = 4,
+    patience_s: float = 600.0,
+    is_paused: Callable[[], bool] = never,
+    check: Callable[[], None] = ignore,
+    clock: RealClock | None = None,
+) -> DurableOpening:
+    return DurableOpening(
+        sampler=UniformSampler(),
+        available=clients.available,
+        policy=replace(POLICY, num_wanted=num_asked),
+        seed=Seed(1),
+        patience_s=patience_s,
+        is_paused=is_paused,
+        check=check,
+        journal=journal,
+        live_status=clients.live_status,
+        clock=clock or Hour(5.0),
+    )
+
+
+def there(num_clients: int) -> Arriving:
+    return Arriving(most=num_clients, looks=num_clients)
+
+
+# ---- A simulation's -----------------------------------------------------------------------
+
+
+def test_a_simulation_samples_and_no_more() -> None:
+    """Among all, as many as the policy asks: a function of seed, round and attempt."""
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=lambda: ALL, policy=POLICY, seed=Seed(1)
+    )
+    expected = UniformSampler().sample(ALL, num_asked=4, round_num=3, attempt=1, seed=Seed(1))
+    assert opening.open(3, attempt=1) == expected
+    assert opening.open(3, attempt=0) != expected
+
+
+def test_a_simulation_waits_for_nobody() -> None:
+    """Nobody would come."""
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=lambda: ALL[:3], policy=POLICY, seed=Seed(1)
+    )
+    with pytest.raises(CohortTooSmall):
+        opening.open(0, attempt=0)
+
+
+# ---- Waiting ------------------------------------------------------------------------------
+
+
+def test_a_round_waits_until_enough_clients_are_there(new_journal: NewJournal) -> None:
+    """And the status says that it does, and for how many."""
+    clients = Arriving(most=4)
+    assert sorted(durable(clients, new_journal()).open(0, attempt=0)) == ALL[:4]
+    assert Phase.WAITING in clients.phases
+    assert clients.live_status.num_needed == 4
+
+
+def test_a_client_that_never_comes_does_not_hold_up_the_others(new_journal: NewJournal) -> None:
+    """When patience has ended, the round asks those that are there."""
+    assert sorted(durable(there(3), new_journal(), patience_s=0.0).open(0, attempt=0)) == ALL[:3]
+    clients = there(3)
+    clock = Hour()
+    opening = durable(clients, new_journal(), patience_s=60.0, clock=clock)
+    assert sorted(opening.open(0, attempt=0)) == ALL[:3]
+    assert clock.now_s() >= 60.0
+
+
+def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(
+    new_journal: NewJournal,
+) -> None:
+    """It would only be retried."""
+    clients = Arriving(most=2)
+    assert sorted(durable(clients, new_journal(), patience_s=0.0).open(0, attempt=0)) == ALL[:2]
+    assert Phase.WAITING in clients.phases
+    assert clients.live_status.num_needed == 2
+
+
+@dataclass
+class Pausing(Hour):
+    """The operator lets the run go on after some time."""
+
+    live_status: LiveStatus = field(default_factory=LiveStatus)
+    until_s: float = 3.0
+    began_s: float = 0.0
+    phases: list[Phase] = field(default_factory=list)
+
+    def is_paused(self) -> bool:
+        return self.began_s <= self.now_s() < self.until_s
+
+    def sleep(self, seconds: float) -> None:
+        self.phases.append(self.live_status.phase)
+        super().sleep(seconds)
+
+
+def test_a_paused_run_asks_nobody(new_journal: NewJournal) -> None:
+    """Though enough are there; it goes on when the operator says so."""
+    clients, journal = there(4), new_journal()
+    clock = Pausing(live_status=clients.live_status)
+    opening = durable(clients, journal, is_paused=clock.is_paused, clock=clock)
+    opening.open(0, attempt=0)
+    assert set(clock.phases) == {Phase.PAUSED}
+    opened = journal.last()
+    assert opened is not None
+    assert opened.opened_unix_s >= clock.until_s
+
+
+def test_a_pause_while_clients_are_waited_for_starts_no_smaller_round(
+    new_journal: NewJournal,
+) -> None:
+    """Two clients are enough for a round, four would be asked: it asks the four, afterwards."""
+    clients = Arriving(most=4)
+    clock = Pausing(live_status=clients.live_status, began_s=0.3, until_s=30.0)
+    opening = durable(
+        clients, new_journal(), is_paused=clock.is_paused, clock=clock, patience_s=10.0
+    )  # which the pause outlasts
+    assert sorted(opening.open(0, attempt=0)) == ALL[:4]
+    assert Phase.PAUSED in clock.phases
+
+
+def test_an_interruption_ends_the_waiting(new_journal: NewJournal) -> None:
+    """For clients that never come; nothing is written down."""
+    interruption, journal = Interruption(), new_journal()
+    opening = durable(there(1), journal, check=interruption.check, clock=interruption)
+    threading.Timer(0.05, interruption.give, [Aborted("by the operator")]).start()
+    with pytest.raises(Aborted):
+        opening.open(0, attempt=0)
+    assert journal.last() is None
+
+
+def test_what_ends_the_run_opens_no_round(new_journal: NewJournal) -> None:
+    """Though enough clients are there; control: without a reason it opens."""
+    interruption, journal = Interruption(), new_journal()
+    durable(there(4), journal, check=interruption.check).open(0, attempt=0)
+    interruption.give(Aborted("by the operator"))
+    with pytest.raises(Aborted):
+        durable(there(4), journal, check=interruption.check).open(1, attempt=0)
+    assert journal.find(1, 0) is None
+
+
+def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> None:
+    """With its attempt; one that is gone on with, too."""
+    clients, journal = there(4), new_journal()
+    durable(clients, journal).open(3, attempt=1)
+    assert (clients.live_status.phase, clients.live_status.attempt) == (Phase.ROUND, 1)
+    later = there(0)
+    durable(later, journal).open(3, attempt=1)
+    assert (later.live_status.phase, later.live_status.attempt) == (Phase.ROUND, 1)
+
+
+# ---- Writing down -------------------------------------------------------------------------
+
+
+def test_a_cohort_is_chosen_once(any_journal: RoundJournal) -> None:
+    """A restart asks the same clients, though others are connected by then, or nobody is."""
+    first = durable(there(10), any_journal).open(0, attempt=0)
+    assert first == UniformSampler().sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
+    paused = Pausing(until_s=1e9)
+    restarted = durable(there(0), any_journal, is_paused=paused.is_paused, clock=paused)
+    assert restarted.open(0, attempt=0) == first
+    assert any_journal.find(0, 0) == OpenRound(
+        round_num=0, attempt=0, cohort=first, opened_unix_s=5.0
+    )
+
+
+def test_another_attempt_is_another_cohort(any_journal: RoundJournal) -> None:
+    """And so is another round."""
+    opening = durable(there(10), any_journal)
+    cohorts = {
+        opening.open(round_num, attempt=attempt) for round_num, attempt in ((0, 0), (0, 1), (1, 0))
+    }
+    assert len(cohorts) == 3
+
+
+def test_a_coordinator_that_was_taken_over_opens_no_round(tmp_path: Path) -> None:
+    """Though it does not know yet; control: before that it opened one, and the other one does."""
+    clock = VirtualClock()
+    with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs") as database:
+        database.create(RUN)
+        deploy(database, RUN.name)
+        old, new = (
+            Lease(database, RUN.name, holder=name, ttl_s=60.0, clock=clock)
+            for name in ("old", "new")
+        )
+        journal, theirs = (
+            StoredJournal(database, RUN.name, guard=lease.guard) for lease in (old, new)
+        )
+        assert old.try_acquire()
+        durable(there(4), journal).open(0, attempt=0)
+        assert not new.try_acquire()
+        clock.sleep(61.0)
+        assert new.try_acquire()
+        clients = there(4)
+        with pytest.raises(Fenced):
+            durable(clients, journal).open(1, attempt=0)
+        assert clients.live_status.phase is not Phase.ROUND
+        assert journal.find(1, 0) is None
+        durable(there(4), journal=theirs).open(1, attempt=0)

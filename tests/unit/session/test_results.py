@@ -1,0 +1,310 @@
+"""What a trainer returns is converted where its meaning is exact, else refused where it is."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Reply,
+    Settings,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.core.params import Params
+from fedlearn.session.session import ClientSession
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+
+TEXT: Any = {"f1": "x"}  # Any: what no metric may be
+DIVERGED = "the {} is not finite or exceeds 1e+20"
+Answer = Callable[[dict[str, Tensor]], Any]  # Any: also what no trainer may return
+
+
+class Network(nn.Module):
+    """Parameters of two shapes, statistics and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("mean", torch.tensor([0.25]))
+        self.register_buffer("count", torch.tensor(7))
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A trainer whose results are those of a function of the tensors."""
+
+    answer: Answer
+    honours = ()
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        result: LocalResult = self.answer(dict(tensors))
+        return result
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        evaluation: LocalEvaluation = self.answer(dict(tensors))
+        return evaluation
+
+
+def result(tensors: Mapping[str, Any], **changes: Any) -> LocalResult:
+    fields: dict[str, Any] = {"num_examples": 3, "metrics": {"loss": 0.5}, "state": {}}
+    return LocalResult(tensors=tensors, **(fields | changes))
+
+
+def moved(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a local model that is an eighth more everywhere."""
+    return {n: v + 0.125 if v.is_floating_point() else v + 1 for n, v in tensors.items()}
+
+
+def reply_of(answer: Answer, settings: Settings | None = None) -> Reply:
+    """Return what a coordinator hears of a training."""
+    params = Params.of(Network())
+    request = TrainRequest(
+        round_num=0,
+        attempt=0,
+        tensors=params.named(),
+        order=tuple(spec.name for spec in params.layout.specs),
+        settings=settings_of(OwnTraining()) if settings is None else settings,
+        seed=0,
+    )
+    data, _ = ClientSession(ClientId(5), Answering(answer)).handle(encode(request), b"")
+    reply = decode(data)
+    assert isinstance(reply, TrainReply | Failure)
+    return reply
+
+
+def reason_of(answer: Answer) -> str:
+    reply = reply_of(answer)
+    assert isinstance(reply, Failure)
+    return reply.reason
+
+
+def without(name: str) -> Answer:
+    return lambda tensors: result({n: v for n, v in moved(tensors).items() if n != name})
+
+
+def having(name: str, value: Any) -> Answer:
+    return lambda tensors: result(moved(tensors) | {name: value})
+
+
+def as_each(convert: Callable[[Tensor], Any]) -> Answer:
+    return lambda tensors: result({n: convert(v) for n, v in moved(tensors).items()})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda tensors: result(moved(tensors)),
+        as_each(lambda value: value.double() if value.is_floating_point() else value),
+        as_each(lambda value: value.numpy()),
+        as_each(lambda value: value.numpy().astype(np.float64)),
+        as_each(lambda value: np.array(value.numpy(), order="F")),
+        as_each(lambda value: value.numpy()[::-1][::-1] if value.dim() else value.numpy()[()]),
+        as_each(lambda value: value.clone().requires_grad_(value.is_floating_point())),
+        as_each(lambda value: value.half() if value.is_floating_point() else value),
+        without("count"),
+    ],
+    ids=[
+        "as they are",
+        "float64",
+        "numpy",
+        "numpy float64",
+        "fortran",
+        "numpy numbers and views",
+        "with a graph",
+        "float16",
+        "without integers",
+    ],
+)
+def test_values_of_other_kinds_are_converted(answer: Answer) -> None:
+    """To the delta in the model's precision, in the order of its layout."""
+    reply = reply_of(answer)
+    assert isinstance(reply, TrainReply), reply
+    assert reply.lanes["delta"].dtype is torch.float32
+    assert reply.lanes["delta"].tolist() == [0.125] * 6
+
+
+def test_a_model_of_less_precision_does_not_round_the_global_one() -> None:
+    """Local minus global is taken in the wider of both: a tenth is another number in half."""
+    tenth, half = torch.full((2, 2), 0.1), torch.full((2, 2), 0.1).half()
+    assert not torch.equal(tenth, half.float())
+    reply = reply_of(having("weight", half))
+    assert isinstance(reply, TrainReply)
+    exact = half.float() - Network().weight.detach()
+    assert torch.equal(reply.lanes["delta"][:4], exact.flatten())
+    assert not torch.equal(exact, (half - Network().weight.detach().half()).float()), "the control"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (without("scale"), r"no tensor 'scale'.*every parameter"),
+        (without("mean"), r"no tensor 'mean'.*every floating-point buffer"),
+        (having("extra", torch.zeros(1)), "'extra', which the model does not have"),
+        (having("weight", torch.zeros(4)), r"'weight' of shape \(4,\).* \(2, 2\)"),
+        (having("weight", torch.zeros(2, 2).int()), r"'weight' as torch.int32; it is a float"),
+        (having("weight", torch.zeros(2, 2, dtype=torch.complex64)), "'weight' as torch.complex64"),
+        (having("weight", [[0.0, 0.0], [0.0, 0.0]]), "'weight' as list, no tensor"),
+        (having("weight", np.array([[1.0, None], [0, 0]])), "'weight' as no numbers"),
+        (having("weight", None), "'weight' as NoneType"),
+        (lambda t: result(moved(t), num_examples=0), "num_examples is 0"),
+        (lambda t: result(moved(t), num_examples=-1), "num_examples is -1"),
+        (lambda t: result(moved(t), num_examples=2.0), "num_examples is 2.0; it is a whole"),
+        (lambda t: result(moved(t), num_examples=True), "num_examples is True"),
+        (lambda t: result(moved(t), metrics={"auc": "high"}), "the metric 'auc' is str"),
+        (lambda t: result(moved(t), metrics={"auc": torch.zeros(2)}), "'auc' is Tensor"),
+        (lambda t: result(moved(t), metrics={"auc": np.zeros(2)}), "'auc' is ndarray"),
+        (lambda t: result(moved(t), metrics={"auc": None}), "'auc' is NoneType"),
+        (lambda t: result(moved(t), metrics={"auc": 1j}), "'auc' is complex"),
+        (lambda t: result(moved(t), metrics={"auc": float("inf")}), "'auc' is infinite"),
+        (lambda t: result(moved(t), lanes={"c": "text"}), "lane 'c' as str"),
+        (lambda t: result(moved(t), lanes={"delta": torch.zeros(6)}), "lane 'delta'"),
+        (lambda t: result(moved(t), state={"m": 3}), "state 'm' as int"),
+        (moved, "returned dict, no LocalResult"),
+        (lambda _: None, "returned NoneType, no LocalResult"),
+    ],
+)
+def test_what_the_coordinator_would_refuse_is_refused_here(answer: Answer, words: str) -> None:
+    """And the coordinator hears the reason: it quotes no data."""
+    assert re.search(words, reason_of(answer)), reason_of(answer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_model_that_diverged_is_no_update(value: float) -> None:
+    """In any tensor or lane."""
+    assert reason_of(having("scale", torch.tensor(value))) == DIVERGED.format("delta")
+    assert reason_of(having("mean", np.array([value]))) == DIVERGED.format("delta")
+    lanes = {"control": torch.tensor([0.0, value])}
+    assert reason_of(lambda t: result(moved(t), lanes=lanes)) == DIVERGED.format("control")
+
+
+def test_a_large_update_is_clipped_before_it_is_judged() -> None:
+    """As in the engine, where transforms come first; one that is not finite stays so."""
+    settings = settings_of(OwnTraining(), [ClippedUpdates(max_update_norm=2.0)])
+    reply = reply_of(having("scale", torch.tensor(1e30)), settings)
+    assert isinstance(reply, TrainReply)
+    assert float(torch.linalg.vector_norm(reply.lanes["delta"])) == pytest.approx(2.0)
+    diverged = reply_of(having("scale", torch.tensor(float("inf"))), settings)
+    assert isinstance(diverged, Failure)
+    assert diverged.reason == DIVERGED.format("delta")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.75, np.float32(0.75), np.float64(0.75), torch.tensor(0.75), torch.tensor([0.75])],
+)
+def test_metrics_of_every_library_are_numbers(value: Any) -> None:
+    """Of any name; and whole numbers, truth values, and what nobody could measure."""
+    metrics = {"mine": value, "whole": np.int64(2), "array": np.array(0.75), "is": np.bool_(1)}
+    reply = reply_of(lambda t: result(moved(t), metrics=metrics, num_examples=np.int64(9)))
+    assert isinstance(reply, TrainReply), reply
+    assert reply.metrics == {"mine": 0.75, "whole": 2.0, "array": 0.75, "is": 1.0}
+    assert reply.num_examples == 9
+
+
+def _in_place(tensors: dict[str, Tensor]) -> LocalResult:
+    tensors["weight"].add_(0.125)
+    return result(tensors)
+
+
+def _by_numpy(tensors: dict[str, Tensor]) -> LocalResult:
+    tensors["mean"].numpy()[:] = 9.0
+    return result(moved(tensors))
+
+
+def _by_order(tensors: dict[str, Tensor]) -> LocalResult:
+    tensors["mean"].copy_(tensors["mean"].flip(0))  # the sum of its bits stays
+    return result(moved(tensors))
+
+
+def _by_assignment(tensors: dict[str, Tensor]) -> LocalResult:
+    module = Network()
+    module.load_state_dict(tensors, assign=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss = module.weight.sum() * module.scale
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return result(module.state_dict())
+
+
+def _a_count(tensors: dict[str, Tensor]) -> LocalResult:
+    tensors["count"].add_(1)
+    return result(moved(tensors))
+
+
+@pytest.mark.parametrize("answer", [_in_place, _by_numpy, _by_order, _by_assignment, _a_count])
+def test_a_trainer_that_changes_what_it_was_given_is_told(answer: Answer) -> None:
+    """Its delta would be zero, and in memory the next client's start another one."""
+    assert "changed the tensor" in reason_of(answer)
+    assert "load_state_dict" in reason_of(answer)
+
+
+def test_a_trainer_that_loads_a_copy_is_not() -> None:
+    """The control, with the remedy that the message names."""
+
+    def answer(tensors: dict[str, Tensor]) -> LocalResult:
+        module = Network()
+        module.load_state_dict(tensors)
+        with torch.no_grad():
+            module.weight.add_(1.0)
+        return result(module.state_dict())
+
+    assert isinstance(reply_of(answer), TrainReply)
+
+
+def test_a_setting_that_is_not_honoured_is_refused_before_training() -> None:
+    """By its name."""
+
+    def never(_: object) -> LocalResult:
+        raise AssertionError
+
+    local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+    reply = reply_of(never, settings_of(replace(local, momentum=0.9)))
+    assert isinstance(reply, Failure)
+    assert "Answering does not honour the setting 'epochs'" in reply.reason
+
+
+def evaluated(answer: Answer) -> Reply:
+    request = EvaluateRequest(round_num=1, tensors=Params.of(Network()).named())
+    data, _ = ClientSession(ClientId(5), Answering(answer)).handle(encode(request), b"")
+    reply = decode(data)
+    assert isinstance(reply, EvaluateReply | Failure)
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda _: LocalEvaluation(num_examples=0, metrics={}), "num_examples is 0"),
+        (lambda _: LocalEvaluation(num_examples=1, metrics=TEXT), "'f1' is str"),
+        (lambda _: {"f1": 0.5}, "returned dict, no LocalEvaluation"),
+    ],
+)
+def test_an_evaluation_is_checked_alike(answer: Answer, words: str) -> None:
+    """Examples and metrics."""
+    reply = evaluated(answer)
+    assert isinstance(reply, Failure)
+    assert words in reply.reason
+
+
+def test_an_evaluation_of_numpys_numbers_travels() -> None:
+    """The control."""
+    numbers: dict[str, Any] = {"num_examples": np.int64(3), "metrics": {"f1": np.float32(0.5)}}
+    reply = evaluated(lambda _: LocalEvaluation(**numbers))
+    assert isinstance(reply, EvaluateReply)
+    assert (reply.num_examples, reply.metrics) == (3, {"f1": 0.5})

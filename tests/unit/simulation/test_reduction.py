@@ -1,0 +1,139 @@
+"""Blocks of updates become one aggregate: summed as they come, or kept and combined."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.lanes import DELTA, Lanes, LaneSpec, Updates
+from fedlearn.algorithms.median import CoordinateMedian
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+
+PARAMS = Params.of(nn.Linear(2, 1))
+LANES = (DELTA, LaneSpec(name="more", over=2, weighted=False, bound=None))
+BAD = (float("nan"), float("inf"), 1e30)
+
+
+@dataclass
+class Noted:
+    """A rule that needs every update, and notes them."""
+
+    seen: list[Updates] = field(default_factory=list)
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        return num_examples_B
+
+    def combine(self, updates: Updates) -> Lanes:
+        self.seen.append(updates)
+        return {name: torch.as_tensor(rows).mean(0) for name, rows in updates.lanes.items()}
+
+
+def block(clients: Sequence[int]) -> Updates:
+    """Return updates in which a client's numbers are its id; all count the same."""
+    ids = torch.tensor(clients, dtype=torch.float32)[:, None]
+    return Updates(
+        client_ids=[ClientId(client) for client in clients],
+        weights_B=torch.ones(len(clients)),
+        lanes={"delta": ids.repeat(1, 3), "more": list(ids.repeat(1, 2))},
+    )
+
+
+def end(reduction: Reduction) -> None:
+    reduction.share(Alone(), more=torch.zeros(1))
+
+
+def places(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.asarray(numbers, np.int64)
+
+
+@pytest.fixture(params=["summed", "gathered"])
+def reduction(request: pytest.FixtureRequest) -> Reduction:
+    """The two ways, of one and the same mean."""
+    if request.param == "summed":
+        return Summed(WeightedMean(by_examples=False), LANES, PARAMS)
+    return Gathered(Noted(), LANES, PARAMS)
+
+
+def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
+    """Whatever block a client was in."""
+    for wave, cuts in (((5, 1, 3), ([2, 0], [1])), ((4,), ([0],))):
+        reduction.begin(np.asarray(wave, np.int64))
+        for cut in cuts:
+            sound = reduction.fold(block([wave[place] for place in cut]), places(*cut))
+            assert sound.all()
+        end(reduction)
+    aggregate = reduction.close()
+    assert aggregate.num_clients == 4
+    expected = {"delta": [13 / 4] * 3, "more": [13 / 4] * 2}
+    assert {n: v.tolist() for n, v in aggregate.lanes.items()} == {
+        name: pytest.approx(values) for name, values in expected.items()
+    }
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("lane", ["delta", "more"])
+def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: float) -> None:
+    """In any lane; the others of the block count."""
+    updates = block([1, 2, 3])
+    updates.lanes[lane][1][-1] = value
+    reduction.begin(places(1, 2, 3))
+    assert reduction.fold(updates, places(0, 1, 2)).tolist() == [True, False, True]
+    end(reduction)
+    aggregate = reduction.close()
+    assert aggregate.num_clients == 2
+    assert aggregate.lanes["delta"].tolist() == [2.0] * 3
+
+
+def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
+    """As executors do."""
+    updates = block([1, 3])
+    reduction.begin(places(1, 3))
+    reduction.fold(updates, places(0, 1))
+    torch.as_tensor(updates.lanes["delta"]).fill_(99.0)
+    for row in updates.lanes["more"]:
+        row.fill_(99.0)
+    end(reduction)
+    assert reduction.close().lanes["delta"].tolist() == [2.0] * 3
+
+
+def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
+    """With their ids and weights, without those that were not folded in."""
+    rule = Noted()
+    gathered = Gathered(rule, LANES, PARAMS)
+    gathered.begin(places(7, 2, 5, 1))
+    for clients, where in (([1, 7], places(3, 0)), ([2], places(1))):
+        weights_B = torch.tensor(clients) + 1.0
+        gathered.fold(replace(block(clients), weights_B=weights_B), where)
+    end(gathered)
+    gathered.close()
+    (updates,) = rule.seen
+    assert updates.client_ids == [7, 2, 1]
+    assert updates.weights_B.tolist() == [8.0, 3.0, 2.0]
+    assert torch.as_tensor(updates.lanes["delta"])[:, 0].tolist() == [7.0, 2.0, 1.0]
+
+
+def test_a_median_of_the_engine_is_the_median() -> None:
+    """Of blocks that come in any order."""
+    gathered = Gathered(CoordinateMedian(), LANES, PARAMS)
+    gathered.begin(places(1, 90, 3))
+    gathered.fold(block([90]), places(1))
+    gathered.fold(block([3, 1]), places(2, 0))
+    end(gathered)
+    assert gathered.close().lanes["delta"].tolist() == [3.0] * 3
+
+
+def test_rows_are_chosen_without_a_copy_of_all() -> None:
+    """And their ids and weights with them."""
+    updates = block([4, 5, 6])
+    assert only(updates, places(0, 1, 2)) is updates
+    some = only(updates, places(2, 0))
+    assert (some.client_ids, some.weights_B.tolist()) == ([6, 4], [1.0, 1.0])
+    assert torch.as_tensor(some.lanes["more"]).tolist() == [[6.0, 6.0], [4.0, 4.0]]
+    assert sound_rows(updates).tolist() == [True] * 3
