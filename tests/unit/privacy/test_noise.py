@@ -1,0 +1,165 @@
+"""The discrete Gaussian: its distribution, its rare branches, and a wrong scale caught."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedlearn.core.randomness import SecretBytes
+from fedlearn.privacy.noise import (
+    MAX_SIGMA,
+    SecretStream,
+    WordT,
+    discrete_gaussian,
+    proposals_for,
+)
+
+SIGMAS = [0.3, 0.7, 1.0, 3.2, 7.99, 16.0, 50.0, 1000.0]
+
+
+def stream(seed: int = 0) -> SecretStream:
+    """Return a stream that is the same in every run of a test."""
+    return SecretStream(SecretBytes(seed.to_bytes(32, "little")))
+
+
+def exact(sigma: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the numbers within 14 sigma, and the probability of each by its definition."""
+    reach = math.ceil(14 * sigma) + 1
+    numbers = np.arange(-reach, reach + 1)
+    weights = np.exp(-(numbers.astype(np.float64) ** 2) / (2 * sigma**2))
+    return numbers, weights / weights.sum()
+
+
+def fits(samples: NDArray[np.int64], *, sigma: float) -> bool:
+    """Tell whether a chi-squared test and one of the variance accept samples: 5 deviations."""
+    numbers, chances = exact(sigma)
+    expected = chances * len(samples)
+    counts = np.bincount(samples - numbers[0], minlength=len(numbers))[: len(numbers)]
+    common = expected >= 20
+    cells = np.append(expected[common], max(len(samples) - expected[common].sum(), 1.0))
+    found = np.append(counts[common], len(samples) - counts[common].sum())
+    freedom = len(cells) - 1
+    excess = (((found - cells) ** 2 / cells).sum() - freedom) / math.sqrt(2 * freedom)
+    squares = numbers.astype(np.float64) ** 2
+    variance = squares @ chances
+    spread = math.sqrt((squares**2 @ chances - variance**2) / len(samples))
+    moment = (samples.astype(np.float64) ** 2).mean()
+    return bool(excess < 5) and bool(abs(moment - variance) < 5 * spread)
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_samples_follow_the_distribution(sigma: float) -> None:
+    """Each number as often as by its definition, and the exact second moment."""
+    assert fits(discrete_gaussian(sigma, 200_000, source=stream()), sigma=sigma)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "factor"),
+    [
+        *itertools.product(SIGMAS, [2 / 3, 3 / 2]),
+        *itertools.product([s for s in SIGMAS if s >= 1.0], [0.98, 1.02]),  # below, most are 0
+    ],
+)
+def test_noise_of_another_scale_is_caught(sigma: float, factor: float) -> None:
+    """The control of the test above: by half as much, by a third less, even by 2 %."""
+    assert not fits(discrete_gaussian(sigma * factor, 200_000, source=stream()), sigma=sigma)
+
+
+def test_samples_of_a_large_sigma_have_its_moments_and_fill_the_low_bits() -> None:
+    """Blocks of 2**16 numbers and more: variance, kurtosis, and every offset as often."""
+    sigma, num = 3.0e6, 400_000
+    samples = discrete_gaussian(sigma, num, source=stream())
+    scaled = samples / sigma
+    assert abs(scaled.mean()) < 5 / math.sqrt(num)
+    assert abs((scaled**2).mean() - 1) < 5 * math.sqrt(2 / num)
+    assert abs((scaled**4).mean() - 3) < 5 * math.sqrt(96 / num)
+    offsets = np.bincount(samples & 255, minlength=256) / (num / 256)
+    assert abs(((offsets - 1) ** 2).sum() * num / 256 - 255) < 5 * math.sqrt(2 * 255)
+
+
+def test_no_number_is_left_out_at_the_seam_of_the_signs() -> None:
+    """A block of y = -1 ends right below 0: the two sides mirror each other there."""
+    samples = discrete_gaussian(40.0, 2_000_000, source=stream())
+    for number in range(1, 9):
+        below, above = (samples == -number).sum(), (samples == number).sum()
+        assert abs(int(below) - int(above)) < 5 * math.sqrt(below + above)
+
+
+def test_two_streams_differ_and_one_key_repeats() -> None:
+    """A fresh stream draws a key of its own."""
+    draws = [discrete_gaussian(9.0, 64, source=SecretStream.fresh()) for _ in range(2)]
+    assert (draws[0] != draws[1]).any()
+    again = [discrete_gaussian(9.0, 64, source=stream(7)) for _ in range(2)]
+    assert (again[0] == again[1]).all()
+
+
+class Told(SecretStream):
+    """A stream whose bits are given, to walk the branches that chance hardly ever takes."""
+
+    def __init__(self, *bits: int) -> None:
+        self._told = list(bits)
+
+    def bits(self, num: int) -> int:
+        """Return the next that was given."""
+        return self._told.pop(0)
+
+
+@pytest.mark.parametrize("sigma", [3.2, 50.0])
+def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
+    """Against rational arithmetic of the exponential's series, 200 terms."""
+
+    def exponential(minus_x: Fraction) -> Fraction:
+        halved, total, term = minus_x / 1024, Fraction(0), Fraction(1)
+        for k in range(1, 40):
+            total, term = total + term, term * halved / k
+        return _rounded(_rounded(total) ** 1024)
+
+    proposals = proposals_for(sigma)
+    s, rows = 1 << proposals.log_s, range(len(proposals.table))
+    near = [s * y if y >= 0 else s * y + s - 1 for y in (row + proposals.least for row in rows)]
+    weights = [exponential(Fraction(-(x**2)) / (2 * Fraction(sigma) ** 2)) for x in near]
+    total, below = sum(weights), Fraction(0)
+    for weight, bound in zip(weights, proposals.table, strict=True):
+        below += weight / total
+        assert abs(below - Fraction(bound, 1 << 128)) < Fraction(1, 1 << 120)
+
+
+def _rounded(value: Fraction) -> Fraction:
+    return Fraction(round(value * (1 << 400)), 1 << 400)
+
+
+def test_a_draw_that_the_guide_leaves_open_is_settled_by_the_table() -> None:
+    """Both sides of a bound, one unit of 2**-128 apart."""
+    proposals = proposals_for(3.2)
+    row = int(np.argmax(np.diff(np.array(proposals.table, dtype=float))))
+    bound, more = proposals.table[row], 112
+
+    class OneBucket(Told):
+        def words(self, dtype: type[WordT], num: int) -> NDArray[WordT]:
+            return np.full(num, bound >> more, dtype)
+
+    low = (1 << more) - 1
+    rows = proposals.rows(2, OneBucket((bound - 1) & low, bound & low))
+    assert rows.tolist() == [row, row + 1]
+
+
+def test_a_proposal_that_32_bits_leave_open_is_settled_by_more() -> None:
+    """Just below the chance it is accepted, just above not, and a tie asks again."""
+    proposals = proposals_for(50.0)
+    x, nearest = 102, 100
+    chance = math.exp(-(x**2 - nearest**2) / (2 * 50.0**2))
+    level = int(chance * 2**32)
+    assert proposals.accepts(x, nearest, drawn=level, source=Told(0))
+    assert not proposals.accepts(x, nearest, drawn=level, source=Told((1 << 64) - 1))
+    assert proposals.accepts(x, nearest, drawn=level - 1, source=Told((1 << 64) - 1))
+    assert not proposals.accepts(x, nearest, drawn=level + 1, source=Told(0))
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 2 * MAX_SIGMA])
+def test_a_sigma_out_of_range_is_refused(sigma: float) -> None:
+    """With the value."""
+    with pytest.raises(ValueError, match="sigma is"):
+        discrete_gaussian(sigma, 1, source=stream())
