@@ -1,0 +1,230 @@
+r"""What rounds of noisy sums cost: :math:`(\varepsilon, \delta)` of one user's taking part at all.
+
+Two figures, for two adversaries, and never one for both. Who sees the released models, and not who
+was asked, faces *amplification by sampling*: a user is in few rounds, and nobody knows in which.
+Who sees the cohorts, as the coordinator does, does not: for a user that was asked in every round
+of a run it is the plain Gaussian mechanism. That bound holds whoever was asked.
+
+The arithmetic of the first figure is dp-accounting's, whose accountants read "replace" differently:
+the Rényi accountant takes the noise by the distance that it is to hide, 2C, the other one does so
+itself. To import this takes a second.
+
+References:
+    Balle and Wang, 2018, `Improving the Gaussian Mechanism for Differential Privacy
+    <https://arxiv.org/abs/1805.06530>`_ (theorem 8: the Gaussian mechanism exactly).
+    Koskela, Jälkö and Honkela, 2020, `Computing Tight Differential Privacy Guarantees Using FFT
+    <https://arxiv.org/abs/1906.03049>`_ (privacy loss distributions).
+    Wang, Balle and Kasiviswanathan, 2019, `Subsampled Rényi Differential Privacy and Analytical
+    Moments Accountant <https://arxiv.org/abs/1808.00087>`_ (sampling without replacement).
+"""
+
+import math
+from functools import lru_cache
+
+from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
+from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.rdp import RdpAccountant
+from scipy.special import log_ndtr
+
+from fedlearn.privacy.events import Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
+
+#: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
+_FINE = 1e-4
+#: The same in a search, as a share of the ε that is sought.
+_COARSE = 1e-3
+#: How close to the budget a calibrated multiplier comes, relatively.
+_CLOSE = 1e-3
+
+
+def epsilon_of_release(spent: Spent, *, target_delta: float) -> float:
+    """Return ε against whoever sees what was released, and not who was asked.
+
+    Args:
+        spent: All releases that the users' data have been in.
+        target_delta: δ, in (0, 1).
+
+    Raises:
+        ValueError: δ is out of range, or guarantees of different adjacency would be mixed.
+
+    Guarantees:
+        An upper bound, for every user and whatever the others' data are.
+
+    Example:
+        >>> event = Event(PoissonCohorts(population=1000, expected=1000, largest=1000), 2.0)
+        >>> round(epsilon_of_release({event: 4}, target_delta=1e-5), 3)
+        4.377
+    """
+    _require_delta(target_delta)
+    return _epsilon({e: count for e, count in spent.items() if count}, target_delta, _FINE)
+
+
+def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
+    r"""Return ε against whoever sees the cohorts as well: the coordinator.
+
+    With :math:`\mu^2` the sum of squared distances, :math:`\delta(\varepsilon) = \Phi(\mu/2 -
+    \varepsilon/\mu) - e^\varepsilon \Phi(-\mu/2 - \varepsilon/\mu)`.
+
+    Args:
+        spent: All releases that the users' data have been in.
+        target_delta: δ, in (0, 1).
+
+    Raises:
+        ValueError: δ is out of range, or guarantees of different adjacency would be mixed.
+
+    Guarantees:
+        Exact for a user that was asked each time, an upper bound for every other. It is about the
+        noise: of a coordinator that adds it, it presumes that the noise is not looked at.
+
+    Example:
+        >>> event = Event(PoissonCohorts(population=1000, expected=10, largest=20), 2.0)
+        >>> round(epsilon_against_coordinator({event: 4}, target_delta=1e-5), 3)
+        4.377
+    """
+    _require_delta(target_delta)
+    _require_one_adjacency(spent)
+    return _gaussian_epsilon(
+        math.sqrt(sum(count * event.distance**2 for event, count in spent.items())), target_delta
+    )
+
+
+def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
+    """Return the noise multiplier with which so many releases stay within a budget.
+
+    Args:
+        cohorts: How cohorts are drawn.
+        epsilon: Of the release (:func:`epsilon_of_release`), > 0.
+        target_delta: δ, in (0, 1).
+        num_rounds: Releases, >= 1.
+
+    Returns:
+        The least to one part in a thousand: with it, ε is at most ``epsilon``.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> cohorts = PoissonCohorts(population=1000, expected=1000, largest=1000)
+        >>> round(calibrated(cohorts, epsilon=4.378, target_delta=1e-5, num_rounds=4), 2)
+        2.0
+    """
+    _require_delta(target_delta)
+    if not 0.0 < epsilon < math.inf:
+        raise ValueError(f"epsilon is {epsilon}; give a finite number above 0")
+    if num_rounds < 1:
+        raise ValueError(f"num_rounds is {num_rounds}; there is at least one release")
+
+    coarse = max(_FINE, _COARSE * epsilon)
+
+    def is_within(multiplier: float, interval: float) -> bool:
+        return _epsilon({Event(cohorts, multiplier): num_rounds}, target_delta, interval) <= epsilon
+
+    # Sampling only ever helps, so what is enough without it is enough.
+    enough = _unsampled(cohorts, epsilon, target_delta, num_rounds)
+    too_little = enough / 2.0
+    while is_within(too_little, coarse):
+        enough, too_little = too_little, too_little / 2.0
+    while enough / too_little > 1.0 + _CLOSE:
+        middle = math.sqrt(enough * too_little)
+        if is_within(middle, coarse):
+            enough = middle
+        else:
+            too_little = middle
+    while not is_within(enough, _FINE):  # finer is lower, but for what is not: the arithmetic
+        enough *= 1.0 + _CLOSE
+    return enough
+
+
+def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds: int) -> float:
+    """Return the multiplier that is enough for users that are asked in every round."""
+    low, high = 0.0, 1.0
+    while _gaussian_epsilon(high, target_delta) < epsilon:
+        low, high = high, high * 2.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        if _gaussian_epsilon(middle, target_delta) <= epsilon:
+            low = middle
+        else:
+            high = middle
+    one = Event(cohorts, 1.0)
+    return math.sqrt(num_rounds) * one.distance / low
+
+
+def _epsilon(spent: Spent, target_delta: float, interval: float) -> float:
+    _require_one_adjacency(spent)
+    if not spent:
+        return 0.0
+    if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
+        return _renyi_epsilon(spent, target_delta)
+    parts = [_loss(event, interval).self_compose(count) for event, count in spent.items()]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.compose(part)
+    return max(0.0, float(total.get_epsilon_for_delta(target_delta)))
+
+
+@lru_cache(maxsize=64)
+def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
+    """Return the privacy loss of one release to a user that is there or not."""
+    cohorts = event.cohorts
+    assert isinstance(cohorts, PoissonCohorts)  # what else is composed by its Rényi divergences
+    if cohorts.expected == cohorts.population:
+        return pld.from_gaussian_mechanism(
+            event.noise_multiplier, value_discretization_interval=interval
+        )
+    return pld.from_truncated_subsampled_gaussian_mechanism(
+        dataset_size=cohorts.population,
+        sampling_probability=cohorts.rate,
+        truncated_batch_size=cohorts.largest,
+        noise_multiplier=event.noise_multiplier,
+        value_discretization_interval=interval,
+    )
+
+
+def _renyi_epsilon(spent: Spent, target_delta: float) -> float:
+
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    for event, count in spent.items():
+        cohorts = event.cohorts
+        assert isinstance(cohorts, FixedCohorts)
+        # This accountant takes the multiplier by the distance of what is replaced, 2C.
+        noise = GaussianDpEvent(1.0 / event.distance)
+        sampled = SampledWithoutReplacementDpEvent(cohorts.population, cohorts.size, noise)
+        accountant.compose(sampled, count)
+    return float(accountant.get_epsilon(target_delta))
+
+
+def _gaussian_epsilon(distance: float, target_delta: float) -> float:
+    """Return ε of one Gaussian of standard deviation 1 that is moved by ``distance``."""
+
+    def log_delta(epsilon: float) -> float:
+        above = float(log_ndtr(distance / 2.0 - epsilon / distance))
+        below = epsilon + float(log_ndtr(-distance / 2.0 - epsilon / distance))
+        return (
+            above + math.log1p(-math.exp(min(0.0, below - above))) if below < above else -math.inf
+        )
+
+    if distance == 0.0 or log_delta(0.0) <= math.log(target_delta):
+        return 0.0
+    low, high = 0.0, 1.0
+    while log_delta(high) > math.log(target_delta):
+        low, high = high, high * 2.0
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2.0
+        if log_delta(middle) > math.log(target_delta):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _require_delta(target_delta: float) -> None:
+    if not 0.0 < target_delta < 1.0:
+        raise ValueError(f"target_delta is {target_delta}; give a number above 0 and below 1")
+
+
+def _require_one_adjacency(spent: Spent) -> None:
+    if len({event.cohorts.adjacency for event in spent}) > 1:
+        raise ValueError(
+            "releases by Poisson sampling (a user is there or not) and by cohorts of a fixed size "
+            "(a user's data are others') have no common guarantee; keep to one of the two"
+        )

@@ -1,0 +1,172 @@
+"""ε and δ: figures of others, oracles that share no code, and mistakes that are caught."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.rdp import RdpAccountant
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from fedlearn.privacy.accounting import (
+    calibrated,
+    epsilon_against_coordinator,
+    epsilon_of_release,
+)
+from fedlearn.privacy.events import Event, FixedCohorts, PoissonCohorts
+
+DELTA = 1e-6
+POISSON = PoissonCohorts(population=10_000, expected=100, largest=200)
+FIXED = FixedCohorts(population=10_000, size=100)
+
+
+@pytest.mark.parametrize(
+    ("cohorts", "multiplier", "expected"),
+    [
+        (POISSON, 1.0, 1.5803),
+        (POISSON, 2.0, 0.5051),
+        (FIXED, 1.0, 17.859),
+        (FIXED, 2.0, 2.885),
+    ],
+)
+def test_the_figures_of_a_release(
+    cohorts: PoissonCohorts | FixedCohorts, multiplier: float, expected: float
+) -> None:
+    """N = 10,000, m = 100, T = 500, δ = 1e-6: as dp-accounting gives them, called by hand."""
+    spent = {Event(cohorts, multiplier): 500}
+    assert epsilon_of_release(spent, target_delta=DELTA) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("multiplier", "expected"), [(1.0, 355.38), (2.0, 114.81)])
+def test_the_figures_against_a_coordinator(multiplier: float, expected: float) -> None:
+    """The same without amplification; for replaced users the noise counts half."""
+    for cohorts, factor in ((POISSON, 1.0), (FIXED, 2.0)):
+        spent = {Event(cohorts, factor * multiplier): 500}
+        found = epsilon_against_coordinator(spent, target_delta=DELTA)
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "epochs", "published"), [(1.12, 60, 2.92), (0.6, 30, 9.74), (1.2, 10, 1.20)]
+)
+def test_published_figures_bound_ours(multiplier: float, epochs: int, published: float) -> None:
+    """TensorFlow Privacy's tutorial (MNIST, B = 256, δ = 1e-5), by Rényi divergences: looser."""
+    cohorts = PoissonCohorts(population=60_000, expected=256, largest=60_000)
+    spent = {Event(cohorts, multiplier): epochs * 60_000 // 256}
+    assert 0.6 * published < epsilon_of_release(spent, target_delta=1e-5) < published
+
+
+@pytest.mark.parametrize("distance", [0.1, 1.0, 7.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-10])
+def test_the_gaussian_mechanism_by_its_definition(distance: float, delta: float) -> None:
+    """The integral of what one density has above e^ε times the other is δ."""
+    spent = {Event(PoissonCohorts(1, 1, 1), 1.0 / distance): 1}
+    epsilon = epsilon_against_coordinator(spent, target_delta=delta)
+
+    def above(x: float) -> float:
+        excess = float(norm.pdf(x, loc=distance)) - math.exp(epsilon) * float(norm.pdf(x))
+        return max(0.0, excess)
+
+    begin = epsilon / distance + distance / 2  # below it the difference is not positive
+    found, _ = quad(above, begin, begin + 12.0, epsabs=0.0, epsrel=1e-9)
+    assert found == pytest.approx(delta, rel=1e-4)
+
+
+def test_without_sampling_both_figures_are_one() -> None:
+    """Two accountants that share no code: losses convolved, and a formula."""
+    spent = {Event(PoissonCohorts(50, 50, 50), 1.5): 3, Event(PoissonCohorts(50, 50, 50), 4.0): 9}
+    release = epsilon_of_release(spent, target_delta=1e-5)
+    assert release == pytest.approx(epsilon_against_coordinator(spent, target_delta=1e-5), rel=1e-4)
+
+
+@pytest.mark.parametrize("multiplier", [0.8, 3.0])
+def test_a_renyi_accountant_bounds_the_losses(multiplier: float) -> None:
+    """Of plain Poisson sampling: the cap, and the tighter accountant, differ by little."""
+    accountant = RdpAccountant()
+    accountant.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(multiplier)), 40)
+    bound = float(accountant.get_epsilon(1e-5))
+    cohorts = PoissonCohorts(population=5000, expected=100, largest=200)
+    ours = epsilon_of_release({Event(cohorts, multiplier): 40}, target_delta=1e-5)
+    assert 0.7 * bound < ours < bound
+
+
+def test_a_tight_cap_costs_something() -> None:
+    """Cutting a cohort makes one user's place depend on the others."""
+    epsilons = [
+        epsilon_of_release(
+            {Event(PoissonCohorts(population=400, expected=40, largest=largest), 1.0): 5},
+            target_delta=1e-5,
+        )
+        for largest in (400, 45)
+    ]
+    assert epsilons[0] < epsilons[1]
+
+
+def test_what_is_spent_adds_up_over_runs_of_different_noise() -> None:
+    """Two runs cost more than either, and less than the sum of their ε; nothing costs nothing."""
+    first, second = Event(POISSON, 2.0), Event(PoissonCohorts(10_000, 50, 100), 1.5)
+    each = [epsilon_of_release({event: 10}, target_delta=DELTA) for event in (first, second)]
+    both = epsilon_of_release({first: 10, second: 10}, target_delta=DELTA)
+    assert max(each) < both < sum(each)
+    assert epsilon_of_release({first: 10, second: 0}, target_delta=DELTA) == each[0]
+    assert epsilon_of_release({}, target_delta=DELTA) == 0.0
+    assert epsilon_against_coordinator({}, target_delta=DELTA) == 0.0
+
+
+def test_adjacencies_do_not_mix() -> None:
+    """There is no guarantee that both figures are bounds of."""
+    spent = {Event(POISSON, 1.0): 1, Event(FIXED, 1.0): 1}
+    for figure in (epsilon_of_release, epsilon_against_coordinator):
+        with pytest.raises(ValueError, match="no common guarantee"):
+            figure(spent, target_delta=DELTA)
+
+
+@pytest.mark.parametrize(
+    ("cohorts", "epsilon"), [(PoissonCohorts(1000, 100, 200), 0.3), (FixedCohorts(1000, 50), 4.0)]
+)
+def test_a_calibrated_multiplier_is_enough_and_no_more(
+    cohorts: PoissonCohorts | FixedCohorts, epsilon: float
+) -> None:
+    """The budget holds with it, and is exceeded with one that is a hundredth smaller."""
+    multiplier = calibrated(cohorts, epsilon=epsilon, target_delta=1e-4, num_rounds=20)
+    found = [
+        epsilon_of_release({Event(cohorts, factor * multiplier): 20}, target_delta=1e-4)
+        for factor in (1.0, 0.99)
+    ]
+    assert found[0] <= epsilon < found[1]
+
+
+def test_more_noise_or_fewer_rounds_cost_less() -> None:
+    """And a smaller δ costs more."""
+    spent = [{Event(FIXED, 2.0): 50}, {Event(FIXED, 2.0): 40}, {Event(FIXED, 3.0): 40}]
+    epsilons = [epsilon_of_release(each, target_delta=DELTA) for each in spent]
+    assert all(more > less for more, less in pairwise(epsilons))
+    assert epsilon_of_release(spent[0], target_delta=1e-9) > epsilons[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PoissonCohorts(10, 11, 11), "above the population 10"),
+        (lambda: PoissonCohorts(10, 5, 4), "below what is expected: 5"),
+        (lambda: FixedCohorts(10, 11), "above the population 10"),
+        (lambda: FixedCohorts(10, 0), "size is 0"),
+        (lambda: Event(FIXED, 0.0), "noise_multiplier is 0"),
+        (lambda: epsilon_of_release({}, target_delta=0.0), "target_delta is 0"),
+        (lambda: epsilon_against_coordinator({}, target_delta=1.0), "target_delta is 1"),
+        (
+            lambda: calibrated(FIXED, epsilon=0.0, target_delta=DELTA, num_rounds=1),
+            "epsilon is 0",
+        ),
+        (
+            lambda: calibrated(FIXED, epsilon=1.0, target_delta=DELTA, num_rounds=0),
+            "num_rounds is 0",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Callable[[], object], message: str) -> None:
+    """With the place and the value."""
+    with pytest.raises(ValueError, match=message):
+        call()
