@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -13,11 +13,12 @@ from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.per_client import PerClient
-from fedlearn.algorithms.sampling import CohortSampler, UniformSampler
+from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
+from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
 from fedlearn.config.tree import Config
 from fedlearn.core.distribution import Direction, split
@@ -25,6 +26,9 @@ from fedlearn.core.features import named
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.privacy.events import Cohorts, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.plan import PrivacyPlan
+from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import ClientBehaviour, Instant
@@ -60,6 +64,7 @@ class Pieces:
         sampler: Who is asked.
         policy: When a round closes.
         config: Everything else: rounds, evaluation, engine, store.
+        privacy: What hides each user's taking part; ``None``: nothing does.
     """
 
     make_model: Callable[[], nn.Module]
@@ -70,6 +75,7 @@ class Pieces:
     sampler: CohortSampler
     policy: StragglerPolicy
     config: Config
+    privacy: PrivacyPlan | None = None
 
     @property
     def seed(self) -> Seed:
@@ -206,6 +212,11 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             "centralized is true, but a coordinator has no pooled examples; remove it, or run "
             "`fedlearn simulate`"
         )
+    if config.privacy.is_on:
+        raise ConfigError(
+            f'privacy.mode is "{config.privacy.mode}", which a simulation has and a coordinator '
+            'has not yet; set it to "off"'
+        )
     config = config.resolved(num_clients=None)
     has_data = not isinstance(config.data, NoData)
     data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
@@ -308,21 +319,92 @@ def around(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
-    return _complete(
-        Simulation(
-            make_model=make_model,
-            objective=objective,
-            metrics=metrics or {},
-            test=data.test,
-            population=PooledPopulation(data.population) if pooled else data.population,
-            algorithm=algorithm,
-            sampler=UniformSampler() if pooled else config.cohort.build(),
-            policy=policy,
-            behaviour=Instant() if pooled else config.devices.modelled(data_dir),
-            config=config,
-            make_trainer=make_trainer,
-        )
+    pieces = Simulation(
+        make_model=make_model,
+        objective=objective,
+        metrics=metrics or {},
+        test=data.test,
+        population=PooledPopulation(data.population) if pooled else data.population,
+        algorithm=algorithm,
+        sampler=UniformSampler() if pooled else config.cohort.build(),
+        policy=policy,
+        behaviour=Instant() if pooled else config.devices.modelled(data_dir),
+        config=config,
+        make_trainer=make_trainer,
     )
+    return _complete(_private(pieces) if config.privacy.is_on else pieces)
+
+
+def _private(pieces: Simulation) -> Simulation:
+    """Return the simulation with a bounded part of each user, and a noise multiplier.
+
+    Raises:
+        ConfigError: Something in it would make the guarantee false.
+    """
+    section, policy = pieces.config.privacy, pieces.policy
+    watched = pieces.early_stopping().metric
+    if "/" in watched:
+        raise ConfigError(
+            f'early_stopping.metric: "{watched}" is measured by the clients, without noise, and '
+            "which model is the best would tell of them; watch what the central test set measures"
+        )
+    assert section.clip_norm is not None  # the configuration makes sure
+    assert section.target_delta is not None
+    users = pieces.population.num_clients
+    if section.target_delta * users >= 1.0:
+        raise ConfigError(
+            f"privacy.target_delta is {section.target_delta:g}, which would allow to publish all "
+            f"about one of the {users} users; give a number well below {1 / users:.2g}"
+        )
+    plan = PrivacyPlan(
+        cohorts=_cohorts(pieces),
+        clip_norm=section.clip_norm,
+        noise_multiplier=section.noise_multiplier or 1.0,
+        num_wanted=policy.num_wanted,
+        streams=ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
+    )
+    try:
+        policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
+    except ValueError as error:
+        raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
+    section = _calibrated(pieces.config, plan.cohorts)  # takes seconds: what is wrong is told first
+    assert section.noise_multiplier is not None
+    plan = replace(plan, noise_multiplier=section.noise_multiplier)
+    return replace(
+        pieces,
+        config=pieces.config.model_copy(update={"privacy": section}),
+        privacy=plan,
+        policy=policy,
+        sampler=plan.sampler,
+        algorithm=plan.strategy(pieces.algorithm),
+    )
+
+
+def _cohorts(pieces: Simulation) -> Cohorts:
+    """Return how users are drawn, as is accounted for."""
+    population, policy = pieces.population.num_clients, pieces.policy
+    if not isinstance(pieces.sampler, PoissonSampler):
+        return FixedCohorts(population, policy.num_asked)
+    largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
+    return PoissonCohorts(population, policy.num_wanted, min(largest, population))
+
+
+def _calibrated(config: Config, cohorts: Cohorts) -> PrivacySection:
+    """Return the section with a noise multiplier; without a given one, the least that is enough."""
+    section = config.privacy
+    if section.noise_multiplier is not None:
+        return section
+    from fedlearn.privacy.accounting import calibrated  # noqa: PLC0415 (takes a second)
+
+    assert section.epsilon is not None  # the configuration makes sure that one of them is given
+    assert section.target_delta is not None
+    multiplier = calibrated(
+        cohorts,
+        epsilon=section.epsilon,
+        target_delta=section.target_delta,
+        num_rounds=config.num_rounds,
+    )
+    return section.model_copy(update={"noise_multiplier": multiplier})
 
 
 def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn.Module]:

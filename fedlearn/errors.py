@@ -163,3 +163,24 @@ class DeploymentError(FedlearnError):
 
 class EngineError(FedlearnError):
     """The simulation engine cannot do what it was asked to."""
+
+
+class BudgetExhausted(FedlearnError):
+    """The next round would exceed the privacy budget; the model is the one of the last round."""
+
+    def __init__(
+        self,
+        *,
+        epsilon: float,
+        target_delta: float,
+        spent: float,
+        next_epsilon: float,
+        num_charged: int,
+    ) -> None:
+        super().__init__(
+            f"the privacy budget is spent: {num_charged} rounds are charged to these clients, "
+            f"epsilon {spent:.4g} at delta {target_delta:g}; another would make it "
+            f"{next_epsilon:.4g}, above privacy.epsilon ({epsilon:g}). Raise the budget, or, if "
+            "the data are others', say so in privacy.other_data_because"
+        )
+        self.epsilon, self.spent, self.num_charged = epsilon, spent, num_charged

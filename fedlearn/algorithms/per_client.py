@@ -2,20 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fedlearn.algorithms.aggregations import Aggregation
-from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
-from fedlearn.algorithms.transforms import Transform
+from fedlearn.algorithms.strategy import Wrapped
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class PerClient(Strategy):
+class PerClient(Wrapped):
     """A strategy whose clients are told each what to do.
 
     Attributes:
@@ -36,7 +31,6 @@ class PerClient(Strategy):
         [1]
     """
 
-    inner: Strategy
     local_of: Callable[[ClientId], LocalUpdate]
 
     def __post_init__(self) -> None:
@@ -44,26 +38,6 @@ class PerClient(Strategy):
             raise TypeError(
                 f"local_of is {self.local_of!r}; give a function from a client's id to what it does"
             )
-
-    @property
-    def local(self) -> LocalUpdate:
-        """The inner strategy's, for which an executor is chosen."""
-        return self.inner.local
-
-    @property
-    def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
-        """The inner strategy's."""
-        return self.inner.aggregation
-
-    @property
-    def transforms(self) -> Sequence[Transform]:
-        """The inner strategy's."""
-        return self.inner.transforms
-
-    @property
-    def lanes(self) -> Sequence[LaneSpec]:
-        """The inner strategy's."""
-        return self.inner.lanes
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return what each client does.
@@ -87,15 +61,3 @@ class PerClient(Strategy):
                 f"than {usual!r}; let those of all clients differ in how they step alone"
             )
         return local
-
-    def init(self, params: Params) -> State:
-        """Return the inner strategy's state."""
-        return self.inner.init(params)
-
-    def tell(self, state: State) -> Lanes:
-        """Tell what the inner strategy does."""
-        return self.inner.tell(state)
-
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step."""
-        return self.inner.step(params, aggregate, state)

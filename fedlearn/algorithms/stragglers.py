@@ -30,7 +30,8 @@ class StragglerPolicy(Ranged):
         num_wanted: Reports that close a round.
         over_selection: Clients asked per report wanted, >= 1; rounded up to whole clients.
         deadline_s: Seconds from the broadcast to the cut-off; may be infinite.
-        min_reports: Fewest reports that make a round.
+        min_reports: Fewest reports that make a round; 0, for aggregations that take it: a round is
+            made whoever reports.
         below_minimum: What a round below its minimum does: ask a fresh cohort, leave the model
             as it is, or fail the run.
         max_retries: Attempts of a round after its first, >= 0; then the run fails.
@@ -54,9 +55,9 @@ class StragglerPolicy(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.min_reports <= self.num_wanted:
+        if not 0 <= self.min_reports <= self.num_wanted:
             raise ValueError(
-                f"min_reports is {self.min_reports}; it lies in 1..num_wanted ({self.num_wanted})"
+                f"min_reports is {self.min_reports}; it lies in 0..num_wanted ({self.num_wanted})"
             )
         if not self.deadline_s > 0.0:
             raise ValueError(f"deadline_s is {self.deadline_s}; it is positive")

@@ -76,3 +76,50 @@ class Strategy(Protocol):
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
         """Return the next model and state; writes to none of its arguments."""
         ...
+
+
+@dataclass(frozen=True)
+class Wrapped(Strategy):
+    """A strategy around another: it is that one, but for what it defines itself.
+
+    Attributes:
+        inner: The other one.
+    """
+
+    inner: Strategy
+
+    @property
+    def local(self) -> LocalUpdate:
+        """The inner strategy's."""
+        return self.inner.local
+
+    @property
+    def aggregation(self) -> Aggregation[Any]:  # Any: its state is its own business
+        """The inner strategy's."""
+        return self.inner.aggregation
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """The inner strategy's."""
+        return self.inner.transforms
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """The inner strategy's."""
+        return self.inner.lanes
+
+    def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
+        """Return what each client does in the inner strategy."""
+        return self.inner.locals_for(client_ids)
+
+    def init(self, params: Params) -> State:
+        """Return the inner strategy's state."""
+        return self.inner.init(params)
+
+    def tell(self, state: State) -> Lanes:
+        """Tell what the inner strategy does."""
+        return self.inner.tell(state)
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Take the inner strategy's step."""
+        return self.inner.step(params, aggregate, state)

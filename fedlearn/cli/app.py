@@ -43,7 +43,7 @@ On data that come with it, each in less than a minute:
 
 \b
 Exit codes: 0 done, 2 bad configuration or input, 3 a run failed,
-130 interrupted.
+4 the privacy budget is spent, 130 interrupted.
 --debug, anywhere, or FEDLEARN_DEBUG=1 shows tracebacks.
 
 \b
@@ -167,6 +167,50 @@ def check(
     for note in notes:
         typer.echo(f"# {note}")
     typer.echo(render(config).removesuffix("\n"))
+
+
+@app.command(
+    epilog=examples(
+        "budget experiment.toml",
+        "budget experiment.toml --set privacy.epsilon=2 --output budget.png",
+    )
+)
+def budget(
+    *,
+    experiment: Experiment = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    output: Output = None,
+    data_dir: DataDir = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Print what a configuration's privacy costs by round; run nothing.
+
+    With privacy.epsilon, the noise that is enough is found; with
+    privacy.noise_multiplier, the epsilon that it comes to. Rounds that were charged to the
+    same clients before count.
+    """
+    from fedlearn.cli.surroundings import has_runs, site
+    from fedlearn.config import load
+    from fedlearn.errors import ConfigError
+    from fedlearn.experiment.comparison import json_text
+    from fedlearn.experiment.privacy import built_on, spent_before
+
+    config = load(experiment, overrides=overrides or ())
+    if not config.privacy.is_on:
+        raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
+    here = site(config, runs_dir=runs_dir, data_dir=data_dir)
+    pieces = built_on(config, data_dir=here.addresses.data_dir)
+    before = {}
+    if has_runs(here):
+        with here.database() as database:
+            before = spent_before(pieces, database)
+    from fedlearn.experiment.budget import outlook, picture
+
+    found = outlook(pieces, before=before)
+    typer.echo(json_text(found.facts()) if as_json else found.render())
+    if output is not None:
+        picture(found, output)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import typer
 
 from fedlearn.errors import (
+    BudgetExhausted,
     ConfigError,
     ConnectionRefused,
     DataError,
@@ -17,7 +18,7 @@ from fedlearn.errors import (
     StoreError,
 )
 
-BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 3, 130
+BAD_INPUT, RUN_FAILED, BUDGET_SPENT, INTERRUPTED = 2, 3, 4, 130
 
 
 @runtime_checkable
@@ -31,6 +32,7 @@ class UsageError(Protocol):
 #: The first row that an error is an instance of decides.
 _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
     ((KeyboardInterrupt, typer.Abort), INTERRUPTED),
+    ((BudgetExhausted,), BUDGET_SPENT),
     ((ConfigError, DataError, StoreError, DeploymentError), BAD_INPUT),
     ((EnrolmentRefused, ConnectionRefused, UsageError), BAD_INPUT),
 )
@@ -59,6 +61,8 @@ def exit_code(error: BaseException) -> int:
 def message(error: BaseException) -> str:
     """Return what to tell the user, with what to do next."""
     match error:
+        case RunEnded(cause=BudgetExhausted()):
+            return message(error.cause)  # to go on would end here, too
         case RunEnded():
             return f"{message(error.cause)}\ngo on from the last commit: {error.resume}"
         case UsageError():

@@ -83,6 +83,13 @@ class OneOf(Generic[SectionT]):
         names = {each.model_fields[self.tag].default: each for each in self.members}
         return names[kind].model_validate(values)
 
+    def has(self, kind: object, key: str) -> bool:
+        """Return whether tables of a kind have a key; of an unknown kind, they have none."""
+        return any(
+            each.model_fields[self.tag].default == kind and key in each.model_fields
+            for each in self.members
+        )
+
     def __get_pydantic_core_schema__(
         self,
         source: Any,  # Any: the annotated type

@@ -22,6 +22,7 @@ from fedlearn.config.cohort import (
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
 from fedlearn.config.pieces import built
+from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.redaction import without_password
 from fedlearn.config.section import PathText, Problem, RunName, Section
@@ -192,6 +193,7 @@ class Config(Section):
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = StragglersSection()
     secure_aggregation: SecureAggregationSection = SecureAggregationSection()
+    privacy: PrivacySection = PrivacySection()
     devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
     evaluation: EvaluationSection = EvaluationSection()
     early_stopping: EarlyStoppingSection = EarlyStoppingSection()
@@ -205,7 +207,8 @@ class Config(Section):
         """Let what is written in one table stand for what is not in another.
 
         The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
-        local training that defines it, and data other than the main job's bring no stragglers.
+        local training that defines it, data other than the main job's bring no stragglers, and
+        privacy brings the sampling that it accounts for most tightly, and no weights.
         """
         if not isinstance(raw, dict):
             return raw
@@ -221,6 +224,9 @@ class Config(Section):
             table = raw.get(key, {})
             if source not in (None, "digits") and isinstance(table, dict):
                 implied[key] = {**other, **table}
+        privacy = raw.get("privacy")
+        if isinstance(privacy, dict) and privacy.get("mode", "off") != "off":
+            implied |= _private(raw | implied)
         return raw | implied
 
     def problems(self) -> Iterator[Problem]:
@@ -229,6 +235,8 @@ class Config(Section):
         yield from self._without_data()
         if self.secure_aggregation.is_on:
             yield from self._insecure()
+        if self.privacy.is_on:
+            yield from self._not_private()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
         watched = {
@@ -304,6 +312,19 @@ class Config(Section):
             text = 'is "modular_sum", but engine.transport is "memory", which runs the protocol; '
             keys = ("secure_aggregation.simulate_as", "engine.transport")
             yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
+
+    def _not_private(self) -> Iterator[Problem]:
+        """Refuse what a guarantee does not hold with."""
+        mode = "privacy.mode"
+        if self.centralized:
+            text = f"is {shown(self.privacy.mode)}, but centralized pools the examples of all users"
+            yield Problem((mode, "centralized"), f"{text}; remove one of them")
+        if self.secure_aggregation.is_on:
+            text = (
+                f"is {shown(self.privacy.mode)}, but under secure aggregation the coordinator has "
+                'no sum to add exact noise to; set one of the two modes to "off"'
+            )
+            yield Problem((mode, "secure_aggregation.mode"), text)
 
     @property
     def _num_asked(self) -> int:
@@ -404,6 +425,28 @@ class Config(Section):
         if not isinstance(raw, dict):
             raise ConfigError(f"{sources.name}: is {shown(raw)}, not a tree")
         return checked(cls, raw, sources=sources)
+
+
+def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+    """Return what privacy brings where nothing is written."""
+    implied = dict[str, Any]()
+    brought: dict[str, dict[str, Any]] = {
+        "cohort": {"sampling": "poisson"},
+        "stragglers": {"over_selection": 1.0},
+        "algorithm": {"weight_by_examples": False},
+    }
+    algorithm = raw.get("algorithm", {})
+    name = algorithm.get("name", "fedavg") if isinstance(algorithm, dict) else None
+    if not ALGORITHMS.has(name, "weight_by_examples"):
+        del brought["algorithm"]
+    cohort = raw.get("cohort", {})
+    if isinstance(cohort, dict) and cohort.get("sampling", "poisson") != "poisson":
+        del brought["stragglers"]
+    for key, values in brought.items():
+        table = raw.get(key, {})
+        if isinstance(table, dict):
+            implied[key] = {**values, **table}
+    return implied
 
 
 def config_hash(config: Config) -> str:

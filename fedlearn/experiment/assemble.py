@@ -22,11 +22,11 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.experiment.user_code import UserSampler
+from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.rounds.opening import Opening, SampledOpening
+from fedlearn.rounds.opening import Charge, ChargedOpening, Opening, SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import RoundPlan
+from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import RunPlan
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import Signer
@@ -39,7 +39,7 @@ from fedlearn.simulation.choice import (
     make_executor,
     named,
 )
-from fedlearn.simulation.cluster import Cluster, local_rank, under_torchrun
+from fedlearn.simulation.cluster import Alone, Cluster, local_rank, under_torchrun
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
@@ -71,11 +71,13 @@ def resolve(
         cache_dir: Where probes are remembered.
 
     Raises:
+        ConfigError: Noise does not fit the model.
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
     device = device_of(engine.device, environ)
     params = initial_params(simulation, device)
+    _release(simulation, params, Alone())  # raises where noise does not fit the model
     num_workers, why_workers = _num_workers(simulation, params, environ)
     choice = _executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
@@ -217,9 +219,17 @@ def job_of(simulation: Simulation, params: Params, num_workers: int) -> Job:
 
 
 def assemble(
-    simulation: Simulation, cluster: Cluster, *, device: torch.device, clock: Clock
+    simulation: Simulation,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    clock: Clock,
+    charge: Charge | None = None,
 ) -> tuple[RunPlan, Params]:
-    """Return the plan of a resolved run in this process of ``cluster``, and the initial model."""
+    """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
+
+    With ``charge``, each round is charged before it is opened.
+    """
     params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
@@ -228,16 +238,19 @@ def assemble(
         channel, collector = _sessions(simulation, model)
     else:
         collector = _engine(simulation, job, cluster)
-    opening = SampledOpening(
+    opening: Opening = SampledOpening(
         sampler=_sampler(simulation, cluster),
         available=collector.available,
         policy=simulation.policy,
         seed=simulation.seed,
     )
+    if charge is not None:
+        opening = ChargedOpening(inner=opening, charge=charge)
     plan = run_plan(
         simulation,
         opening=opening,
         collector=collector,
+        release=_release(simulation, params, cluster),
         evaluators=_evaluators(simulation, model, cluster, channel),
         checkpoint_every_s=simulation.config.store.checkpoint_every_s,
         clock=clock,
@@ -253,6 +266,7 @@ def run_plan(
     evaluators: Sequence[Evaluator],
     checkpoint_every_s: float,
     clock: Clock,
+    release: Release | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
 ) -> RunPlan:
     """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name."""
@@ -263,6 +277,7 @@ def run_plan(
             collector=collector,
             strategy=pieces.algorithm,
             seed=pieces.seed,
+            release=release,
         ),
         evaluator=Evaluators(evaluators),
         evaluate_every=pieces.config.evaluation.every_rounds,
@@ -356,8 +371,21 @@ def central_evaluator(
 def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     """Return who is asked; our own samplers are the same in every process by the seed alone."""
     given = simulation.sampler
+    if simulation.privacy is not None:
+        return SharedSampler(given, cluster)
     is_ours = isinstance(given, UniformSampler | PoissonSampler)
-    return given if is_ours else UserSampler(given, cluster)
+    return given if is_ours else SharedSampler(UserSampler(given), cluster)
+
+
+def _release(simulation: Simulation, params: Params, cluster: Cluster) -> Release | None:
+    plan = simulation.privacy
+    if plan is None:
+        return None
+    try:
+        noise = SharedNoise(plan.noise, cluster)
+        return plan.release(simulation.algorithm, params.layout, noise)
+    except ValueError as error:
+        raise ConfigError(f'privacy.mode is "{simulation.config.privacy.mode}": {error}') from error
 
 
 def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChannel, Collector]:

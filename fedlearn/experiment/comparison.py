@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 from fedlearn.core.collecting import Status
 from fedlearn.core.distribution import Direction, sign, split
 from fedlearn.core.words import printable
+from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
@@ -241,6 +242,7 @@ class Summary:
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
         reasons: Failure reasons and how often, the most frequent first.
+        privacy: What was spent of its clients, where the reader is told; else ``None``.
     """
 
     record: RunRecord
@@ -255,6 +257,7 @@ class Summary:
     num_skipped: int
     num_retries: int
     reasons: tuple[tuple[str, int], ...]
+    privacy: Spending | None = None
 
     @property
     def is_resumable(self) -> bool:

@@ -6,6 +6,7 @@ lines are written as they come, and their colours are rendered once, at the star
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import IO, Protocol, TextIO
@@ -117,6 +118,7 @@ class JsonProgress(_Lines):
             rounds=summary.num_finished,
             seconds=summary.seconds,
             path=str(self.path),
+            **({} if summary.privacy is None else {"privacy": asdict(summary.privacy)}),
         )
 
     def _tell(self, event: str, **facts: object) -> None:
@@ -263,6 +265,8 @@ def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     if run.error:
         yield "error", printable(run.error)
     yield from measured(summary) if summary.best else [("best", "nothing was evaluated")]
+    if summary.privacy is not None:
+        yield "privacy", summary.privacy.text()
     yield from _trouble(summary)
     yield "path", printable(str(path))
     yield from next_steps(summary, path, "show", "plot")

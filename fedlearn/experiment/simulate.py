@@ -6,7 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import leaves, summarize
+from fedlearn.experiment.privacy import known, promise, spending
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin, open_database
 from fedlearn.experiment.user_code import AfterRound
@@ -201,6 +202,11 @@ def _require_free(config: Config, settings: Mapping[str, object]) -> None:
         )
     if config.centralized:
         raise ConfigError("simulate(): centralized asks nobody, but sampler= is given; remove one")
+    if config.privacy.is_on:
+        raise ConfigError(
+            f"simulate(): privacy.mode is {config.privacy.mode!r}, whose ε rests on how clients "
+            'are drawn, but sampler= draws them; leave it out, or set the mode to "off"'
+        )
     if config.secure_aggregation.is_on:
         raise ConfigError(
             f"simulate(): secure_aggregation.mode is {config.secure_aggregation.mode!r}, whose "
@@ -250,6 +256,7 @@ def _same_on_resume(pieces: Simulation) -> dict[str, object]:
 
 
 def _resolved(pieces: Simulation, site: Site) -> Simulation:
+    pieces = known(pieces)
     with one_thread():  # as the workers will compute, so that a probe measures that
         return resolve(
             pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
@@ -345,16 +352,22 @@ def _execute(
     def body(cluster: Cluster) -> Run | None:
         stored = opened(site.database()) if cluster.rank == 0 else None
         with nullcontext() if stored is None else outcome_told(stored, site.progress):
-            checkpoint = None
+            checkpoint, charging = None, None
             if stored is not None:
-                site.progress.start(stored.record, stored.path, pieces.notes)
                 checkpoint = stored.rewind() if from_previous else stored.load()
+                num_finished = 0 if checkpoint is None else checkpoint.round_num
+                promised, charging = promise(
+                    pieces, stored, num_finished=num_finished, clock=site.clock
+                )
+                site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
             checkpoint = cluster.broadcast((checkpoint,))[0]
             device = device_of(pieces.config.engine.device, site.environ)
-            plan, params = assemble(pieces, cluster, device=device, clock=site.clock)
+            charge = None if charging is None else charging.charge
+            plan, params = assemble(pieces, cluster, device=device, clock=site.clock, charge=charge)
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
             store: RunStore = stored or _Follower()
-            train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
+            with nullcontext() if charging is None else closing(charging):
+                train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
         return None if stored is None else Run(stored, pieces.make_model)
 
     run = launch(body, num_workers=num_workers, environment=site.environ)
@@ -396,7 +409,8 @@ def outcome_told(
     finally:
         if has_ended:
             with suppress(StoreError):
-                progress.end(summarize(stored.record, stored.rounds()))
+                told = summarize(stored.record, stored.rounds())
+                progress.end(replace(told, privacy=spending(stored)))
 
 
 def _versions() -> dict[str, str]:

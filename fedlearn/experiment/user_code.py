@@ -1,4 +1,4 @@
-"""Code of the user's that a simulation calls: a sampler, callbacks. Only rank 0 calls it."""
+"""What only rank 0 of a simulation calls: code of the user's, and what nobody may foresee."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,27 +6,70 @@ from operator import index
 from typing import cast
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class UserSampler:
-    """A sampler of the user's: rank 0 asks it and looks at the cohort, and all processes have it.
+class SharedSampler:
+    """A sampler that rank 0 asks, and all processes have the cohort.
 
-    So one that draws at random, or remembers, gives all processes the same cohort.
+    So one that draws at random, or remembers, gives all processes the same.
     """
 
     sampler: CohortSampler
     cluster: Cluster
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return rank 0's cohort; raises what its sampler does."""
+        cohort = None
+        if self.cluster.rank == 0:
+            cohort = self.sampler.sample(
+                available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
+            )
+        return self.cluster.broadcast(cohort)
+
+
+@dataclass(frozen=True)
+class SharedNoise:
+    """Noise that rank 0 draws, and all processes have: drawn by each, the model would fork."""
+
+    noise: Noise
+    cluster: Cluster
+
+    def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
+        """Return rank 0's samples; see :class:`fedlearn.privacy.bounded_sum.Noise`."""
+        if self.cluster.rank == 0:
+            samples = self.noise.draw(sigma, size, labels=labels)
+        else:
+            samples = torch.zeros(size, dtype=torch.float64)
+        self.cluster.all_reduce([samples])
+        return samples
+
+
+@dataclass(frozen=True)
+class UserSampler:
+    """A sampler of the user's, whose cohorts are looked at."""
+
+    sampler: CohortSampler
 
     def sample(
         self,
@@ -43,13 +86,10 @@ class UserSampler:
             ConfigError: It is empty, names a client twice, or one that is not available.
             Exception: What the user's code raises.
         """
-        cohort = None
-        if self.cluster.rank == 0:
-            drawn = self.sampler.sample(
-                available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
-            )
-            cohort = self._checked(drawn, available, round_num)
-        return self.cluster.broadcast(cohort)
+        drawn = self.sampler.sample(
+            available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
+        )
+        return self._checked(drawn, available, round_num)
 
     def _checked(
         self, drawn: Sequence[ClientId], available: Sequence[ClientId], round_num: int

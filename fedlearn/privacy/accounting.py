@@ -82,9 +82,7 @@ def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
     """
     _require_delta(target_delta)
     _require_one_adjacency(spent)
-    return _gaussian_epsilon(
-        math.sqrt(sum(count * event.distance**2 for event, count in spent.items())), target_delta
-    )
+    return _gaussian_epsilon(_distance(spent), target_delta)
 
 
 def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
@@ -153,13 +151,20 @@ def _epsilon(spent: Spent, target_delta: float, interval: float) -> float:
     _require_one_adjacency(spent)
     if not spent:
         return 0.0
+    # Who does not see the cohorts knows less than who does; an accountant's bound may be above.
+    unsampled = _gaussian_epsilon(_distance(spent), target_delta)
     if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
-        return _renyi_epsilon(spent, target_delta)
+        return min(unsampled, _renyi_epsilon(spent, target_delta))
     parts = [_loss(event, interval).self_compose(count) for event, count in spent.items()]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
-    return max(0.0, float(total.get_epsilon_for_delta(target_delta)))
+    return min(unsampled, max(0.0, float(total.get_epsilon_for_delta(target_delta))))
+
+
+def _distance(spent: Spent) -> float:
+    """Return how far one user that was asked each time moves all sums, by their noise."""
+    return math.sqrt(sum(count * event.distance**2 for event, count in spent.items()))
 
 
 @lru_cache(maxsize=64)

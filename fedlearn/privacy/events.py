@@ -71,6 +71,11 @@ class FixedCohorts(Ranged):
             raise ValueError(f"size is {self.size}, above the population {self.population}")
 
     @property
+    def largest(self) -> int:
+        """The largest cohort: there is one size."""
+        return self.size
+
+    @property
     def adjacency(self) -> Adjacency:
         """One user's data are others': the number of users is public."""
         return Adjacency.REPLACE

@@ -54,3 +54,34 @@ class SampledOpening:
             attempt=attempt,
             seed=self.seed,
         )
+
+
+class Charge(Protocol):
+    """Writes down what a round costs, durably, before anybody is asked."""
+
+    def __call__(self, *, round_num: int, attempt: int) -> None:
+        """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChargedOpening:
+    """An opening that charges a privacy ledger: after the cohort is known, before it is asked.
+
+    Attributes:
+        inner: The opening otherwise.
+        charge: Charges.
+    """
+
+    inner: Opening
+    charge: Charge
+
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
+        """Return the inner cohort, charged.
+
+        Raises:
+            BudgetExhausted: The round cannot be afforded; nobody was asked.
+            StoreError: It could not be written down.
+        """
+        cohort = self.inner.open(round_num, attempt=attempt)
+        self.charge(round_num=round_num, attempt=attempt)
+        return cohort

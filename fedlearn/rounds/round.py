@@ -2,7 +2,7 @@
 
 ::
 
-    open -> broadcast ... collect -> aggregate -> server step
+    open -> broadcast ... collect -> aggregate -> release -> server step
                 |            ^
                 v            |
             client: train locally
@@ -12,15 +12,16 @@ function of the state, the plan and what the collector returns, so a simulation 
 deployment differ in the opening and the collector alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.kept import Kept
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.pieces import begun_by, stepped_by, told_by
@@ -43,6 +44,29 @@ class ServerState:
     kept: Kept = field(default_factory=dict)
 
 
+class Release(Protocol):
+    """What becomes of an aggregate before anybody looks at it, such as noise that hides clients."""
+
+    def __call__(
+        self,
+        aggregate: Aggregate,
+        *,
+        lanes: Sequence[LaneSpec],
+        layout: Layout,
+        round_num: int,
+        attempt: int,
+    ) -> Aggregate:
+        """Return what is released of an attempt at a round, the same in every process.
+
+        Args:
+            aggregate: What the aggregation made; may be overwritten.
+            lanes: Those of the strategy.
+            layout: Of the model.
+            round_num: Index, from 0.
+            attempt: 0, or how often the round was tried before.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
     """The pieces of a round; built once by :mod:`fedlearn.build`.
@@ -53,6 +77,7 @@ class RoundPlan:
         collector: How they are asked.
         strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
+        release: What becomes of the aggregate before the step; ``None``: nothing.
     """
 
     opening: Opening
@@ -60,6 +85,7 @@ class RoundPlan:
     collector: Collector
     strategy: Strategy
     seed: Seed
+    release: Release | None = None
 
     def init(self, params: Params) -> ServerState:
         """Return the state before the first round.
@@ -111,9 +137,18 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
     )
     collected = plan.collector.collect(cohort, request)
     state = replace(state, kept=collected.kept)
-    if collected.aggregate is None:
+    aggregate = collected.aggregate
+    if aggregate is None:
         return Ran(state, collected, {})
-    stepped = stepped_by(plan.strategy, state.params, collected.aggregate, state.strategy_state)
+    if plan.release is not None:
+        aggregate = plan.release(
+            aggregate,
+            lanes=plan.strategy.lanes,
+            layout=state.params.layout,
+            round_num=state.round_num,
+            attempt=attempt,
+        )
+    stepped = stepped_by(plan.strategy, state.params, aggregate, state.strategy_state)
     next_state = replace(
         state,
         round_num=state.round_num + 1,

@@ -22,7 +22,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.distribution import Direction, sign
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
-from fedlearn.errors import ConfigError, RoundError, TooFewReports
+from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
 from fedlearn.rounds.round import Ran, RoundPlan, ServerState, run_round
@@ -160,6 +160,7 @@ def train(
         TooFewReports: A round stayed below its minimum and the policy says to fail.
         RoundError: The strategy told, aggregated or returned what cannot be used.
         CohortTooSmall: Fewer clients are available than a round asks.
+        BudgetExhausted: The next round cannot be afforded; all before it are committed.
         StoreError: The run could not be made durable; its last commit still stands.
     """
     if checkpoint is None:
@@ -171,7 +172,11 @@ def train(
     is_over = plan.is_over(state)
     while not is_over:
         started_s = plan.clock.now_s()
-        state, record = _next(state, plan, started_s)
+        try:
+            state, record = _next(state, plan, started_s)
+        except BudgetExhausted:
+            store.commit(_checkpoint(state))  # what was paid for stays
+            raise
         store.append(record)
         is_over = after_round(record, state.server.params) or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:

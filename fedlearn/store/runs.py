@@ -204,12 +204,13 @@ class StoredRun:
 
     Attributes:
         path: Its folder: ``config.json`` and ``checkpoints/``.
+        database: Where it is.
     """
 
     def __init__(self, database: Database, *, run_id: int, name: str, guard: Guard) -> None:
         self.name = name
         self.path = database.runs_dir / name
-        self._database = database
+        self.database = database
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
@@ -219,7 +220,7 @@ class StoredRun:
     @property
     def record(self) -> RunRecord:
         """The run as the database has it now."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
             row = session.get_one(RunRow, self._run_id)
             return as_record(row, RunRecord, is_deployed=is_deployed)
@@ -327,7 +328,7 @@ class StoredRun:
 
     def checkpoints(self) -> list[CheckpointFile]:
         """Return the checkpoints that are kept, oldest first."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             rows = self._checkpoint_rows(session)
             return [
                 as_record(row, CheckpointFile, path=self.path / "checkpoints" / row.file)
@@ -336,12 +337,12 @@ class StoredRun:
 
     def rounds(self) -> list[RoundRecord]:
         """Return the record of every committed round, in order."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             return read_rounds(session, self._run_id)
 
     def round_summaries(self, last: int) -> list[RoundSummary]:
         """Return the ``last`` committed rounds, in order, with counts by status."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             return summarise_rounds(session, self._run_id, last=last)
 
     def finish(self, status: RunStatus, *, error: str) -> None:
@@ -355,7 +356,7 @@ class StoredRun:
     def _committing(self) -> Iterator[None]:
         """Add to the errors of a commit where the run stands and how to go on."""
         try:
-            with self._database.explained():
+            with self.database.explained():
                 yield
         except NoSpace as error:
             raise NoSpace(f"{error}; {self._standing()}") from error
@@ -366,7 +367,7 @@ class StoredRun:
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
-        with self._database.writing() as session:
+        with self.database.writing() as session:
             self._guard(session)
             yield session
 

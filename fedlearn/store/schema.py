@@ -266,6 +266,30 @@ class InvitationRow(Base):
     redeemed_by: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class ChargeRow(Base):
+    """See :class:`fedlearn.privacy.ledger.Charge`; ``position`` counts a population's charges.
+
+    It outlives its run, which it therefore names and does not refer to.
+    """
+
+    __tablename__ = "privacy_charges"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012 (SQLAlchemy's attribute)
+
+    population: Mapped[str] = mapped_column(String(160), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    run: Mapped[str] = mapped_column(String(64))
+    round_num: Mapped[int]
+    attempt: Mapped[int]
+    count: Mapped[int]
+    sampling: Mapped[str] = mapped_column(String(8))
+    num_users: Mapped[int] = mapped_column(BigInteger)
+    expected: Mapped[int] = mapped_column(BigInteger)
+    largest: Mapped[int] = mapped_column(BigInteger)
+    noise_multiplier: Mapped[float]
+    clip_norm: Mapped[float]
+    charged_utc: Mapped[str] = mapped_column(String(32))
+
+
 def as_row(kind: type[RowT], record: object, **columns: object) -> RowT:
     """Return a row with the values of ``record`` that it has columns for, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()

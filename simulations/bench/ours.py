@@ -114,6 +114,7 @@ def main() -> None:
         parser.add_argument("--procs", type=int, default=1)
         parser.add_argument("--executor", default="auto")
         parser.add_argument("--block", type=int, default=0)
+        parser.add_argument("--private", action="store_true")
 
     arguments: Any = workload.parse(extra)  # the peers' own namespace
     settings = {
@@ -129,6 +130,13 @@ def main() -> None:
             "block_size": arguments.block or "auto",
         },
     }
+    if arguments.private:  # the cohorts are the peers': what is measured is clip, noise and ledger
+        settings["privacy"] = {
+            "mode": "central",
+            "clip_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "target_delta": 1e-6,
+        }
     config = config_around(settings, source="the benchmark")
     local = fl.LocalSgd(
         epochs=arguments.epochs,
@@ -141,7 +149,7 @@ def main() -> None:
         make_model=lambda: workload.make_model(arguments.model, arguments.seed),
         objective=fl.CrossEntropy(),
         data=federated(workload, arguments),
-        algorithm=fl.FedAvg(local),
+        algorithm=fl.FedAvg(local, weight_by_examples=not arguments.private),
         data_dir=peers_dir,
     )
     pieces = replace(pieces, sampler=PeersSampler(workload, arguments))

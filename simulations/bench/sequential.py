@@ -42,14 +42,14 @@ def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
                         (sys.executable, *command), name=name, folder=Path(folder), environ=environ
                     )
                 )
-            rounds = [_pair(programs, turn) for turn in range(num_rounds)]
+            rounds = [pair(programs, turn) for turn in range(num_rounds)]
         finally:
             for program in programs:
                 program.close()
     return [bare_s / ours_s for ours_s, bare_s in rounds[_WARMUP:]]
 
 
-def _pair(programs: Sequence[Gated], turn: int) -> tuple[float, float]:
+def pair(programs: Sequence[Gated], turn: int) -> tuple[float, float]:
     """Return the seconds of a round of each; who begins alternates."""
     ours, bare = programs
     if turn % 2:

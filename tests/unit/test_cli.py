@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert FedlearnError in kinds
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
-    assert {exit_code(error) for error in raised} == {2, 3}
+    assert {exit_code(error) for error in raised} == {2, 3, 4}
 
 
 # ---- Messages -----------------------------------------------------------------------------
@@ -243,11 +244,13 @@ def test_help_says_what_an_argument_is(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_names_no_exit_code_that_nothing_exits_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The one of the privacy budget is reserved."""
+    """Each is one that an error has."""
     assert main(["--help"]) == 0
-    help_text = capsys.readouterr().out
-    assert "3 a run failed" in help_text
-    assert "budget" not in help_text
+    _, _, codes = capsys.readouterr().out.partition("Exit codes:")
+    told = {int(each) for each in re.findall(r"\b\d+\b", codes.partition("--debug")[0])}
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
+    assert told == {0, *map(exit_code, raised), exit_code(KeyboardInterrupt())}
 
 
 def test_wrong_usage_is_told_to_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:

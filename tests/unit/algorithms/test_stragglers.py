@@ -39,7 +39,7 @@ def test_the_number_asked_is_rounded_up(
         ("over_selection", math.inf),
         ("deadline_s", 0.0),
         ("deadline_s", math.nan),
-        ("min_reports", 0),
+        ("min_reports", -1),
         ("min_reports", 11),
         ("max_retries", -1),
     ],

@@ -1,0 +1,73 @@
+"""Differential privacy: off, or what is promised to each user, and for how long."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedlearn.config.section import Fraction, Problem, Section
+from fedlearn.core.ranges import Positive
+
+
+class PrivacySection(Section):
+    """Whether the released models hide each user's taking part, and how well."""
+
+    mode: Literal["off", "central"] = Field(
+        "off",
+        description='"off", or "central": the coordinator, which sees each update, adds noise to '
+        "their sum before anything is made of it.",
+    )
+    clip_norm: Positive | None = Field(
+        None,
+        description="What each update is clipped to: its largest L2 norm, > 0. Too large drowns "
+        "the model in noise, too small slows it down; needed unless privacy.mode is off.",
+    )
+    noise_multiplier: Positive | None = Field(
+        None,
+        description="Standard deviation of the noise by privacy.clip_norm, > 0; without it, the "
+        "least that keeps num_rounds within privacy.epsilon.",
+    )
+    epsilon: Positive | None = Field(
+        None,
+        description="The budget: a run stops before its releases, and those of earlier runs on the "
+        "same clients, exceed this ε; without it, there is no budget.",
+    )
+    target_delta: Fraction | None = Field(
+        None,
+        description="δ, well below one by the number of users; needed unless privacy.mode is off.",
+    )
+    population: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        "auto",
+        description="Name of the clients whose ledger is charged; runs of one name share a budget. "
+        '"auto" knows clients again by their examples.',
+    )
+    other_data_because: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Why the data are not those of earlier runs, although the population is: the "
+        "run then begins a ledger of its own, and records this.",
+    )
+    reproducible: bool = Field(
+        False,
+        description="Whether cohorts and noise come from the public seed, for experiments that "
+        "shall be repeated: then nothing is private, and no ε is claimed.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether noise is added."""
+        return self.mode != "off"
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse half a promise, and keys without effect."""
+        if not self.is_on:
+            for name in type(self).model_fields.keys() - {"mode"}:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    text = 'is without effect, since privacy.mode is "off"; set it to "central"'
+                    yield Problem((name, "mode"), text)
+            return
+        for name in ("clip_norm", "target_delta"):
+            if getattr(self, name) is None:
+                yield Problem((name, "mode"), f'is missing; privacy.mode "{self.mode}" needs it')
+        if self.noise_multiplier is None and self.epsilon is None:
+            text = "is missing, and so is privacy.noise_multiplier; give one of them, or both"
+            yield Problem(("epsilon", "noise_multiplier"), text)

@@ -1,0 +1,166 @@
+"""What a run's privacy will cost, before it runs: ε by round, as a table and a picture."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fedlearn.build import Simulation
+from fedlearn.core.files import write_durably
+from fedlearn.errors import ConfigError, StoreError
+from fedlearn.experiment.comparison import aligned
+from fedlearn.experiment.plot import RUN_COLOURS
+from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
+from fedlearn.privacy.events import Adjacency, PoissonCohorts, Spent
+from fedlearn.privacy.plan import PrivacyPlan
+
+#: Shares of the rounds at which ε is found; each takes about a second.
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What rounds cost together, with what was spent before.
+
+    Attributes:
+        num_rounds: How many.
+        epsilon: Of what was released, against whoever does not see the cohorts.
+        epsilon_with_cohorts: The same against whoever sees them, and not the updates.
+    """
+
+    num_rounds: int
+    epsilon: float
+    epsilon_with_cohorts: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a run's privacy will cost.
+
+    Attributes:
+        plan: The guarantee.
+        target_delta: δ.
+        epsilon: The budget; ``None``: there is none.
+        num_before: Rounds that were charged to the same clients before.
+        costs: By round.
+    """
+
+    plan: PrivacyPlan
+    target_delta: float
+    epsilon: float | None
+    num_before: int
+    costs: tuple[Cost, ...]
+
+    def facts(self) -> dict[str, object]:
+        """Return it as JSON values."""
+        cohorts = self.plan.cohorts
+        return {
+            "adjacency": cohorts.adjacency.value,
+            "users": cohorts.population,
+            "cohort": self.plan.num_wanted,
+            "largest_cohort": cohorts.largest,
+            "clip_norm": self.plan.clip_norm,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "target_delta": self.target_delta,
+            "epsilon": self.epsilon,
+            "rounds_before": self.num_before,
+            "rounds": [
+                {
+                    "round": each.num_rounds,
+                    "epsilon": each.epsilon,
+                    "epsilon_with_cohorts": each.epsilon_with_cohorts,
+                }
+                for each in self.costs
+            ],
+        }
+
+    def render(self) -> str:
+        """Return it as text: what is promised, and a table."""
+        rows = [("round", "ε of the release", "ε for who sees cohorts")]
+        rows += [
+            (str(each.num_rounds), f"{each.epsilon:.4g}", f"{each.epsilon_with_cohorts:.4g}")
+            for each in self.costs
+        ]
+        return "\n".join([*self._promised(), "", aligned(rows, values_right=True)])
+
+    def _promised(self) -> Iterator[str]:
+        plan, cohorts = self.plan, self.plan.cohorts
+        if isinstance(cohorts, PoissonCohorts):
+            rate = f"each of {cohorts.population} users at rate {cohorts.rate:.4g}"
+            yield f"sampling   Poisson: {rate}, at most {cohorts.largest} a round"
+        else:
+            yield f"sampling   {cohorts.size} of {cohorts.population} users, without replacement"
+        is_added = cohorts.adjacency is Adjacency.ADD_OR_REMOVE
+        user = "is there or not" if is_added else "has other data"
+        yield f"adjacency  {cohorts.adjacency}: one user {user}"
+        yield f"clip       {plan.clip_norm:g}"
+        yield f"noise      {plan.noise_multiplier:.4g} times the clip, in the sum of a round"
+        yield f"delta      {self.target_delta:g}"
+        if self.epsilon is not None:
+            yield f"budget     ε {self.epsilon:g} of the release"
+        if self.num_before:
+            yield f"before     {self.num_before} rounds were charged to these clients; they count"
+
+
+def outlook(simulation: Simulation, *, before: Spent) -> Outlook:
+    """Return what a run will cost clients of whom ``before`` was spent already.
+
+    Raises:
+        ConfigError: The run promises nothing, or its sampling has no common guarantee with what was
+            spent before.
+    """
+    plan, section = simulation.privacy, simulation.config.privacy
+    if plan is None or section.target_delta is None:
+        raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
+    delta, num_rounds = section.target_delta, simulation.config.num_rounds
+    costs = []
+    for count in sorted({max(1, round(share * num_rounds)) for share in _SHARES}):
+        spent = {**before, plan.event: before.get(plan.event, 0) + count}
+        try:
+            cost = Cost(
+                num_rounds=count,
+                epsilon=epsilon_of_release(spent, target_delta=delta),
+                epsilon_with_cohorts=epsilon_against_coordinator(spent, target_delta=delta),
+            )
+        except ValueError as error:
+            raise ConfigError(f"privacy.population: {error}") from error
+        costs.append(cost)
+    return Outlook(
+        plan=plan,
+        target_delta=delta,
+        epsilon=section.epsilon,
+        num_before=sum(before.values()),
+        costs=tuple(costs),
+    )
+
+
+def picture(outlook: Outlook, path: Path) -> Path:
+    """Draw ε by round as the PNG ``path``, which is returned; a file that is there is replaced.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rounds = [each.num_rounds for each in outlook.costs]
+    lines = {
+        "of the release": [each.epsilon for each in outlook.costs],
+        "for who sees the cohorts": [each.epsilon_with_cohorts for each in outlook.costs],
+    }
+    for colour, (label, values) in zip(RUN_COLOURS, lines.items(), strict=False):
+        axes.plot(rounds, values, marker="o", color=colour, label=label)
+    if outlook.epsilon is not None:
+        axes.axhline(outlook.epsilon, color="#555555", linestyle="--", label="budget")
+    axes.set_yscale("log")
+    axes.set_xlabel("round")
+    axes.set_ylabel(f"ε at δ = {outlook.target_delta:g}")
+    axes.legend()
+    axes.grid(visible=True, color="#dddddd")
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    write_durably(path, content.getvalue(), raises=StoreError)
+    return path

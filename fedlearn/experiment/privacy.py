@@ -1,0 +1,147 @@
+"""What a run's privacy comes to: who it charges, and what has been spent."""
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedlearn.build import Simulation, simulation
+from fedlearn.config import Config
+from fedlearn.config.privacy import PrivacySection
+from fedlearn.core.clock import Clock
+from fedlearn.core.features import named
+from fedlearn.privacy.events import Adjacency, Event
+from fedlearn.privacy.ledger import Budget, Charging
+from fedlearn.privacy.spending import Spending
+from fedlearn.rounds.records import RunRecord
+from fedlearn.simulation.population import Population
+from fedlearn.store.ledger import StoredLedger
+from fedlearn.store.runs import Database, StoredRun
+
+#: Clients whose examples tell a population from others.
+_LOOKED_AT = 16
+
+
+def known_by_examples(population: Population) -> str:
+    """Return a name by which clients are known again: a digest of some of their examples."""
+    num_clients = population.num_clients
+    sample = np.unique(np.linspace(0, num_clients - 1, _LOOKED_AT).astype(np.int64))
+    digest = hashlib.blake2b(repr(num_clients).encode(), digest_size=8)
+    for client_id in sample:
+        features, labels = population.load(np.asarray([client_id])).gathered()
+        for tensor in (*named(features).values(), labels):
+            digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return f"examples-{digest.hexdigest()}"
+
+
+def known(pieces: Simulation) -> Simulation:
+    """Return the simulation with a name for the clients whose ledger it charges."""
+    privacy = pieces.config.privacy
+    if not privacy.is_on or privacy.population != "auto":
+        return pieces
+    named = privacy.model_copy(update={"population": known_by_examples(pieces.population)})
+    return replace(pieces, config=pieces.config.model_copy(update={"privacy": named}))
+
+
+def built_on(config: Config, *, data_dir: Path) -> Simulation:
+    """Return the simulation of a configuration, with a name for its clients; none is trained.
+
+    Raises:
+        ConfigError: It cannot be built.
+        DataError: Data are missing.
+    """
+    return known(simulation(config, data_dir=data_dir))
+
+
+def spent_before(pieces: Simulation, database: Database) -> dict[Event, int]:
+    """Return what earlier runs have charged to the clients of a simulation that is to come.
+
+    Raises:
+        StoreError: The ledger cannot be read.
+    """
+    section = pieces.config.privacy
+    if section.other_data_because is not None:
+        return {}
+    return StoredLedger(database, population=section.population, run="").spent()
+
+
+def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
+    """Return the ledger that a run charges."""
+    population = section.population
+    if section.other_data_because is not None:
+        population = f"{population} of {stored.name}"
+    return StoredLedger(stored.database, population=population, run=stored.name)
+
+
+def promise(
+    pieces: Simulation, stored: StoredRun, *, num_finished: int, clock: Clock
+) -> tuple[list[str], Charging | None]:
+    """Return what a reader should know of a run's privacy, and what charges its rounds, if any.
+
+    Raises:
+        StoreError: The ledger cannot be read.
+    """
+    plan, section = pieces.privacy, pieces.config.privacy
+    if plan is None:
+        return [], None
+    multiplier, clip = f"{plan.noise_multiplier:.4g}", f"{plan.clip_norm:g}"
+    noise = f"noise {multiplier} times the clip norm {clip}"
+    if section.reproducible:
+        return [f"{noise}, from a public seed: nothing is private, and no ε is claimed"], None
+    from fedlearn.privacy.accounting import epsilon_of_release  # noqa: PLC0415 (takes a second)
+
+    delta, budget = section.target_delta, None
+    assert delta is not None  # the configuration makes sure
+    if section.epsilon is not None:
+        budget = Budget(epsilon=section.epsilon, target_delta=delta)
+    charging = Charging(
+        ledger_of(stored, section),
+        plan.event,
+        clip_norm=plan.clip_norm,
+        budget=budget,
+        epsilon_of=partial(epsilon_of_release, target_delta=delta),
+        clock=clock,
+    )
+    due = pieces.config.num_rounds - num_finished
+    notes = [f"{noise}; metrics of clients and training losses are without noise: keep them"]
+    affordable = charging.foresee(due) if due > 0 else due
+    if affordable < due:
+        notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
+    return notes, charging
+
+
+def section_of(record: RunRecord) -> PrivacySection:
+    """Return what a run that was recorded promises; off for one of before there was a promise."""
+    return PrivacySection.model_validate(record.config.get("privacy", {}))
+
+
+def spending(stored: StoredRun) -> Spending | None:
+    """Return what was spent of the clients of a run, by now; ``None``: it promises nothing.
+
+    Raises:
+        StoreError: The ledger cannot be read.
+    """
+    section = section_of(stored.record)
+    if not section.is_on or section.reproducible:
+        return None
+    from fedlearn.privacy.accounting import (  # noqa: PLC0415 (takes a second)
+        epsilon_against_coordinator,
+        epsilon_of_release,
+    )
+
+    ledger, delta = ledger_of(stored, section), section.target_delta
+    assert delta is not None  # the configuration makes sure
+    spent = ledger.spent()
+    adjacencies: set[Adjacency] = {event.cohorts.adjacency for event in spent}
+    return Spending(
+        epsilon=epsilon_of_release(spent, target_delta=delta),
+        epsilon_with_cohorts=epsilon_against_coordinator(spent, target_delta=delta),
+        target_delta=delta,
+        adjacency=adjacencies.pop() if adjacencies else Adjacency.ADD_OR_REMOVE,
+        num_charged=sum(spent.values()),
+        num_own=sum(ledger.spent_by_run().values()),
+    )

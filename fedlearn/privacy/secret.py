@@ -1,0 +1,126 @@
+"""What a guarantee rests on: cohorts and noise that nobody can tell.
+
+They never come from a run's public seed. A run that shall be repeated says so: it draws alike, from
+keys that its seed makes, and has no guarantee.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.privacy.events import PoissonCohorts
+from fedlearn.privacy.noise import SecretStream, discrete_gaussian
+
+
+class Streams(Protocol):
+    """Where words come from."""
+
+    def stream(self, *labels: str | int) -> SecretStream:
+        """Return the stream of one labelled use."""
+
+
+class SecretStreams:
+    """Streams by fresh keys of the operating system's generator: nobody can repeat them."""
+
+    def stream(self, *labels: str | int) -> SecretStream:  # noqa: ARG002 - each is another anyway
+        """Return a fresh stream."""
+        return SecretStream.fresh()
+
+
+@dataclass(frozen=True)
+class ReproducibleStreams:
+    """Streams that whoever knows the seed can repeat: for experiments, without a guarantee."""
+
+    seed: Seed
+
+    def stream(self, *labels: str | int) -> SecretStream:
+        """Return the stream of these labels."""
+        text = repr((self.seed.value, *labels)).encode()
+        return SecretStream(SecretBytes(hashlib.blake2b(text, digest_size=32).digest()))
+
+
+@dataclass(frozen=True)
+class DrawnNoise:
+    """Discrete Gaussian noise from ``streams``."""
+
+    streams: Streams
+
+    def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
+        """Return samples; see :class:`fedlearn.privacy.bounded_sum.Noise`."""
+        samples = discrete_gaussian(sigma, size, source=self.streams.stream("noise", *labels))
+        return torch.from_numpy(samples.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class PoissonCohortSampler:
+    """Asks each available client by a coin of its own, whoever else is there.
+
+    Attributes:
+        cohorts: The coin's rate, and the largest cohort: above it, a uniform part is asked.
+        streams: Where the coins come from.
+
+    Example:
+        >>> cohorts = PoissonCohorts(population=100, expected=10, largest=20)
+        >>> sampler = PoissonCohortSampler(cohorts, ReproducibleStreams(Seed(0)))
+        >>> at = {"num_asked": 20, "round_num": 0, "attempt": 0, "seed": Seed(0)}
+        >>> len(sampler.sample(range(100), **at))
+        11
+
+    References:
+        Mironov, Talwar and Zhang, 2019, `Rényi Differential Privacy of the Sampled Gaussian
+        Mechanism <https://arxiv.org/abs/1908.10530>`_.
+    """
+
+    cohorts: PoissonCohorts
+    streams: Streams
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,  # noqa: ARG002 - the rate does not depend on what a round would ask
+        round_num: int,
+        attempt: int,
+        seed: Seed,  # noqa: ARG002 - it is public
+    ) -> tuple[ClientId, ...]:
+        """Return the cohort, which may be empty."""
+        stream = self.streams.stream("cohort", round_num, attempt)
+        words = stream.words(np.uint64, len(available))
+        threshold = round(self.cohorts.rate * 2.0**64)
+        chosen = np.flatnonzero(words < threshold if threshold < 1 << 64 else words >= 0)
+        # Of those below the threshold each word is uniform: the smallest are a uniform choice.
+        if len(chosen) > self.cohorts.largest:
+            chosen = np.sort(chosen[np.argsort(words[chosen])[: self.cohorts.largest]])
+        return tuple(available[index] for index in chosen.tolist())
+
+
+@dataclass(frozen=True)
+class FixedCohortSampler:
+    """Asks so many of the available clients, uniformly without replacement.
+
+    Attributes:
+        streams: Where the choice comes from.
+    """
+
+    streams: Streams
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,  # noqa: ARG002 - it is public
+    ) -> tuple[ClientId, ...]:
+        """Return the cohort; of fewer than are to be asked, all."""
+        words = self.streams.stream("cohort", round_num, attempt).words(np.uint64, len(available))
+        chosen = np.sort(np.argsort(words, kind="stable")[:num_asked])
+        return tuple(available[index] for index in chosen.tolist())

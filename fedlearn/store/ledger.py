@@ -1,0 +1,99 @@
+"""The ledger of what users' data have been in, in the store's database."""
+
+from sqlalchemy import func, select, update
+
+from fedlearn.core.clock import utc_now
+from fedlearn.privacy.events import Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.ledger import Charge
+from fedlearn.store.runs import Database
+from fedlearn.store.schema import ChargeRow
+
+_POISSON, _FIXED = "poisson", "fixed"
+#: Of transactions that charge: each sees what the others have charged.
+_LOCK = 4_113_302_127
+
+
+class StoredLedger:
+    """A :class:`fedlearn.privacy.ledger.Ledger`, charged for a run.
+
+    Attributes:
+        database: Where it is.
+        population: Whose it is; charges of one name add up, whichever run they are of.
+        run: Name of the run that charges.
+
+    Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be
+    read or written.
+    """
+
+    def __init__(self, database: Database, *, population: str, run: str) -> None:
+        self.database, self.population, self.run = database, population, run
+        self._last = -1
+
+    def spent(self) -> dict[Event, int]:
+        """Return by event how often it was charged, by whatever run."""
+        return self._counted(of_run=False)
+
+    def spent_by_run(self) -> dict[Event, int]:
+        """Return by event how often this run has charged it."""
+        return self._counted(of_run=True)
+
+    def charge(self, charge: Charge, *, known: Spent) -> bool:
+        """Write a charge down, unless there are others than are known."""
+        cohorts = charge.event.cohorts
+        mine = ChargeRow.population == self.population
+        with self.database.writing(lock=_LOCK) as session:
+            total, position = session.execute(
+                select(func.coalesce(func.sum(ChargeRow.count), 0), func.count()).where(mine)
+            ).one()
+            if total != sum(known.values()):
+                return False
+            row = ChargeRow(
+                population=self.population,
+                position=position,
+                run=self.run,
+                round_num=charge.round_num,
+                attempt=charge.attempt,
+                count=charge.count,
+                sampling=_POISSON if isinstance(cohorts, PoissonCohorts) else _FIXED,
+                num_users=cohorts.population,
+                expected=cohorts.expected if isinstance(cohorts, PoissonCohorts) else cohorts.size,
+                largest=cohorts.largest,
+                noise_multiplier=charge.event.noise_multiplier,
+                clip_norm=charge.clip_norm,
+                charged_utc=utc_now(),
+            )
+            session.add(row)
+        self._last = position
+        return True
+
+    def reduce(self, count: int) -> None:
+        """Take so many releases of the last charge back."""
+        mine = ChargeRow.population == self.population, ChargeRow.position == self._last
+        with self.database.writing(lock=_LOCK) as session:
+            session.execute(update(ChargeRow).where(*mine).values(count=ChargeRow.count - count))
+
+    def _counted(self, *, of_run: bool) -> dict[Event, int]:
+        what = (
+            ChargeRow.sampling,
+            ChargeRow.num_users,
+            ChargeRow.expected,
+            ChargeRow.largest,
+            ChargeRow.noise_multiplier,
+        )
+        query = select(*what, func.sum(ChargeRow.count)).where(
+            ChargeRow.population == self.population
+        )
+        if of_run:
+            query = query.where(ChargeRow.run == self.run)
+        counted = dict[Event, int]()
+        with self.database.reading() as session:
+            for sampling, users, expected, largest, noise, count in session.execute(
+                query.group_by(*what)
+            ):
+                cohorts: Cohorts = (
+                    PoissonCohorts(users, expected, largest)
+                    if sampling == _POISSON
+                    else FixedCohorts(users, largest)
+                )
+                counted[Event(cohorts, noise)] = int(count)
+        return counted

@@ -1,0 +1,67 @@
+"""Central differential privacy beside the plain simulation: round by round.
+
+    python simulations/bench/private.py
+
+Whole rounds on both sides, with store, validation and progress, on the same clients; the private
+side clips, sums integers, draws discrete Gaussian noise and charges its ledger on top. The two are
+let through by turns, one round each; the median ratio of neighbouring rounds stands in the table,
+in seconds: 1.3 is what it should not exceed.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from gate import Gated
+from sequential import pair
+
+HERE = Path(__file__).parent
+#: Rounds before those that count: both sides touch their memory for the first time.
+_WARMUP = 3
+
+
+def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
+    """Return the private side's seconds over the plain one's, per pair of rounds."""
+    num_rounds = _WARMUP + arguments.rounds
+    command = [
+        *(sys.executable, str(HERE / "ours.py"), "--model", model, "--warmup", "0"),
+        *("--rounds", str(num_rounds + 1), "--cohort", str(arguments.cohort)),
+        *("--procs", str(arguments.procs), "--executor", arguments.executor),
+    ]
+    environ = {**os.environ, "PEERS_DIR": str(Path(arguments.peers_dir).resolve())}
+    programs: list[Gated] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name, more in (("private", ["--private"]), ("plain", [])):
+                programs.append(
+                    Gated((*command, *more), name=name, folder=Path(folder), environ=environ)
+                )
+            rounds = [pair(programs, turn) for turn in range(num_rounds)]
+        finally:
+            for program in programs:
+                program.close()
+    return [private_s / plain_s for private_s, plain_s in rounds[_WARMUP:]]
+
+
+def main() -> None:
+    """Parse the arguments and print a line a model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["mlp", "mlp784", "cnn"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--cohort", type=int, default=50)
+    parser.add_argument("--procs", type=int, default=1)
+    parser.add_argument("--executor", default="auto")
+    parser.add_argument("--peers-dir", default="../shared/peers")
+    arguments = parser.parse_args()
+    print(f"{'':10}{'x plain':>12}{'quartiles':>16}{'rounds':>8}")
+    for model in arguments.models:
+        found = ratios(model, arguments)
+        low, middle, high = statistics.quantiles(found, n=4)
+        print(f"{model:10}{middle:12.2f}{f'{low:.2f} to {high:.2f}':>16}{len(found):8}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

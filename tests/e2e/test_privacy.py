@@ -1,0 +1,316 @@
+"""Differential privacy as a researcher has it: the noise that arrives, the ledger, the refusals."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedlearn as fl
+from fedlearn.core.collecting import Status
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import BudgetExhausted, ConfigError
+from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.privacy import ledger_of, section_of
+from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
+
+POPULATION = 60
+#: Trains by steps of size zero: what the model moves by is the noise alone.
+STILL = fl.FedAvg(
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
+)
+LEARNS = fl.FedAvg(fl.LocalSgd(epochs=2, batch_size=8, learning_rate=0.5), weight_by_examples=False)
+PRIVACY = {"mode": "central", "clip_norm": 0.6, "noise_multiplier": 1.5, "target_delta": 1e-3}
+
+
+class Told:
+    """A progress that keeps what it is told, and may break off after some rounds."""
+
+    def __init__(self, break_after: int = -1) -> None:
+        self.notes: Sequence[str] = ()
+        self.num_rounds, self._break_after = 0, break_after
+        self.summary: Summary | None = None
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        self.notes = notes
+
+    def round(self, record: RoundRecord) -> None:
+        self.num_rounds += 1
+        if self.num_rounds == self._break_after:
+            raise KeyboardInterrupt
+
+    def end(self, summary: Summary) -> None:
+        self.summary = summary
+
+
+@pytest.fixture(autouse=True)
+def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def data(seed: int = 0) -> fl.FederatedData:
+    """Two classes that a linear model separates, 20 examples a client."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 2, 20 * POPULATION + 200)
+    features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
+    partition = fl.Iid(num_clients=POPULATION)
+    return fl.from_arrays(features, labels, partition=partition, test_fraction=1 / 7, seed=0)
+
+
+def make_model() -> nn.Module:
+    """Return a network of 20,000 parameters and some."""
+    return nn.Sequential(nn.Linear(400, 50), nn.Tanh(), nn.Linear(50, 2))
+
+
+def run(
+    algorithm: fl.Strategy = STILL,
+    *,
+    privacy: Mapping[str, object] = {},
+    told: Told | None = None,
+    **settings: Any,  # Any: keys and pieces
+) -> fl.Run:
+    """Run two rounds of a quarter of the clients on average."""
+    everything: dict[str, Any] = {
+        "num_rounds": 2,
+        "cohort": {"num_wanted": 15, "sampling": "poisson"},
+        "engine": {"num_workers": 1},
+        "privacy": {**PRIVACY, **privacy},
+        **settings,
+    }
+    examples = everything.pop("data", None) or data()
+    return fl.simulate(make_model, examples, algorithm, progress=told or Told(), **everything)
+
+
+def moved(run: fl.Run) -> Tensor:
+    """Return how far the model is from where it began."""
+    torch.manual_seed(Seed(0).derive("model").value)
+    before = Params.of(make_model()).vector
+    after = Params.of(run.load_model(make_model, best=False)).vector
+    return after - before
+
+
+def has_scale(values: Tensor, sigma: float) -> bool:
+    """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
+    excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0
+    return abs(excess) < 5.0 * math.sqrt(2.0 / len(values))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"num_workers": 1}, {"num_workers": 2}, {"transport": "memory"}],
+    ids=["engine", "workers", "memory"],
+)
+def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
+    """Z C / m in each of two rounds, once however many processes; 2/3 and 3/2 would be seen."""
+    noise, sigma = moved(run(engine=engine)), math.sqrt(2.0) * 1.5 * 0.6 / 15
+    assert has_scale(noise, sigma)
+    assert not has_scale(noise * 2.0 / 3.0, sigma)
+    assert not has_scale(noise * 1.5, sigma)
+
+
+def test_the_public_seed_tells_nothing_of_cohorts_and_noise() -> None:
+    """Two runs of one seed differ in both; of runs that shall be repeated, neither does."""
+    secret = [run(num_rounds=3), run(num_rounds=3)]
+    assert not torch.equal(moved(secret[0]), moved(secret[1]))
+    asked = [[list(each.participations.client_ids) for each in one.history] for one in secret]
+    assert asked[0] != asked[1]
+    told = [Told(), Told()]
+    public = [run(privacy={"reproducible": True}, told=each) for each in told]
+    assert torch.equal(moved(public[0]), moved(public[1]))
+    assert any("nothing is private, and no ε is claimed" in note for note in told[0].notes)
+    assert told[0].summary is not None
+    assert told[0].summary.privacy is None
+
+
+def test_a_model_learns_behind_the_noise() -> None:
+    """And the run tells what it cost: the release, and whoever saw the cohorts."""
+    told = Told()
+    found = run(LEARNS, privacy={"noise_multiplier": 0.5}, num_rounds=12, told=told)
+    assert found.history[-1].metrics["accuracy"] > 0.9
+    assert told.summary is not None
+    spent = told.summary.privacy
+    assert spent is not None
+    assert 0.0 < spent.epsilon < spent.epsilon_with_cohorts
+    assert (spent.num_charged, spent.num_own, spent.target_delta) == (12, 12, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LEARNS,
+        fl.Scaffold(
+            sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.5),
+            num_clients=POPULATION,
+            server_learning_rate=1.0,
+            control_bound=0.5,
+        ),
+    ],
+    ids=["fedavg", "scaffold"],
+)
+def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strategy) -> None:
+    """The sums are of integers: in any order, on any number of processes."""
+    sequential = {"executor": "sequential"}
+    engines = [
+        {"num_workers": 1, **sequential},
+        {"num_workers": 2, **sequential},
+        {"transport": "memory"},
+    ]
+    first, *others = (
+        run(algorithm, engine=engine, privacy={"reproducible": True}, num_rounds=3)
+        for engine in engines
+    )
+    for other in others:
+        for name, tensor in first.weights(best=False).items():
+            assert torch.equal(tensor, other.weights(best=False)[name])
+
+
+def test_rounds_without_anybody_are_released_like_any_other() -> None:
+    """At one client a round on average, some have none: noise is added all the same."""
+    found = run(cohort={"num_wanted": 1, "sampling": "poisson"}, num_rounds=12)
+    counts = [each.count(Status.REPORTED) for each in found.history]
+    assert 0 in counts
+    assert has_scale(moved(found), math.sqrt(12.0) * 1.5 * 0.6)
+
+
+# ---- The budget ---------------------------------------------------------------------------
+
+
+BUDGET = {"noise_multiplier": 1.0, "epsilon": 4.0}
+
+
+def history(name: str) -> list[RoundRecord]:
+    """Return the rounds of a run."""
+    return stored(name).rounds()
+
+
+def stored(name: str) -> StoredRun:
+    """Return a run of the working directory's store."""
+    runs_dir = Path("runs")
+    return Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir).run(name)
+
+
+def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
+    """All rounds that were charged are committed; another on the same clients has nothing left."""
+    told = Told()
+    with pytest.raises(BudgetExhausted, match=r"above privacy.epsilon \(4\)"):
+        run(privacy=BUDGET, num_rounds=100, name="a", told=told)
+    rounds = len(history("a"))
+    assert 1 < rounds < 100
+    assert stored("a").record.status is RunStatus.FAILED
+    assert any(f"enough for {rounds} of the 100 rounds" in note for note in told.notes)
+    assert told.summary is not None
+    assert told.summary.privacy is not None
+    assert told.summary.privacy.num_charged == rounds
+    assert told.summary.privacy.epsilon <= 4.0
+    again = Told()
+    with pytest.raises(BudgetExhausted):
+        run(privacy=BUDGET, name="b", told=again)
+    assert history("b") == []
+    # Others' data, be it by their examples, by a name, or because the user says so.
+    run(privacy=BUDGET, data=data(seed=1))
+    run(privacy=BUDGET | {"population": "ward 5"})
+    run(privacy=BUDGET | {"other_data_because": "the second wave of the study"})
+
+
+def test_rounds_that_were_lost_count_as_spent() -> None:
+    """A run that broke off goes on from its last commit; what it repeats is charged again."""
+    told = Told(break_after=4)
+    with pytest.raises(KeyboardInterrupt):
+        run(told=told, privacy={"population": "all"}, num_rounds=6, name="broken")
+    finished = len(history("broken"))
+    assert finished < 4  # the last commit is of before
+    told = Told()
+    run(told=told, resume="broken", privacy={"population": "all"}, num_rounds=6)
+    assert told.summary is not None
+    assert told.summary.privacy is not None
+    assert told.summary.privacy.num_own == 4 + 6 - finished
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None:
+    """Kill -9 some times, and go on: each round that was told, and each opened, is charged."""
+    Path("own.toml").write_text(
+        'num_rounds = 4000\nname = "killed"\n[cohort]\nnum_wanted = 5\n'
+        "[evaluation]\nevery_rounds = 0\nclients = 0\n[store]\ncheckpoint_every_s = 0.3\n"
+        '[privacy]\nmode = "central"\nclip_norm = 0.5\nnoise_multiplier = 1.0\n'
+        "target_delta = 1e-3\n"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "RANK"}
+    num_told = 0
+    for attempt in range(4):
+        command = ["resume", "killed"] if attempt else ["simulate", "own.toml"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "fedlearn", *command, "--json"],
+            stdout=subprocess.PIPE,
+            env=environ,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for place, line in enumerate(process.stdout):
+                if place == 23 + 41 * attempt:
+                    process.kill()
+                num_told += json.loads(line)["event"] == "round"
+        assert process.returncode == -signal.SIGKILL
+        charged = sum(
+            ledger_of(stored("killed"), section_of(stored("killed").record)).spent().values()
+        )
+        assert charged >= num_told
+    assert charged < num_told + 1000
+
+
+# ---- What would make ε false --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": fl.FedAvg(STILL.local)}, "weighted by their examples"),
+        ({"algorithm": fl.FedMedian(STILL.local)}, "is no mean"),
+        (
+            {
+                "algorithm": fl.Scaffold(
+                    sgd=STILL.local, num_clients=POPULATION, server_learning_rate=1.0
+                )
+            },
+            "lane 'control' has no bound.*control_bound",
+        ),
+        ({"stragglers": {"over_selection": 1.3}}, "must not displace another"),
+        (
+            {"sampler": fl.UniformSampler(), "cohort": {"num_wanted": 15}},
+            "ε rests on how clients are drawn",
+        ),
+        ({"early_stopping": {"metric": "clients/loss_mean"}}, "measured by the clients"),
+        ({"centralized": True}, "pools the examples"),
+        (
+            {
+                "secure_aggregation": {"mode": "complete", "dropout": 0.0},
+                "cohort": {"sampling": "uniform", "num_wanted": 15},
+            },
+            "no sum to add exact noise to",
+        ),
+        ({"privacy": {"target_delta": 0.02}}, "give a number well below 0.017"),
+        ({"privacy": {"clip_norm": None}}, "privacy.clip_norm: is missing"),
+        ({"privacy": {"noise_multiplier": None}}, "privacy.epsilon: is missing"),
+        ({"privacy": {"mode": "off"}}, "without effect"),
+        ({"privacy": {"noise_multiplier": 1e9}}, "beyond exact integers"),
+    ],
+)
+def test_what_would_make_the_guarantee_false_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    """With the reason, before a run is made."""
+    with pytest.raises(ConfigError, match=message):
+        run(**settings)
+    assert not Path("runs").exists()

@@ -1,0 +1,198 @@
+"""The bounded sum: exact, whatever the rows are, and noise of the right scale on it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Over, Updates
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Layout
+from fedlearn.core.randomness import Seed
+from fedlearn.privacy.bounded_sum import BoundedLane, BoundedSum, LevelSums, NoisyMean
+from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
+
+CPU = torch.device("cpu")
+CONTROL = LaneSpec(name="control", over=Over.TRAINABLE, weighted=False, bound=0.5)
+
+
+def levels_of(rows: Tensor, *, bound: float) -> Tensor:
+    """Return what each row adds, as one that is alone: shape [B, n]."""
+    lane = BoundedLane(bound, rows.shape[1])
+    return torch.stack([_added(lane, row[None]) for row in rows])
+
+
+def _added(lane: BoundedLane, rows: Tensor) -> Tensor:
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    lane.add(total, rows)
+    return total
+
+
+def summed(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, LevelSums]:
+    """Return a bounded sum with bound 1, and its state after these rows."""
+    aggregation = BoundedSum(bounds={"delta": 1.0}, noise_multiplier=1.0, largest=largest)
+    layout = Layout.of(nn.Linear(size, 1, bias=False))
+    state = aggregation.init([DELTA], layout, device=CPU)
+    client_ids = [ClientId(each) for each in range(len(rows))]
+    return aggregation, aggregation.accumulate(
+        state, Updates(client_ids, torch.ones(len(rows)), {"delta": rows})
+    )
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    size=st.sampled_from([1, 2, 1023, 1024, 1025, 9000]),
+    scale=st.floats(-12, 15),
+    spread=st.floats(0, 4),
+)
+def test_no_row_adds_more_than_its_levels(
+    seed: int, size: int, scale: float, spread: float
+) -> None:
+    """Small, large, alike or of many magnitudes: exact integers, and their exact norm."""
+    rng = Seed(seed).numpy()
+    magnitudes = 10.0 ** (scale + spread * rng.standard_normal(size))
+    row = torch.from_numpy(magnitudes * rng.choice([-1.0, 1.0], size)).float()[None]
+    added = levels_of(row, bound=0.7)[0]
+    squares = sum(int(level) ** 2 for level in added.tolist())
+    assert added.eq(added.round()).all()
+    assert squares <= int(BoundedLane(0.7, size).levels) ** 2
+
+
+def test_a_clipped_row_adds_nearly_all_of_its_levels() -> None:
+    """And one within the bound its own norm, rounded without a bias."""
+    row = torch.from_numpy(Seed(3).numpy().standard_normal(50_000)).float()[None]
+    row /= row.norm()
+    for factor, expected in ((10.0, 1.0), (1.0, 1.0), (0.25, 0.25)):
+        added = levels_of(factor * row, bound=1.0)
+        lane = BoundedLane(1.0, 50_000)
+        assert float(added.norm()) == pytest.approx(expected * lane.levels, rel=1e-3)
+        assert torch.allclose(added[0] * lane.step, min(factor, 1.0) * row[0].double(), atol=1e-6)
+
+
+def test_a_sum_is_exact_in_any_order_and_any_blocks() -> None:
+    """As Python's integers add the levels up, be they together, apart, or rows that lie apart."""
+    rows = torch.from_numpy(Seed(5).numpy().standard_normal((45, 3000)) * 3.0).float()
+    each = levels_of(rows, bound=1.0)
+    expected = [sum(int(level) for level in column) for column in each.t().tolist()]
+    lane = BoundedLane(1.0, 3000)
+    together, apart = _added(lane, rows), torch.zeros(3000, dtype=torch.float64)
+    for begin, end in ((20, 45), (0, 1), (1, 20)):
+        lane.add(apart, list(rows[begin:end].flip(0)))
+    assert together.tolist() == apart.tolist() == expected
+
+
+def test_one_client_moves_a_sum_by_its_levels_whoever_the_others_are() -> None:
+    """Floating-point sums swallow a small term beside a large one; integers do not."""
+    others = torch.full((40, 4), 1e18)
+    others[::2] *= -1.0
+    mine = torch.tensor([[1e-3, -2e-3, 0.0, 5e-4]])
+    _, without = summed(4, others)
+    _, with_me = summed(4, torch.cat([others[:7], mine, others[7:]]))
+    moved = with_me.total.sums["delta"] - without.total.sums["delta"]
+    assert moved.tolist() == levels_of(mine, bound=1.0)[0].tolist()
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_seen(odd: float) -> None:
+    """By the sums, for whoever then leaves the row out."""
+    rows = torch.zeros(3, 2000)
+    rows[1, 1500] = odd
+    _, state = summed(2000, rows)
+    assert not state.total.sums["delta"].isfinite().all()
+
+
+def test_a_sum_of_nobody_is_released() -> None:
+    """As one of many is: that there was nobody may tell who was not in."""
+    aggregation, state = summed(3, torch.zeros(0, 3))
+    aggregate = aggregation.finalize(state)
+    assert aggregate.lanes["delta"].tolist() == [0.0, 0.0, 0.0]
+    assert aggregate.num_clients == 0
+
+
+def test_more_clients_than_were_accounted_for_are_an_error() -> None:
+    """Their sum may not fit, and the event would be another."""
+    aggregation, state = summed(2, torch.zeros(3, 2), largest=2)
+    with pytest.raises(ValueError, match="3 clients are in a sum for at most 2"):
+        aggregation.finalize(state)
+
+
+def test_weights_are_ones() -> None:
+    """Whatever the clients say of their examples."""
+    aggregation, _ = summed(2, torch.zeros(0, 2))
+    assert aggregation.weigh(torch.tensor([5.0, 900.0])).tolist() == [1.0, 1.0]
+
+
+# ---- What is released ---------------------------------------------------------------------
+
+
+def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> Aggregate:
+    """Return the noisy means of nobody, of 4 expected."""
+    specs = [DELTA, CONTROL][: len(lanes)]
+    aggregation = BoundedSum(bounds=lanes, noise_multiplier=noise_multiplier, largest=10)
+    layout = Layout.of(nn.Linear(size, 1, bias=False))
+    aggregate = aggregation.finalize(aggregation.init(specs, layout, device=CPU))
+    release = NoisyMean(
+        summed=aggregation, expected=4, noise=DrawnNoise(ReproducibleStreams(Seed(8)))
+    )
+    return release(aggregate, lanes=specs, layout=layout, round_num=2, attempt=0)
+
+
+def has_scale(values: Tensor, sigma: float) -> bool:
+    """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
+    excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0
+    return abs(excess) < 5.0 * math.sqrt(2.0 / len(values))
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.3, 1.0, 40.0])
+def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: float) -> None:
+    """Z C / m; and of 2/3 or 3/2 of it the test would tell."""
+    noise = released(noise_multiplier, lanes={"delta": 0.2}, size=40_000).lanes["delta"]
+    sigma = noise_multiplier * 0.2 / 4
+    assert has_scale(noise, sigma)
+    assert not has_scale(noise * 2.0 / 3.0, sigma)
+    assert not has_scale(noise * 1.5, sigma)
+    assert noise.dtype is torch.float32
+    assert abs(float(noise.mean())) < 5.0 * sigma / 200.0
+
+
+def test_two_lanes_are_one_contribution() -> None:
+    """Each has the noise of its bound, by the norm of both: √2 as much."""
+    lanes = released(1.0, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
+    assert has_scale(lanes["delta"], math.sqrt(2.0) * 0.2 / 4)
+    assert has_scale(lanes["control"], math.sqrt(2.0) * 3.0 / 4)
+    apart = np.corrcoef(lanes["delta"].numpy(), lanes["control"].numpy())[0, 1]
+    assert abs(apart) < 0.03
+
+
+def test_as_many_clients_are_told_as_are_expected() -> None:
+    """Never as many as reported."""
+    assert released(1.0, lanes={"delta": 1.0}, size=3).num_clients == 4
+
+
+@pytest.mark.parametrize(
+    ("noise_multiplier", "largest", "bound", "size", "message"),
+    [
+        (1e9, 10, 1.0, 5, "beyond exact integers"),
+        (1.0, 1 << 40, 1.0, 5, "beyond exact integers"),
+        (1.0, 10, 1e-13, 5, "bound is 1e-13"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    noise_multiplier: float, largest: int, bound: float, size: int, message: str
+) -> None:
+    """When the run is put together."""
+    aggregation = BoundedSum(
+        bounds={"delta": bound}, noise_multiplier=noise_multiplier, largest=largest
+    )
+    with pytest.raises(ValueError, match=message):
+        aggregation.lanes([DELTA], Layout.of(nn.Linear(size, 1, bias=False)))
+
+
+def test_a_lane_that_is_too_long_for_its_grid_is_refused() -> None:
+    """Rounding would be a quarter of what a client can do."""
+    with pytest.raises(ValueError, match="too long"):
+        BoundedLane(1.0, 1 << 39)

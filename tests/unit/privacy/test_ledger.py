@@ -1,0 +1,148 @@
+"""Charging: never less than was opened, never more than the budget."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fedlearn.core.clock import VirtualClock
+from fedlearn.errors import BudgetExhausted
+from fedlearn.privacy.events import Event, PoissonCohorts, Spent
+from fedlearn.privacy.ledger import Budget, Charge, Charging
+
+EVENT = Event(PoissonCohorts(100, 10, 20), 1.0)
+OTHER = Event(PoissonCohorts(100, 10, 20), 3.0)
+
+
+class InMemory:
+    """A ledger without a disk; ``before`` is called ahead of each charge, as another run."""
+
+    def __init__(self, spent: Spent = {}) -> None:  # noqa: B006 - it is only read
+        self.counts = dict(spent)
+        self.charges: list[Charge] = []
+        self.elsewhere: list[Event] = []
+
+    def spent(self) -> dict[Event, int]:
+        return dict(self.counts)
+
+    def charge(self, charge: Charge, *, known: Spent) -> bool:
+        while self.elsewhere:
+            event = self.elsewhere.pop()
+            self.counts[event] = self.counts.get(event, 0) + 1
+        if sum(self.counts.values()) != sum(known.values()):
+            return False
+        self.charges.append(charge)
+        self.counts[charge.event] = self.counts.get(charge.event, 0) + charge.count
+        return True
+
+    def reduce(self, count: int) -> None:
+        last = self.charges[-1]
+        self.charges[-1] = replace(last, count=last.count - count)
+        self.counts[last.event] -= count
+
+
+def charging(
+    ledger: InMemory, *, epsilon: float | None, clock: VirtualClock | None = None
+) -> Charging:
+    """Return what charges EVENT, of which each costs 1, and OTHER 2."""
+    budget = None if epsilon is None else Budget(epsilon=epsilon, target_delta=1e-5)
+    return Charging(
+        ledger,
+        EVENT,
+        clip_norm=0.5,
+        budget=budget,
+        epsilon_of=lambda spent: sum(n * (2.0 if e == OTHER else 1.0) for e, n in spent.items()),
+        clock=clock or VirtualClock(),
+    )
+
+
+def open_rounds(charges: Charging, clock: VirtualClock, *, count: int, lasting_s: float) -> int:
+    """Open so many rounds; return how many could be."""
+    for round_num in range(count):
+        try:
+            charges.charge(round_num=round_num, attempt=0)
+        except BudgetExhausted:
+            return round_num
+        clock.sleep(lasting_s)
+    return count
+
+
+@pytest.mark.parametrize("lasting_s", [0.0, 0.003, 10.0])
+@pytest.mark.parametrize(
+    ("epsilon", "before", "affordable"), [(7.0, 0, 7), (7.5, 3, 4), (3.0, 3, 0), (None, 3, 12)]
+)
+def test_a_run_stops_before_its_budget_is_exceeded(
+    lasting_s: float, epsilon: float | None, before: int, affordable: int
+) -> None:
+    """Whatever was spent before, however many rounds are charged together."""
+    clock, ledger = VirtualClock(), InMemory({EVENT: before})
+    charges = charging(ledger, epsilon=epsilon, clock=clock)
+    assert charges.foresee(12) == affordable
+    assert open_rounds(charges, clock, count=12, lasting_s=lasting_s) == affordable
+    charges.close()
+    assert ledger.counts[EVENT] == before + affordable
+
+
+def test_rounds_that_were_not_foreseen_are_charged_too() -> None:
+    """Of an attempt that failed, say; and the budget holds for them."""
+    clock, ledger = VirtualClock(), InMemory()
+    charges = charging(ledger, epsilon=5.0, clock=clock)
+    assert charges.foresee(2) == 2
+    assert open_rounds(charges, clock, count=9, lasting_s=1.0) == 5
+    assert ledger.counts == {EVENT: 5}
+
+
+def test_what_another_run_spends_meanwhile_counts() -> None:
+    """It was not foreseen either: the charge is looked at again."""
+    clock, ledger = VirtualClock(), InMemory()
+    charges = charging(ledger, epsilon=6.0, clock=clock)
+    assert charges.foresee(6) == 6
+    charges.charge(round_num=0, attempt=0)
+    ledger.elsewhere = [OTHER, OTHER]  # 4 of the 6
+    clock.sleep(10.0)
+    charges.charge(round_num=1, attempt=0)
+    with pytest.raises(BudgetExhausted, match=r"4 rounds are charged.*epsilon 6 at delta 1e-05"):
+        charges.charge(round_num=2, attempt=0)
+    assert ledger.counts == {EVENT: 2, OTHER: 2}
+
+
+def test_short_rounds_are_charged_together_and_never_late() -> None:
+    """At each moment the ledger has at least what was opened; at the end, that and no more."""
+    clock, ledger = VirtualClock(), InMemory()
+    charges = charging(ledger, epsilon=None, clock=clock)
+    charges.foresee(1000)
+    for round_num in range(777):
+        charges.charge(round_num=round_num, attempt=0)
+        assert ledger.counts[EVENT] > round_num
+        clock.sleep(0.002)
+    assert len(ledger.charges) < 40
+    assert ledger.counts[EVENT] - 777 < 60  # a tenth of a second, or so
+    charges.close()
+    assert ledger.counts == {EVENT: 777}
+    charges.close()  # once
+    assert ledger.counts == {EVENT: 777}
+
+
+def test_long_rounds_are_charged_one_by_one() -> None:
+    """So that a crash costs one; also when they become long."""
+    clock, ledger = VirtualClock(), InMemory()
+    charges = charging(ledger, epsilon=None, clock=clock)
+    charges.foresee(200)
+    open_rounds(charges, clock, count=100, lasting_s=0.001)
+    charges.close()
+    for round_num in range(100, 110):
+        charges.charge(round_num=round_num, attempt=0)
+        clock.sleep(60.0)
+    assert [each.count for each in ledger.charges[-5:]] == [1] * 5
+    assert ledger.charges[-1] == Charge(
+        event=EVENT, count=1, clip_norm=0.5, round_num=109, attempt=0
+    )
+
+
+def test_an_error_names_what_was_spent_and_the_remedy() -> None:
+    """In its attributes as well."""
+    charges = charging(InMemory({EVENT: 3}), epsilon=3.5)
+    with pytest.raises(BudgetExhausted, match=r"another would make it 4.*above.*\(3.5\)") as caught:
+        charges.charge(round_num=0, attempt=0)
+    assert (caught.value.epsilon, caught.value.spent, caught.value.num_charged) == (3.5, 3.0, 3)
+    assert math.isfinite(caught.value.spent)

@@ -1,0 +1,100 @@
+"""Cohorts that nobody can tell: their distribution, and where it comes from."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.privacy.events import PoissonCohorts
+from fedlearn.privacy.secret import (
+    DrawnNoise,
+    FixedCohortSampler,
+    PoissonCohortSampler,
+    ReproducibleStreams,
+    SecretStreams,
+)
+
+ROUNDS = 2000
+
+
+def cohorts(sampler: CohortSampler, population: int, *, num_asked: int) -> list[Sequence[int]]:
+    """Return the cohorts of many rounds."""
+    available = cast("Sequence[ClientId]", range(population))
+    return [
+        sampler.sample(available, num_asked=num_asked, round_num=round_num, attempt=0, seed=Seed(0))
+        for round_num in range(ROUNDS)
+    ]
+
+
+def within(count: float, expected: float, variance: float) -> bool:
+    """Tell whether a count is within 5 deviations of what it should be."""
+    return abs(count - expected) < 5.0 * math.sqrt(variance)
+
+
+def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
+    """At the rate, and two of them together as often as two coins fall alike."""
+    sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(1)))
+    drawn = cohorts(sampler, 40, num_asked=1)
+    counts = Counter(client for cohort in drawn for client in cohort)
+    assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(40))
+    both = sum({3, 17} <= set(cohort) for cohort in drawn)
+    assert within(both, ROUNDS / 16, ROUNDS * 15 / 256)
+    sizes = [len(cohort) for cohort in drawn]
+    spread = sum((size - 10) ** 2 for size in sizes) / ROUNDS
+    assert spread == pytest.approx(40 * 3 / 16, rel=0.2)
+
+
+def test_who_is_there_changes_nobodys_chance() -> None:
+    """Half of the clients away: the others are asked as often as before, not twice."""
+    sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(2)))
+    counts = Counter(client for cohort in cohorts(sampler, 20, num_asked=10) for client in cohort)
+    assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
+
+
+def test_a_large_cohort_is_cut_uniformly() -> None:
+    """To the largest; each client loses its place as often."""
+    sampler = PoissonCohortSampler(PoissonCohorts(12, 6, 6), ReproducibleStreams(Seed(3)))
+    drawn = cohorts(sampler, 12, num_asked=1)
+    assert max(map(len, drawn)) == 6
+    counts = Counter(client for cohort in drawn for client in cohort)
+    mean = sum(counts.values()) / 12
+    assert all(within(counts[each], mean, mean) for each in range(12))
+    assert all(list(cohort) == sorted(set(cohort)) for cohort in drawn)
+
+
+def test_all_are_asked_at_rate_one_and_cohorts_may_be_empty() -> None:
+    """The ends of the range."""
+    everyone = PoissonCohortSampler(PoissonCohorts(5, 5, 5), ReproducibleStreams(Seed(4)))
+    assert all(len(cohort) == 5 for cohort in cohorts(everyone, 5, num_asked=1))
+    few = PoissonCohortSampler(PoissonCohorts(5, 1, 2), ReproducibleStreams(Seed(4)))
+    assert min(map(len, cohorts(few, 5, num_asked=1))) == 0
+
+
+def test_cohorts_of_a_fixed_size_are_uniform() -> None:
+    """Each client alike, so many a round; of fewer that are there, all."""
+    sampler = FixedCohortSampler(ReproducibleStreams(Seed(5)))
+    drawn = cohorts(sampler, 20, num_asked=5)
+    assert all(len(set(cohort)) == 5 for cohort in drawn)
+    counts = Counter(client for cohort in drawn for client in cohort)
+    assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
+    assert all(list(cohort) == [0, 1, 2] for cohort in cohorts(sampler, 3, num_asked=5)[:5])
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_secret_draws_are_never_the_same(attempt: int) -> None:
+    """Whatever the labels and the public seed; those of a seed are, by their labels."""
+    labels = ("delta", 0, attempt)
+    one, two = (DrawnNoise(SecretStreams()).draw(50.0, 64, labels=labels) for _ in range(2))
+    assert one.tolist() != two.tolist()
+    streams = ReproducibleStreams(Seed(7))
+    again = [DrawnNoise(streams).draw(50.0, 64, labels=labels).tolist() for _ in range(2)]
+    assert again[0] == again[1]
+    for other in (("delta", 1, attempt), ("control", 0, attempt), ("delta", 0, attempt + 1)):
+        assert DrawnNoise(streams).draw(50.0, 64, labels=other).tolist() != again[0]
+    other_seed = DrawnNoise(ReproducibleStreams(Seed(8))).draw(50.0, 64, labels=labels)
+    assert other_seed.tolist() != again[0]

@@ -1,0 +1,70 @@
+"""The ledger in a database: of a population, whoever charges it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedlearn.privacy.events import Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.ledger import Charge
+from fedlearn.store.ledger import StoredLedger
+from fedlearn.store.runs import Database
+
+POISSON = Event(PoissonCohorts(10_000_000_000, 100, 200), 0.75)
+FIXED = Event(FixedCohorts(50, 5), 1.5)
+
+
+@pytest.fixture
+def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+    """An empty store, once of each kind."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+def charge(event: Event, *, count: int = 1) -> Charge:
+    return Charge(event=event, count=count, clip_norm=0.5, round_num=3, attempt=1)
+
+
+def test_charges_add_up_over_runs_by_population(database: Database) -> None:
+    """Equal events are one, whoever charged them; each run knows its own."""
+    first = StoredLedger(database, population="wards", run="a")
+    second = StoredLedger(database, population="wards", run="b")
+    other = StoredLedger(database, population="banks", run="c")
+    assert first.spent() == {}
+    assert first.charge(charge(POISSON, count=3), known={})
+    assert second.charge(charge(POISSON), known={POISSON: 3})
+    assert second.charge(charge(FIXED, count=2), known={POISSON: 4})
+    assert other.charge(charge(FIXED), known={})
+    assert first.spent() == second.spent() == {POISSON: 4, FIXED: 2}
+    assert first.spent_by_run() == {POISSON: 3}
+    assert second.spent_by_run() == {POISSON: 1, FIXED: 2}
+    assert other.spent() == {FIXED: 1}
+
+
+def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:
+    """Somebody has charged since: it may not be affordable any more."""
+    mine = StoredLedger(database, population="wards", run="a")
+    theirs = StoredLedger(database, population="wards", run="b")
+    assert theirs.charge(charge(POISSON), known={})
+    assert not mine.charge(charge(POISSON), known={})
+    assert mine.spent() == {POISSON: 1}
+    assert mine.charge(charge(POISSON), known=mine.spent())
+
+
+def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database) -> None:
+    """And from no other."""
+    mine = StoredLedger(database, population="wards", run="a")
+    theirs = StoredLedger(database, population="wards", run="b")
+    assert mine.charge(charge(POISSON, count=8), known={})
+    assert theirs.charge(charge(POISSON, count=5), known={POISSON: 8})
+    mine.reduce(6)
+    assert mine.spent_by_run() == {POISSON: 2}
+    assert theirs.spent_by_run() == {POISSON: 5}
+
+
+def test_a_charge_outlives_the_connection(database_url: str, tmp_path: Path) -> None:
+    """It is there for whoever opens the store next."""
+    with Database.open(database_url, runs_dir=tmp_path) as database:
+        assert StoredLedger(database, population="wards", run="a").charge(charge(FIXED), known={})
+    with Database.open(database_url, runs_dir=tmp_path) as database:
+        assert StoredLedger(database, population="wards", run="z").spent() == {FIXED: 1}
