@@ -20,7 +20,7 @@ from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
-from fedlearn.config.tree import Config
+from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import Direction, split
 from fedlearn.core.features import named
 from fedlearn.core.randomness import Seed
@@ -89,6 +89,11 @@ class Pieces:
         return Measures(self.objective, self.metrics).directions | reported
 
     @property
+    def num_needed(self) -> int:
+        """How many clients a round would have there before it asks: those that it expects."""
+        return self.policy.num_asked if self.privacy is None else self.privacy.num_wanted
+
+    @property
     def secure(self) -> SecurePlan | None:
         """What sessions of secure aggregation ask; ``None``: it is off."""
         return secure_plan(self.config, self.policy, self.algorithm)
@@ -110,6 +115,8 @@ class Pieces:
         name, part = split(watched)
         if part is None and name not in central:
             part = "mean"
+        if self.config.privacy.is_on and part is not None:
+            return self._watching_nobody(section)
         measured = central if part is None else of_clients
         if name not in measured:
             spread = [f"clients/{each}_mean" for each in of_clients]
@@ -129,6 +136,20 @@ class Pieces:
             metric=name if part is None else f"clients/{name}_{part}",
             direction=measured[name],
         )
+
+    def _watching_nobody(self, section: EarlyStoppingSection) -> EarlyStopping:
+        """Return a rule by which no model is the best, where only clients measure models.
+
+        Raises:
+            ConfigError: The user asks for one.
+        """
+        if section.metric != "auto" or section.patience_rounds or section.target is not None:
+            raise ConfigError(
+                f'early_stopping.metric: "{section.metric}" is measured by the clients, without '
+                "noise, and when the run ends, or which model is the best, would tell of them; "
+                "leave early_stopping out, or watch what a central test set measures"
+            )
+        return built(EarlyStopping, section, metric="", direction="min")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +233,6 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             "centralized is true, but a coordinator has no pooled examples; remove it, or run "
             "`fedlearn simulate`"
         )
-    if config.privacy.is_on:
-        raise ConfigError(
-            f'privacy.mode is "{config.privacy.mode}", which a simulation has and a coordinator '
-            'has not yet; set it to "off"'
-        )
     config = config.resolved(num_clients=None)
     has_data = not isinstance(config.data, NoData)
     data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
@@ -232,7 +248,22 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     )
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
-    return pieces
+    return _deployed_privately(pieces) if config.privacy.is_on else pieces
+
+
+def _deployed_privately(pieces: Deployment) -> Deployment:
+    """Return the pieces with what hides those clients that may enrol."""
+    section = pieces.config.privacy
+    num_users = section.num_users
+    if num_users is None:
+        raise ConfigError(
+            "privacy.num_users is missing: how many clients may enrol; ε rests on it, so it is "
+            "fixed before anybody does"
+        )
+    if section.population == "auto":
+        section = section.model_copy(update={"population": "enrolled"})
+    config = pieces.config.model_copy(update={"privacy": section})
+    return _private(replace(pieces, config=config), num_users)
 
 
 def simulation(config: Config, *, data_dir: Path) -> Simulation:
@@ -332,38 +363,39 @@ def around(
         config=config,
         make_trainer=make_trainer,
     )
-    return _complete(_private(pieces) if config.privacy.is_on else pieces)
+    if not config.privacy.is_on:
+        return _complete(pieces)
+    if config.privacy.num_users not in (None, population):
+        raise ConfigError(
+            f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
+            "clients; leave it out"
+        )
+    return _complete(_private(pieces, population))
 
 
-def _private(pieces: Simulation) -> Simulation:
-    """Return the simulation with a bounded part of each user, and a noise multiplier.
+def _private(pieces: PiecesT, num_users: int) -> PiecesT:
+    """Return the pieces with a bounded part of each of so many users, and a noise multiplier.
 
     Raises:
         ConfigError: Something in it would make the guarantee false.
     """
     section, policy = pieces.config.privacy, pieces.policy
-    watched = pieces.early_stopping().metric
-    if "/" in watched:
-        raise ConfigError(
-            f'early_stopping.metric: "{watched}" is measured by the clients, without noise, and '
-            "which model is the best would tell of them; watch what the central test set measures"
-        )
+    pieces.early_stopping()  # raises where it would tell of clients
     assert section.clip_norm is not None  # the configuration makes sure
     assert section.target_delta is not None
-    users = pieces.population.num_clients
-    if section.target_delta * users >= 1.0:
+    if section.target_delta * num_users >= 1.0:
         raise ConfigError(
             f"privacy.target_delta is {section.target_delta:g}, which would allow to publish all "
-            f"about one of the {users} users; give a number well below {1 / users:.2g}"
+            f"about one of the {num_users} users; give a number well below {1 / num_users:.2g}"
         )
-    plan = PrivacyPlan(
-        cohorts=_cohorts(pieces),
-        clip_norm=section.clip_norm,
-        noise_multiplier=section.noise_multiplier or 1.0,
-        num_wanted=policy.num_wanted,
-        streams=ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
-    )
     try:
+        plan = PrivacyPlan(
+            cohorts=_cohorts(pieces, num_users),
+            clip_norm=section.clip_norm,
+            noise_multiplier=section.noise_multiplier or 1.0,
+            num_wanted=policy.num_wanted,
+            streams=ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
+        )
         policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
@@ -380,13 +412,13 @@ def _private(pieces: Simulation) -> Simulation:
     )
 
 
-def _cohorts(pieces: Simulation) -> Cohorts:
-    """Return how users are drawn, as is accounted for."""
-    population, policy = pieces.population.num_clients, pieces.policy
+def _cohorts(pieces: Pieces, num_users: int) -> Cohorts:
+    """Return how users are drawn, as is accounted for; raises ValueError if there are too few."""
+    policy = pieces.policy
     if not isinstance(pieces.sampler, PoissonSampler):
-        return FixedCohorts(population, policy.num_asked)
+        return FixedCohorts(num_users, policy.num_asked)
     largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
-    return PoissonCohorts(population, policy.num_wanted, min(largest, population))
+    return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
 
 
 def _calibrated(config: Config, cohorts: Cohorts) -> PrivacySection:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
@@ -15,12 +16,16 @@ from fedlearn.experiment.comparison import (
     series,
     summarize,
 )
+from fedlearn.experiment.privacy import spending
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
 from fedlearn.store.checkpoints import CheckpointFile
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
-_TABLES = ("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices")
+_TABLES = (
+    *("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices"),
+    "privacy",
+)
 
 
 # ---- All runs -----------------------------------------------------------------------------
@@ -83,6 +88,8 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
     yield "time", summary.times()
     yield from measured(summary)
+    if (spent := spending(run.stored)) is not None:
+        yield "privacy", spent.text()
     yield from _participation(summary)
     for name in _TABLES:
         if name != "devices" or not record.is_deployed:  # they describe simulated ones
@@ -120,7 +127,7 @@ def _checkpoint(file: CheckpointFile) -> str:
 def run_object(run: Run) -> str:
     """Return everything about a run as a JSON object in one line; what is not finite is null."""
     record, rounds = run.record, run.history
-    summary = summarize(record, rounds)
+    summary, spent = summarize(record, rounds), spending(run.stored)
     best, counts = summary.best, summary.counts
     found = best and {
         "metric": best.metric,
@@ -138,6 +145,7 @@ def run_object(run: Run) -> str:
         "participation": {**counts._asdict(), "clients": summary.num_clients},
         "failures": dict(summary.reasons),
         "skipped_rounds": summary.num_skipped,
+        "privacy": spent and asdict(spent),
         "retries": summary.num_retries,
         "virtual_s": summary.virtual_s,
         "seconds": summary.seconds,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedlearn.config.section import Fraction, Problem, Section
-from fedlearn.core.ranges import Positive
+from fedlearn.core.ranges import Count, Positive
 
 
 class PrivacySection(Section):
@@ -38,8 +38,13 @@ class PrivacySection(Section):
     )
     population: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "auto",
-        description="Name of the clients whose ledger is charged; runs of one name share a budget. "
-        '"auto" knows clients again by their examples.',
+        description="Name of the clients whose ledger is charged; runs of one name share a "
+        'budget. "auto" knows simulated clients again by their examples; deployed, "enrolled".',
+    )
+    num_users: Count | None = Field(
+        None,
+        description="Users that cohorts are drawn from, fixed beforehand: in a deployment the "
+        "clients that may enrol, and needed there; in a simulation its clients.",
     )
     other_data_because: Annotated[str, Field(min_length=1)] | None = Field(
         None,

@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
@@ -40,9 +40,12 @@ from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.assemble import Identities, require_plain
 from fedlearn.experiment.comparison import summarize
+from fedlearn.experiment.privacy import promise
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
+from fedlearn.privacy.ledger import Charging
+from fedlearn.rounds.opening import ChargedOpening, Opening
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.simulation.cluster import one_thread
 from fedlearn.store.journal import StoredJournal
@@ -136,6 +139,11 @@ def _holder() -> str:
     """Return a name for this process that no other one has or had."""
     drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
+
+
+def _charge(charging: Charging, *, patiently: Patience, round_num: int, attempt: int) -> None:
+    """Charge a round, however long the database is away."""
+    patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
 
 
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
@@ -317,35 +325,50 @@ class Coordinator:
         policy, is_secure = self.pieces.policy, self.pieces.secure is not None
         first = first_attempts(journal.last(), record.status, policy, is_secure=is_secure)
         channel = door.channel(check=self.interruption.check)
-        self.progress.start(record, stored.path, (f"clients are served at {door.address}",))
-        run_over(
-            channel,
-            self.pieces,
-            opening=DurableOpening(
-                sampler=self.pieces.sampler,
-                available=channel.available,
-                policy=policy,
-                seed=self.pieces.seed,
-                patience_s=self.pieces.config.coordinator.patience_s,
-                is_paused=self._paused.is_set,
-                check=self.interruption.check,
-                journal=journal,
-                live_status=self.live_status,
+        notes, charging = self._patiently(
+            lambda: promise(
+                self.pieces,
+                stored,
+                num_finished=self.live_status.num_finished,
                 clock=self.interruption,
-            ),
-            store=ForgettingStore(
-                store=stored,
-                patiently=self._patiently,
-                journal=journal,
-                forget=channel.forget,
-                live_status=self.live_status,
-            ),
-            checkpoint=checkpoint,
-            clock=self.interruption,
-            progress=self.progress.round,
-            first_attempts=first,
-            identities=self._identities(database),
+            )
         )
+        self.progress.start(record, stored.path, (f"clients are served at {door.address}", *notes))
+        opening: Opening = DurableOpening(
+            sampler=self.pieces.sampler,
+            available=channel.available,
+            policy=policy,
+            seed=self.pieces.seed,
+            num_needed=self.pieces.num_needed,
+            patience_s=self.pieces.config.coordinator.patience_s,
+            is_paused=self._paused.is_set,
+            check=self.interruption.check,
+            journal=journal,
+            live_status=self.live_status,
+            clock=self.interruption,
+        )
+        if charging is not None:  # again where a round goes on: its noise will be drawn anew
+            opening = ChargedOpening(
+                inner=opening, charge=partial(_charge, charging, patiently=self._patiently)
+            )
+        with nullcontext() if charging is None else closing(charging):
+            run_over(
+                channel,
+                self.pieces,
+                opening=opening,
+                store=ForgettingStore(
+                    store=stored,
+                    patiently=self._patiently,
+                    journal=journal,
+                    forget=channel.forget,
+                    live_status=self.live_status,
+                ),
+                checkpoint=checkpoint,
+                clock=self.interruption,
+                progress=self.progress.round,
+                first_attempts=first,
+                identities=self._identities(database),
+            )
 
     def _identities(self, database: Database) -> Identities | None:
         """Return what secure aggregation signs and verifies with, where there are keys."""

@@ -6,6 +6,7 @@ What ``flwr run`` is given says which run: see :mod:`fedlearn.deployment.flower_
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.rounds import run_over
 from fedlearn.experiment.assemble import Identities
+from fedlearn.experiment.privacy import promise
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.simulate import Site, new_record, outcome_told
 from fedlearn.identity.identity import Identity
-from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
 from fedlearn.simulation.cluster import one_thread
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Federation, FlowerChannel
@@ -68,7 +70,7 @@ def run(
         grid=federation.grid,
         run_id=federation.run_id,
         clock=clock,
-        min_clients=number(federation.run_config, "min-clients") or pieces.policy.num_asked,
+        min_clients=number(federation.run_config, "min-clients") or pieces.num_needed,
         patience_s=float(number(federation.run_config, "patience-s")),
         coordinator_key=key,
     )
@@ -83,22 +85,27 @@ def run(
     with site.database() as database, one_thread():
         stored = begin(record, database, seed=config.seed)
         with outcome_told(stored, progress):
-            progress.start(stored.record, stored.path, notes)
-            run_over(
-                channel,
-                pieces,
-                opening=SampledOpening(
-                    sampler=pieces.sampler,
-                    available=channel.available,
-                    policy=pieces.policy,
-                    seed=pieces.seed,
-                ),
-                store=stored,
-                checkpoint=None,
-                clock=clock,
-                progress=progress.round,
-                identities=identities,
+            promised, charging = promise(pieces, stored, num_finished=0, clock=clock)
+            progress.start(stored.record, stored.path, [*notes, *promised])
+            opening: Opening = SampledOpening(
+                sampler=pieces.sampler,
+                available=channel.available,
+                policy=pieces.policy,
+                seed=pieces.seed,
             )
+            if charging is not None:
+                opening = ChargedOpening(inner=opening, charge=charging.charge)
+            with nullcontext() if charging is None else closing(charging):
+                run_over(
+                    channel,
+                    pieces,
+                    opening=opening,
+                    store=stored,
+                    checkpoint=None,
+                    clock=clock,
+                    progress=progress.round,
+                    identities=identities,
+                )
         structlog.get_logger(__name__).info("federation_left", **asdict(channel.counts))
         return Run(stored, pieces.make_model)
 

@@ -26,7 +26,8 @@ class DurableOpening:
         available: Returns the clients that can be asked now.
         policy: How many are asked, and without how many no round begins.
         seed: Of the choice.
-        patience_s: Seconds that a round waits for all that it would ask; then it asks those
+        num_needed: Clients that a round would have there.
+        patience_s: Seconds that a round waits for them; then it asks those
             that are there, if they can make a round.
         is_paused: Whether the operator has paused the run.
         check: Raises what shall end the run in this process: a takeover, an abort, a signal.
@@ -39,6 +40,7 @@ class DurableOpening:
     available: Callable[[], Sequence[ClientId]]
     policy: StragglerPolicy
     seed: Seed
+    num_needed: int
     patience_s: float
     is_paused: Callable[[], bool]
     check: Callable[[], None]
@@ -69,7 +71,6 @@ class DurableOpening:
                 attempt=attempt,
                 seed=self.seed,
             )
-            # A privacy ledger is charged here: after the cohort is known, in the commit below.
             opened = OpenRound(
                 round_num=round_num,
                 attempt=attempt,
@@ -89,7 +90,7 @@ class DurableOpening:
             ends_s = self.clock.now_s() + self.patience_s
             while not self.is_paused():  # a pause here begins the waiting anew
                 is_patient = self.clock.now_s() < ends_s
-                num_needed = self.policy.num_asked if is_patient else self.policy.min_reports
+                num_needed = self.num_needed if is_patient else self.policy.min_reports
                 present = self.available()
                 if len(present) >= num_needed:
                     return present

@@ -16,6 +16,7 @@ from fedlearn.experiment.assemble import (
     central_evaluator,
     initial_params,
     over_channel,
+    release_of,
     run_plan,
 )
 from fedlearn.experiment.user_code import AfterRound
@@ -56,10 +57,13 @@ def run_over(
         identities: For secure aggregation.
 
     Raises:
-        ConfigError: Secure aggregation is on, and there are no identities.
+        ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
+            the model.
+        BudgetExhausted: The next round cannot be afforded.
         RoundError: A round failed and the policy says to fail the run.
         StoreError: The run could not be made durable; its last commit still stands.
     """
+    params = initial_params(pieces, _CPU)
     plan = run_plan(
         pieces,
         opening=opening,
@@ -67,9 +71,9 @@ def run_over(
         evaluators=list(_evaluators(pieces, channel)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
+        release=release_of(pieces, params, Alone()),
         first_attempts=first_attempts,
     )
-    params = initial_params(pieces, _CPU)
     after_round = AfterRound(Alone(), progress, (), pieces.make_model)
     return train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 

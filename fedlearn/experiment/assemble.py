@@ -77,7 +77,7 @@ def resolve(
     engine = simulation.config.engine
     device = device_of(engine.device, environ)
     params = initial_params(simulation, device)
-    _release(simulation, params, Alone())  # raises where noise does not fit the model
+    release_of(simulation, params, Alone())  # raises where noise does not fit the model
     num_workers, why_workers = _num_workers(simulation, params, environ)
     choice = _executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
@@ -250,7 +250,7 @@ def assemble(
         simulation,
         opening=opening,
         collector=collector,
-        release=_release(simulation, params, cluster),
+        release=release_of(simulation, params, cluster),
         evaluators=_evaluators(simulation, model, cluster, channel),
         checkpoint_every_s=simulation.config.store.checkpoint_every_s,
         clock=clock,
@@ -287,6 +287,22 @@ def run_plan(
         clock=clock,
         first_attempts=first_attempts,
     )
+
+
+def release_of(pieces: Pieces, params: Params, cluster: Cluster) -> Release | None:
+    """Return what becomes of the aggregates of a run before anybody looks at them.
+
+    Raises:
+        ConfigError: Noise does not fit the model.
+    """
+    plan = pieces.privacy
+    if plan is None:
+        return None
+    noise = SharedNoise(plan.noise, cluster)
+    try:
+        return plan.release(pieces.algorithm, params.layout, noise)
+    except ValueError as error:
+        raise ConfigError(f'privacy.mode is "{pieces.config.privacy.mode}": {error}') from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -375,17 +391,6 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
         return SharedSampler(given, cluster)
     is_ours = isinstance(given, UniformSampler | PoissonSampler)
     return given if is_ours else SharedSampler(UserSampler(given), cluster)
-
-
-def _release(simulation: Simulation, params: Params, cluster: Cluster) -> Release | None:
-    plan = simulation.privacy
-    if plan is None:
-        return None
-    try:
-        noise = SharedNoise(plan.noise, cluster)
-        return plan.release(simulation.algorithm, params.layout, noise)
-    except ValueError as error:
-        raise ConfigError(f'privacy.mode is "{simulation.config.privacy.mode}": {error}') from error
 
 
 def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChannel, Collector]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedlearn.build import Simulation, simulation
+from fedlearn.build import Pieces, Simulation, simulation
 from fedlearn.config import Config
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.core.clock import Clock
@@ -78,7 +78,7 @@ def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
 
 
 def promise(
-    pieces: Simulation, stored: StoredRun, *, num_finished: int, clock: Clock
+    pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Clock
 ) -> tuple[list[str], Charging | None]:
     """Return what a reader should know of a run's privacy, and what charges its rounds, if any.
 

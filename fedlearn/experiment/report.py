@@ -8,7 +8,7 @@ the template's environment, and nowhere else.
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,32 @@ from fedlearn.experiment.comparison import (
     summarize,
 )
 from fedlearn.experiment.plot import STATUS_COLOURS, panels, svg, tell
+from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
 _PANEL_INCHES = (6.6, 3.2)
 _SHOWN_REASONS = 20
 
 
-def report(record: RunRecord, rounds: Sequence[RoundRecord], path: Path) -> Path:
+def report(
+    record: RunRecord,
+    rounds: Sequence[RoundRecord],
+    path: Path,
+    *,
+    privacy: Spending | None = None,
+) -> Path:
     """Write a run's figures, curves, clients by rounds, failures and configuration to ``path``.
 
-    The run may be in any state, and without a finished round. A file that is there is replaced as
-    a whole; ``path`` is returned.
+    The run may be in any state, and without a finished round; ``privacy`` is what was spent. A
+    file that is there is replaced as a whole; ``path`` is returned.
     """
-    write_durably(path, page(record, rounds).encode(), raises=StoreError)
+    write_durably(path, page(record, rounds, privacy=privacy).encode(), raises=StoreError)
     return path
 
 
-def page(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
+def page(
+    record: RunRecord, rounds: Sequence[RoundRecord], *, privacy: Spending | None = None
+) -> str:
     """Return the HTML of :func:`report`."""
     environment = Environment(
         loader=PackageLoader("fedlearn", "experiment"),
@@ -63,7 +72,7 @@ def page(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    summary = summarize(record, rounds)
+    summary = replace(summarize(record, rounds), privacy=privacy)
     config, is_reproducible = _config_text(record)
     return environment.get_template(
         "report.html"
@@ -103,6 +112,10 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     if not summary.record.is_deployed:
         yield "virtual time", duration_text(summary.virtual_s), "on the simulated devices"
     yield "real time", duration_text(summary.seconds), "of all rounds"
+    if summary.privacy is not None:
+        spent = summary.privacy
+        note = f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts; δ {spent.target_delta:g}"
+        yield "ε of the models", f"{spent.epsilon:.3g}", note
     yield "clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"
     share = f"{100 * counts.reported / asked:.0f} % reported in time" if asked else ""
     yield "reports", f"{counts.reported:,}", share

@@ -10,6 +10,7 @@ from fedlearn.config import Addresses
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.experiment.privacy import spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 
@@ -58,7 +59,7 @@ class Run:
         from fedlearn.experiment.report import report  # noqa: PLC0415 (it draws, too)
 
         target = self.path / "report.html" if path is None else Path(path)
-        return report(self.record, self.history, target)
+        return report(self.record, self.history, target, privacy=spending(self.stored))
 
     def weights(self, *, best: bool = True) -> dict[str, Tensor]:
         """Return the tensors of the best model, or of the last.

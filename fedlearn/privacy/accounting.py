@@ -153,6 +153,8 @@ def _epsilon(spent: Spent, target_delta: float, interval: float) -> float:
         return 0.0
     # Who does not see the cohorts knows less than who does; an accountant's bound may be above.
     unsampled = _gaussian_epsilon(_distance(spent), target_delta)
+    if all(event.cohorts.rate == 1.0 for event in spent):
+        return unsampled
     if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
         return min(unsampled, _renyi_epsilon(spent, target_delta))
     parts = [_loss(event, interval).self_compose(count) for event, count in spent.items()]

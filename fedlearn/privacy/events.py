@@ -76,6 +76,11 @@ class FixedCohorts(Ranged):
         return self.size
 
     @property
+    def rate(self) -> float:
+        """How probable it is that a user is asked in a round."""
+        return self.size / self.population
+
+    @property
     def adjacency(self) -> Adjacency:
         """One user's data are others': the number of users is public."""
         return Adjacency.REPLACE

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -138,12 +139,17 @@ def test_a_model_learns_behind_the_noise() -> None:
     """And the run tells what it cost: the release, and whoever saw the cohorts."""
     told = Told()
     found = run(LEARNS, privacy={"noise_multiplier": 0.5}, num_rounds=12, told=told)
-    assert found.history[-1].metrics["accuracy"] > 0.9
+    assert found.history[-1].metrics["accuracy"] > 0.8  # secret noise: 0.92 to 0.98
     assert told.summary is not None
     spent = told.summary.privacy
     assert spent is not None
     assert 0.0 < spent.epsilon < spent.epsilon_with_cohorts
     assert (spent.num_charged, spent.num_own, spent.target_delta) == (12, 12, 1e-3)
+    page = found.report().read_text()
+    assert f"{spent.epsilon:.3g}" in page
+    assert f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts" in page
+    assert spent.text() in run_page(found)
+    assert json.loads(run_object(found))["privacy"]["epsilon"] == spent.epsilon
 
 
 @pytest.mark.parametrize(
@@ -178,10 +184,10 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
 
 def test_rounds_without_anybody_are_released_like_any_other() -> None:
     """At one client a round on average, some have none: noise is added all the same."""
-    found = run(cohort={"num_wanted": 1, "sampling": "poisson"}, num_rounds=12)
+    found = run(cohort={"num_wanted": 1, "sampling": "poisson"}, num_rounds=60)
     counts = [each.count(Status.REPORTED) for each in found.history]
     assert 0 in counts
-    assert has_scale(moved(found), math.sqrt(12.0) * 1.5 * 0.6)
+    assert has_scale(moved(found), math.sqrt(60.0) * 1.5 * 0.6)
 
 
 # ---- The budget ---------------------------------------------------------------------------
@@ -205,11 +211,11 @@ def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
     """All rounds that were charged are committed; another on the same clients has nothing left."""
     told = Told()
     with pytest.raises(BudgetExhausted, match=r"above privacy.epsilon \(4\)"):
-        run(privacy=BUDGET, num_rounds=100, name="a", told=told)
+        run(privacy=BUDGET, num_rounds=16, name="a", told=told)
     rounds = len(history("a"))
-    assert 1 < rounds < 100
+    assert 1 < rounds < 16
     assert stored("a").record.status is RunStatus.FAILED
-    assert any(f"enough for {rounds} of the 100 rounds" in note for note in told.notes)
+    assert any(f"enough for {rounds} of the 16 rounds" in note for note in told.notes)
     assert told.summary is not None
     assert told.summary.privacy is not None
     assert told.summary.privacy.num_charged == rounds

@@ -42,6 +42,7 @@ class Heard:
 
     rounds: list[RoundRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    summary: Summary | None = None
 
     def start(self, record: RunRecord, path: Path, notes: Iterable[str]) -> None:
         self.notes += notes
@@ -50,7 +51,7 @@ class Heard:
         self.rounds.append(record)
 
     def end(self, summary: Summary) -> None:
-        """Keep nothing."""
+        self.summary = summary
 
 
 def federation(grid: int | LocalGrid, **run_config: Scalar) -> Federation:
@@ -112,6 +113,28 @@ def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> 
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
     assert heard.rounds[-1].metrics["accuracy"] > 0.85
     assert coordinator_identity(tmp_path).public_key.hex() in heard.notes[-1]
+
+
+def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) -> None:
+    """As in a simulation: with coins, noise, a ledger, and the refusals."""
+    table = (
+        'privacy={mode="central", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
+        "num_users=3}"
+    )
+    more = "cohort.sampling=poisson; algorithm.weight_by_examples=false"
+    settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30}
+    heard = Heard()
+    run_of(federation(3, **settings, overrides=f"{table}; {more}"), tmp_path, heard)
+    assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
+    assert heard.rounds[-1].metrics["accuracy"] > 0.8
+    assert any("noise 0.0001 times the clip norm 10" in note for note in heard.notes)
+    assert heard.summary is not None
+    assert heard.summary.privacy is not None
+    assert heard.summary.privacy.num_charged == 2
+    with pytest.raises(ConfigError, match="weighted by their examples"):
+        run_of(
+            federation(3, overrides=f"{table}; algorithm.weight_by_examples=true"), tmp_path, heard
+        )
 
 
 def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_others(

@@ -99,6 +99,7 @@ def durable(
         available=clients.available,
         policy=replace(POLICY, num_wanted=num_asked),
         seed=Seed(1),
+        num_needed=num_asked,
         patience_s=patience_s,
         is_paused=is_paused,
         check=check,

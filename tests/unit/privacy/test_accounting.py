@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -75,10 +76,20 @@ def test_the_gaussian_mechanism_by_its_definition(distance: float, delta: float)
 
 
 def test_without_sampling_both_figures_are_one() -> None:
-    """Two accountants that share no code: losses convolved, and a formula."""
-    spent = {Event(PoissonCohorts(50, 50, 50), 1.5): 3, Event(PoissonCohorts(50, 50, 50), 4.0): 9}
+    """And that of an accountant that convolves privacy losses, given plain Gaussians."""
+    cohorts = PoissonCohorts(50, 50, 50)
+    spent = {Event(cohorts, 1.5): 3, Event(cohorts, 4.0): 9}
     release = epsilon_of_release(spent, target_delta=1e-5)
-    assert release == pytest.approx(epsilon_against_coordinator(spent, target_delta=1e-5), rel=1e-4)
+    assert release == epsilon_against_coordinator(spent, target_delta=1e-5)
+    losses = [
+        from_gaussian_mechanism(event.noise_multiplier).self_compose(count)
+        for event, count in spent.items()
+    ]
+    convolved = losses[0].compose(losses[1]).get_epsilon_for_delta(1e-5)
+    assert release == pytest.approx(convolved, rel=1e-4)
+    # Beside releases of sampled cohorts the others are convolved, too.
+    more = {**spent, Event(PoissonCohorts(50, 5, 10), 9.0): 1}
+    assert release < epsilon_of_release(more, target_delta=1e-5) < 1.05 * release
 
 
 @pytest.mark.parametrize("multiplier", [0.8, 3.0])
