@@ -258,10 +258,13 @@ def compare(
     """Print two runs side by side."""
     from fedlearn.cli.surroundings import opened
     from fedlearn.experiment.comparison import compare
+    from fedlearn.experiment.privacy import spending
 
     with opened([a, b], runs_dir=runs_dir) as runs:
         first, second = ((run.record, run.history) for run in runs)
-    typer.echo(compare(first, second, target=target).render().removesuffix("\n"))
+        spent = spending(runs[0].stored), spending(runs[1].stored)
+    compared = compare(first, second, target=target, spent=spent)
+    typer.echo(compared.render().removesuffix("\n"))
 
 
 @app.command(epilog=examples("resume calm-otter-17", "resume"))

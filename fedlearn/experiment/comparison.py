@@ -374,10 +374,17 @@ class Comparison:
         return f"{told}{aligned(keys, values_right=True)}\n"
 
 
-def compare(a: History, b: History, *, target: float | None = None) -> Comparison:
+def compare(
+    a: History,
+    b: History,
+    *,
+    target: float | None = None,
+    spent: tuple[Spending | None, Spending | None] = (None, None),
+) -> Comparison:
     """Return how two runs differ, in what was asked and in what came of it.
 
-    Both race to ``target``; ``None`` takes the worse of the two bests, which both reached.
+    Both race to ``target``; ``None`` takes the worse of the two bests, which both reached. What was
+    ``spent`` of their clients stands beside it.
     """
     directions = _common_directions(a[0], b[0])
     metric = next((m for m in directions if series(a[1], m) and series(b[1], m)), None)
@@ -393,9 +400,21 @@ def compare(a: History, b: History, *, target: float | None = None) -> Compariso
         names=(a[0].name, b[0].name),
         metric=metric,
         target=goal,
-        measures=(*_race(a, b, metric, goal, directions), *totals),
+        measures=(*_race(a, b, metric, goal, directions), *_private(*spent), *totals),
         differences=_differences(a[0].config, b[0].config),
     )
+
+
+def _private(a: Spending | None, b: Spending | None) -> Iterator[Measure]:
+    """Yield ε of both runs' releases; one that promises nothing has none, which is the worse."""
+    if a is None and b is None:
+        return
+    epsilons = [math.nan if each is None else each.epsilon for each in (a, b)]
+    deltas = [math.nan if each is None else each.target_delta for each in (a, b)]
+    yield Measure(
+        name="ε of the models", a=epsilons[0], b=epsilons[1], text=_short_text, less_is_better=True
+    )
+    yield Measure(name="  at δ", a=deltas[0], b=deltas[1], text=_short_text, less_is_better=None)
 
 
 def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
@@ -434,6 +453,10 @@ def _race(
         to = f"to {metric} {number_text(goal)}"
         yield _measure(f"rounds {to}", reached, "num_finished", _count_text, less=True)
         yield _measure(f"virtual time {to}", reached, "virtual_s", duration_text, less=True)
+
+
+def _short_text(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _count_text(value: float) -> str:

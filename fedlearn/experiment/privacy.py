@@ -13,6 +13,7 @@ from fedlearn.config import Config
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.core.clock import Clock
 from fedlearn.core.features import named
+from fedlearn.errors import ConfigError
 from fedlearn.privacy.events import Adjacency, Event
 from fedlearn.privacy.ledger import Budget, Charging
 from fedlearn.privacy.spending import Spending
@@ -83,6 +84,7 @@ def promise(
     """Return what a reader should know of a run's privacy, and what charges its rounds, if any.
 
     Raises:
+        ConfigError: There is no common guarantee with what was spent before.
         StoreError: The ledger cannot be read.
     """
     plan, section = pieces.privacy, pieces.config.privacy
@@ -98,8 +100,16 @@ def promise(
     assert delta is not None  # the configuration makes sure
     if section.epsilon is not None:
         budget = Budget(epsilon=section.epsilon, target_delta=delta)
+    ledger = ledger_of(stored, section)
+    kinds = {event.cohorts.adjacency.value for event in [*ledger.spent(), plan.event]}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"cohort.sampling: earlier runs on the clients {ledger.population!r} were accounted "
+            f"for otherwise ({' and '.join(sorted(kinds))}), and both have no common guarantee; "
+            "sample as they did, or, if the data are others', say so in privacy.other_data_because"
+        )
     charging = Charging(
-        ledger_of(stored, section),
+        ledger,
         plan.event,
         clip_norm=plan.clip_norm,
         budget=budget,

@@ -69,7 +69,7 @@ class PrivacyPlan(Ranged):
         """Who is asked, drawn as is accounted for."""
         if isinstance(self.cohorts, PoissonCohorts):
             return PoissonCohortSampler(self.cohorts, self.streams)
-        return FixedCohortSampler(self.streams)
+        return FixedCohortSampler(self.cohorts, self.streams)
 
     @property
     def noise(self) -> DrawnNoise:
@@ -135,10 +135,10 @@ class PrivacyPlan(Ranged):
 
 def _unsuitable(aggregation: object) -> str | None:
     """Return why a sum with noise cannot take the place of an aggregation."""
-    if not isinstance(aggregation, WeightedMean):
+    if type(aggregation) is not WeightedMean:  # a subclass may do something else
         return (
-            f"the aggregation {type(aggregation).__name__} is no mean, so that the noise would not "
-            "hide what one client does to it; take an algorithm that averages"
+            f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
+            "noise would not hide what one client does to it; take an algorithm that averages"
         )
     if aggregation.by_examples:
         return (

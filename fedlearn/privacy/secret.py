@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes, Seed
-from fedlearn.privacy.events import PoissonCohorts
+from fedlearn.errors import ConfigError
+from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
 from fedlearn.privacy.noise import SecretStream, discrete_gaussian
 
 
@@ -90,7 +91,12 @@ class PoissonCohortSampler:
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
     ) -> tuple[ClientId, ...]:
-        """Return the cohort, which may be empty."""
+        """Return the cohort, which may be empty.
+
+        Raises:
+            ConfigError: More clients are available than were accounted for.
+        """
+        _require_counted(available, self.cohorts.population)
         stream = self.streams.stream("cohort", round_num, attempt)
         words = stream.words(np.uint64, len(available))
         threshold = round(self.cohorts.rate * 2.0**64)
@@ -106,9 +112,11 @@ class FixedCohortSampler:
     """Asks so many of the available clients, uniformly without replacement.
 
     Attributes:
+        cohorts: The population.
         streams: Where the choice comes from.
     """
 
+    cohorts: FixedCohorts
     streams: Streams
 
     def sample(
@@ -120,7 +128,20 @@ class FixedCohortSampler:
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
     ) -> tuple[ClientId, ...]:
-        """Return the cohort; of fewer than are to be asked, all."""
+        """Return the cohort; of fewer than are to be asked, all.
+
+        Raises:
+            ConfigError: More clients are available than were accounted for.
+        """
+        _require_counted(available, self.cohorts.population)
         words = self.streams.stream("cohort", round_num, attempt).words(np.uint64, len(available))
         chosen = np.sort(np.argsort(words, kind="stable")[:num_asked])
         return tuple(available[index] for index in chosen.tolist())
+
+
+def _require_counted(available: Sequence[ClientId], population: int) -> None:
+    if len(available) > population:
+        raise ConfigError(
+            f"privacy.num_users is {population}, but {len(available)} clients are there; ε "
+            "rests on the number of those that may enrol: revoke some, or begin another run"
+        )

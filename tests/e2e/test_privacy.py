@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ STILL = fl.FedAvg(
 )
 LEARNS = fl.FedAvg(fl.LocalSgd(epochs=2, batch_size=8, learning_rate=0.5), weight_by_examples=False)
 PRIVACY = {"mode": "central", "clip_norm": 0.6, "noise_multiplier": 1.5, "target_delta": 1e-3}
+
+
+class Trimmed(fl.WeightedMean):
+    """A mean of the user's own, which a bounded sum must not silently take the place of."""
 
 
 class Told:
@@ -276,6 +281,16 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None
     assert charged < num_told + 1000
 
 
+def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
+    """On one population; what is said of other data is believed."""
+    run(privacy={"population": "all"}, num_rounds=1)
+    uniform = {"num_wanted": 15, "sampling": "uniform"}
+    with pytest.raises(ConfigError, match=r"cohort\.sampling.*add_or_remove and replace"):
+        run(privacy={"population": "all"}, cohort=uniform)
+    other = run(privacy={"population": "all", "other_data_because": "a test"}, cohort=uniform)
+    assert [each.count(Status.REPORTED) for each in other.history] == [15, 15]
+
+
 # ---- What would make ε false --------------------------------------------------------------
 
 
@@ -283,7 +298,11 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None
     ("settings", "message"),
     [
         ({"algorithm": fl.FedAvg(STILL.local)}, "weighted by their examples"),
-        ({"algorithm": fl.FedMedian(STILL.local)}, "is no mean"),
+        ({"algorithm": fl.FedMedian(STILL.local)}, "CoordinateMedian is not WeightedMean itself"),
+        (
+            {"algorithm": replace(STILL, aggregation=Trimmed(by_examples=False))},
+            "Trimmed is not WeightedMean itself",
+        ),
         (
             {
                 "algorithm": fl.Scaffold(

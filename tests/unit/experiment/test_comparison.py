@@ -22,6 +22,8 @@ from fedlearn.experiment.comparison import (
     summarize,
     time_unit,
 )
+from fedlearn.privacy.events import Adjacency
+from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 
@@ -306,3 +308,21 @@ def test_a_series_leaves_out_what_was_not_measured() -> None:
 def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
     """No axis says 86,400 seconds."""
     assert time_unit(longest_s)[0] == unit
+
+
+def test_what_was_spent_of_the_clients_stands_beside() -> None:
+    """A run that promises nothing has the worse; of two such nothing is told."""
+    spent = Spending(
+        epsilon=7.98,
+        epsilon_with_cohorts=31.0,
+        target_delta=1e-5,
+        adjacency=Adjacency.ADD_OR_REMOVE,
+        num_charged=20,
+        num_own=20,
+    )
+    lines = compare(A, B, spent=(spent, None)).render().splitlines()
+    [epsilon] = [line for line in lines if line.startswith("ε of the models")]
+    assert epsilon.split()[-3:] == ["7.98", "*", "-"]
+    [delta] = [line for line in lines if line.startswith("  at δ")]
+    assert delta.split()[-2:] == ["1e-05", "-"]
+    assert "ε" not in compare(A, B).render()

@@ -141,6 +141,37 @@ def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> 
     return release(aggregate, lanes=specs, layout=layout, round_num=2, attempt=0)
 
 
+@pytest.mark.parametrize(("noise_multiplier", "is_told"), [(1e-6, True), (1.0, False)])
+def test_two_releases_do_not_tell_of_the_one_client_between_them(
+    noise_multiplier: float, *, is_told: bool
+) -> None:
+    """Whose update the difference of two sums is, where there is no noise to speak of."""
+    size, layout = 20_000, Layout.of(nn.Linear(20_000, 1, bias=False))
+    rows = torch.from_numpy(Seed(11).numpy().standard_normal((10, size))).float()
+    rows /= rows.norm(dim=1, keepdim=True)
+    aggregation = BoundedSum(bounds={"delta": 1.0}, noise_multiplier=noise_multiplier, largest=10)
+    release = NoisyMean(
+        summed=aggregation, expected=10, noise=DrawnNoise(ReproducibleStreams(Seed(12)))
+    )
+    means = []
+    for round_num, cohort in enumerate((range(10), range(9))):  # the last one is away
+        state = aggregation.init([DELTA], layout, device=CPU)
+        some = Updates(
+            [ClientId(c) for c in cohort], torch.ones(len(cohort)), {"delta": rows[cohort]}
+        )
+        aggregate = aggregation.finalize(aggregation.accumulate(state, some))
+        released = release(aggregate, lanes=[DELTA], layout=layout, round_num=round_num, attempt=0)
+        means.append(released.lanes["delta"])
+    guess = 10 * (means[0] - means[1])
+    alignment = float(torch.cosine_similarity(guess, rows[9], dim=0))
+    if is_told:
+        assert alignment > 0.999
+        assert torch.allclose(guess, rows[9], atol=1e-5)
+    else:
+        assert abs(alignment) < 0.05
+        assert float((guess - rows[9]).norm()) > 100.0  # the update's own norm is 1
+
+
 def has_scale(values: Tensor, sigma: float) -> bool:
     """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
     excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0

@@ -10,7 +10,8 @@ import pytest
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.events import PoissonCohorts
+from fedlearn.errors import ConfigError
+from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
 from fedlearn.privacy.secret import (
     DrawnNoise,
     FixedCohortSampler,
@@ -77,12 +78,26 @@ def test_all_are_asked_at_rate_one_and_cohorts_may_be_empty() -> None:
 
 def test_cohorts_of_a_fixed_size_are_uniform() -> None:
     """Each client alike, so many a round; of fewer that are there, all."""
-    sampler = FixedCohortSampler(ReproducibleStreams(Seed(5)))
+    sampler = FixedCohortSampler(FixedCohorts(20, 5), ReproducibleStreams(Seed(5)))
     drawn = cohorts(sampler, 20, num_asked=5)
     assert all(len(set(cohort)) == 5 for cohort in drawn)
     counts = Counter(client for cohort in drawn for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
     assert all(list(cohort) == [0, 1, 2] for cohort in cohorts(sampler, 3, num_asked=5)[:5])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        PoissonCohortSampler(PoissonCohorts(12, 6, 6), SecretStreams()),
+        FixedCohortSampler(FixedCohorts(12, 6), SecretStreams()),
+    ],
+)
+def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> None:
+    """ε was found for fewer; so many as were counted are the control."""
+    cohorts(sampler, 12, num_asked=6)
+    with pytest.raises(ConfigError, match="num_users is 12, but 13 clients are there"):
+        cohorts(sampler, 13, num_asked=6)
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
