@@ -36,7 +36,7 @@ from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.privacy.noise import MAX_SIGMA
 
 #: Rows that are summed at a time, in float32, which holds every integer up to 2**24.
-_TOGETHER = 16
+_TOGETHER = 32
 #: Levels of a bound: the sum of so many rows is exact.
 _LEVELS = 2.0**24 / _TOGETHER
 #: Float64, in which all of a round is summed, holds every integer up to it.
@@ -44,7 +44,7 @@ _EXACT = 2.0**53
 #: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
 _SQUARES = 1 << 10
 #: Numbers of each row that are summed at a time, in the cache.
-_SPAN = 1 << 13
+_SPAN = 1 << 12
 #: More than what rounding does to a norm; clipping is so much stricter.
 _MARGIN = 2.0**-14
 #: Squares of numbers above it are no zeros in float32.

@@ -19,7 +19,7 @@ from fedlearn.privacy.events import Event, Spent
 EpsilonOf = Callable[[Spent], float]
 
 #: Seconds of rounds that are charged together.
-_TOGETHER_S = 0.1
+_TOGETHER_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ class Charging:
 
     To find ε takes a second, so it is found for many rounds at once, and again where a charge was
     not foreseen: of a round that is tried again, or of another run. And to make a charge durable
-    takes milliseconds, so short rounds are charged together, a tenth of a second of them: what of
-    it never began is taken back at the end, and stays charged after a crash.
+    takes milliseconds, so short rounds are charged together, some tenths of a second of them: what
+    of it never began is taken back at the end, and stays charged after a crash.
     """
 
     def __init__(

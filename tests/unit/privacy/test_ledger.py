@@ -115,8 +115,8 @@ def test_short_rounds_are_charged_together_and_never_late() -> None:
         charges.charge(round_num=round_num, attempt=0)
         assert ledger.counts[EVENT] > round_num
         clock.sleep(0.002)
-    assert len(ledger.charges) < 40
-    assert ledger.counts[EVENT] - 777 < 60  # a tenth of a second, or so
+    assert len(ledger.charges) < 20
+    assert ledger.counts[EVENT] - 777 < 300  # of 150 in the time that is charged together
     charges.close()
     assert ledger.counts == {EVENT: 777}
     charges.close()  # once
