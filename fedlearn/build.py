@@ -260,6 +260,12 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
             "privacy.num_users is missing: how many clients may enrol; ε rests on it, so it is "
             "fixed before anybody does"
         )
+    if not isinstance(pieces.sampler, PoissonSampler):
+        raise ConfigError(
+            f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
+            "of few that are there each would be asked more often than is accounted for; set it to "
+            '"poisson", by whose coins who else is there does not matter'
+        )
     if section.population == "auto":
         section = section.model_copy(update={"population": "enrolled"})
     config = pieces.config.model_copy(update={"privacy": section})

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedlearn.build import Simulation
+from fedlearn.build import Pieces
 from fedlearn.core.files import write_durably
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import aligned
@@ -105,17 +105,17 @@ class Outlook:
             yield f"before     {self.num_before} rounds were charged to these clients; they count"
 
 
-def outlook(simulation: Simulation, *, before: Spent) -> Outlook:
+def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
     """Return what a run will cost clients of whom ``before`` was spent already.
 
     Raises:
         ConfigError: The run promises nothing, or its sampling has no common guarantee with what was
             spent before.
     """
-    plan, section = simulation.privacy, simulation.config.privacy
+    plan, section = pieces.privacy, pieces.config.privacy
     if plan is None or section.target_delta is None:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
-    delta, num_rounds = section.target_delta, simulation.config.num_rounds
+    delta, num_rounds = section.target_delta, pieces.config.num_rounds
     costs = []
     for count in sorted({max(1, round(share * num_rounds)) for share in _SHARES}):
         spent = {**before, plan.event: before.get(plan.event, 0) + count}

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedlearn.build import Pieces, Simulation, simulation
+from fedlearn.build import Pieces, Simulation, deployment, simulation
 from fedlearn.config import Config
+from fedlearn.config.data import NoData
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.core.clock import Clock
 from fedlearn.core.features import named
@@ -48,18 +49,22 @@ def known(pieces: Simulation) -> Simulation:
     return replace(pieces, config=pieces.config.model_copy(update={"privacy": named}))
 
 
-def built_on(config: Config, *, data_dir: Path) -> Simulation:
-    """Return the simulation of a configuration, with a name for its clients; none is trained.
+def built_on(config: Config, *, data_dir: Path) -> Pieces:
+    """Return the pieces of a run, with a name for its clients; none is trained.
+
+    Those of a simulation, or, of a configuration without data, of a deployment.
 
     Raises:
         ConfigError: It cannot be built.
         DataError: Data are missing.
     """
+    if isinstance(config.data, NoData):
+        return deployment(config, data_dir=data_dir)
     return known(simulation(config, data_dir=data_dir))
 
 
-def spent_before(pieces: Simulation, database: Database) -> dict[Event, int]:
-    """Return what earlier runs have charged to the clients of a simulation that is to come.
+def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
+    """Return what earlier runs have charged to the clients of a run that is to come.
 
     Raises:
         StoreError: The ledger cannot be read.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.cli.app import main
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
@@ -247,6 +248,68 @@ def test_rounds_that_were_lost_count_as_spent() -> None:
     assert told.summary is not None
     assert told.summary.privacy is not None
     assert told.summary.privacy.num_own == 4 + 6 - finished
+
+
+OWN = """
+num_rounds = 3
+[data.partition]
+num_clients = 40
+[cohort]
+num_wanted = 10
+[evaluation]
+clients = 0
+[privacy]
+mode = "central"
+clip_norm = 0.5
+target_delta = 1e-3
+"""
+
+
+def budget(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """Return what ``fedlearn budget`` says of ``own.toml`` to a program."""
+    assert main(["budget", "own.toml", "--json", *options]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_a_run_will_cost_is_answered_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    """The noise for a budget, and ε of a noise; as a table and a picture; after a run, with it."""
+    Path("own.toml").write_text(OWN)
+    by_epsilon = budget(capsys, "--set", "privacy.epsilon=3.0")
+    *_, last = by_epsilon["rounds"]
+    assert last["round"] == 3
+    assert 2.9 < last["epsilon"] <= 3.0 < last["epsilon_with_cohorts"]
+    noise = f"privacy.noise_multiplier={by_epsilon['noise_multiplier']}"
+    by_noise = budget(capsys, "--set", noise)
+    assert by_noise == by_epsilon | {"epsilon": None}
+    assert main(["budget", "own.toml", "--set", noise, "--output", "budget.png"]) == 0
+    text = capsys.readouterr().out
+    assert "each of 40 users at rate 0.25, at most 20 a round" in text
+    assert f"{last['epsilon']:.4g}" in text
+    assert Path("budget.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["simulate", "own.toml", "--set", noise]) == 0
+    capsys.readouterr()
+    after = budget(capsys, "--set", noise)
+    assert after["rounds_before"] == 3
+    assert after["rounds"][0]["epsilon"] > last["epsilon"]
+    assert main(["simulate", "own.toml", "--set", noise, "--set", "privacy.epsilon=3.0"]) == 4
+    assert "the privacy budget is spent" in capsys.readouterr().err
+
+
+def test_a_deployment_without_data_has_a_budget_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """It needs none; without privacy there is no budget."""
+    Path("net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(3, 2)\n")
+    Path("own.toml").write_text(
+        OWN.replace("[data.partition]\nnum_clients = 40\n[cohort]", "[cohort]").replace(
+            "[evaluation]\nclients = 0\n", ""
+        )
+        + 'noise_multiplier = 1.0\nnum_users = 400\n[data]\nsource = "none"\n'
+        + '[model]\nkind = "python"\nfactory = "net.py:net"\n'
+    )
+    assert budget(capsys)["users"] == 400
+    Path("own.toml").write_text("")
+    assert main(["budget", "own.toml"]) == 2
+    assert "there is no budget" in capsys.readouterr().err
 
 
 @pytest.mark.slow

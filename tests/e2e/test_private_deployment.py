@@ -95,14 +95,19 @@ def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> N
     assert fourth.wait() == BUDGET_SPENT, fourth.tail()
 
 
-def test_a_deployment_says_how_many_may_enrol(site: Site) -> None:
-    """ε rests on it."""
+def test_a_deployment_says_how_many_may_enrol_and_flips_coins(site: Site) -> None:
+    """ε rests on both."""
     text = site.file.read_text().replace(f"num_users = {NUM_CLIENTS}\n", "")
     site.file.write_text(text)
     process = site.coordinator()
     assert process.wait() == 2
     assert "privacy.num_users is missing" in process.err()
-    site.change("privacy.num_users=2")
+    cohort = "cohort={{sampling={}, num_wanted=3}}".format
+    site.change(cohort('"uniform"'), f"privacy.num_users={NUM_CLIENTS}")
+    process = site.coordinator()
+    assert process.wait() == 2
+    assert "asked more often than is accounted for" in process.err()
+    site.change(cohort('"poisson"'), "privacy.num_users=2")
     process = site.start("typed", "check", str(site.file))
     assert process.wait() == 2
     assert "privacy.num_users is 2, but the data have 3 clients" in process.err()
