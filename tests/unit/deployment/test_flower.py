@@ -131,10 +131,9 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
     assert heard.summary is not None
     assert heard.summary.privacy is not None
     assert heard.summary.privacy.num_charged == 2
+    weighted = "cohort.sampling=poisson; algorithm.weight_by_examples=true"
     with pytest.raises(ConfigError, match="weighted by their examples"):
-        run_of(
-            federation(3, overrides=f"{table}; algorithm.weight_by_examples=true"), tmp_path, heard
-        )
+        run_of(federation(3, overrides=f"{table}; {weighted}"), tmp_path, heard)
 
 
 def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_others(
