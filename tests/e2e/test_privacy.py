@@ -281,6 +281,7 @@ def budget(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_run_will_cost_is_answered_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     """The noise for a budget, and ε of a noise; as a table and a picture; after a run, with it."""
     Path("own.toml").write_text(OWN)
