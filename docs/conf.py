@@ -26,6 +26,7 @@ myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
+autodoc_use_type_comments = False  # there are none, and all sources would be searched for them
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

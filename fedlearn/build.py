@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,8 +26,9 @@ from fedlearn.core.features import named
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.events import Cohorts, FixedCohorts, PoissonCohorts
-from fedlearn.privacy.plan import PrivacyPlan
+from fedlearn.privacy.plan import CentralPlan, DistributedPlan, LocalPlan, PrivacyPlan
 from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
 from fedlearn.secagg.plan import SecurePlan
@@ -210,6 +211,7 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
         min_reports=policy.min_reports,
         by_examples=aggregator.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],
+        noise_multiplier=config.privacy.noise_multiplier if config.privacy.is_distributed else None,
     )
     plan.explain()  # raises where a sum could overflow
     return plan
@@ -260,7 +262,12 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
             "privacy.num_users is missing: how many clients may enrol; ε rests on it, so it is "
             "fixed before anybody does"
         )
-    if not isinstance(pieces.sampler, PoissonSampler):
+    if section.is_distributed and section.reproducible:
+        raise ConfigError(
+            'privacy.reproducible is true, but privacy.mode is "distributed", and the clients of a '
+            "deployment draw secret noise; leave it out"
+        )
+    if section.mode == "central" and not isinstance(pieces.sampler, PoissonSampler):
         raise ConfigError(
             f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
             "of few that are there each would be asked more often than is accounted for; set it to "
@@ -272,23 +279,40 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
     return _private(replace(pieces, config=config), num_users)
 
 
-def simulation(config: Config, *, data_dir: Path) -> Simulation:
+def simulation(
+    config: Config,
+    *,
+    data_dir: Path,
+    of_clients: Callable[[Population], Population] | None = None,
+    of_algorithm: Callable[[Strategy], Strategy] | None = None,
+) -> Simulation:
     """Return the pieces that ``config`` names for a simulation.
+
+    Args:
+        config: The resolved tree.
+        data_dir: Where data sets lie that the configuration names without a path.
+        of_clients: Returns other clients in the place of those that the configuration names.
+        of_algorithm: Likewise the algorithm.
 
     Raises:
         ConfigError: A factory cannot be imported, or pieces do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
     data = config.data.federated(seed=config.seed, data_dir=data_dir)
+    if of_clients is not None:
+        data = replace(data, population=of_clients(data.population))
     for name, section in config.metrics.items():
         if section.factory is None:
             raise ConfigError(
                 f"metrics.{name}: there is no factory, and simulated clients measure nothing of "
                 f"their own; set metrics.{name}.factory"
             )
+    trained = _trained(config, data)
+    if of_algorithm is not None:
+        trained["algorithm"] = of_algorithm(trained["algorithm"])
     return around(
         config,
-        **_trained(config, data),
+        **trained,
         data=data,
         data_dir=data_dir,
         make_trainer=config.client.make_trainer(),
@@ -395,20 +419,14 @@ def _private(pieces: PiecesT, num_users: int) -> PiecesT:
             f"about one of the {num_users} users; give a number well below {1 / num_users:.2g}"
         )
     try:
-        plan = PrivacyPlan(
-            cohorts=_cohorts(pieces, num_users),
-            clip_norm=section.clip_norm,
-            noise_multiplier=section.noise_multiplier or 1.0,
-            num_wanted=policy.num_wanted,
-            streams=ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
-        )
+        plan = _privacy_plan(pieces, num_users)
         policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
     section = _calibrated(pieces.config, plan.cohorts)  # takes seconds: what is wrong is told first
     assert section.noise_multiplier is not None
     plan = replace(plan, noise_multiplier=section.noise_multiplier)
-    return replace(
+    made = replace(
         pieces,
         config=pieces.config.model_copy(update={"privacy": section}),
         privacy=plan,
@@ -416,11 +434,51 @@ def _private(pieces: PiecesT, num_users: int) -> PiecesT:
         sampler=plan.sampler,
         algorithm=plan.strategy(pieces.algorithm),
     )
+    _ = made.secure  # raises where there is no room for the noise
+    return made
+
+
+def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
+    """Return what hides one of so many users, with noise of 1 where it is to be found yet.
+
+    Raises:
+        ValueError: Something in it would make the guarantee false.
+    """
+    section, policy = pieces.config.privacy, pieces.policy
+    assert section.clip_norm is not None  # the configuration makes sure
+    common: dict[str, Any] = {  # Any: of several types
+        "cohorts": _cohorts(pieces, num_users),
+        "clip_norm": section.clip_norm,
+        "noise_multiplier": section.noise_multiplier or 1.0,
+        "num_wanted": policy.num_wanted,
+        "streams": ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
+    }
+    if section.is_distributed:
+        parameters = pieces.config.secure_aggregation.parameters(policy.num_asked)
+        return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
+    if section.mode == "local":
+        return LocalPlan(**common)
+    if section.clip_quantile is None:
+        return CentralPlan(**common)
+    rate = section.clip_learning_rate
+    adaptive = AdaptiveClip(quantile=section.clip_quantile, learning_rate=rate)
+    return CentralPlan(**common, adaptive=adaptive)
 
 
 def _cohorts(pieces: Pieces, num_users: int) -> Cohorts:
-    """Return how users are drawn, as is accounted for; raises ValueError if there are too few."""
-    policy = pieces.policy
+    """Return how users are drawn, as is accounted for; raises ValueError if there are too few.
+
+    Of the clients that are there, asking some does not make it less likely that one is asked; nor
+    is anybody hidden by it from who sees single updates.
+    """
+    policy, mode = pieces.policy, pieces.config.privacy.mode
+    if mode == "local" or (isinstance(pieces, Deployment) and mode == "distributed"):
+        if policy.num_asked > num_users:
+            raise ValueError(
+                f"privacy.num_users is {num_users}, but {policy.num_asked} clients are asked in a "
+                "round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
+            )
+        return FixedCohorts(num_users, num_users)
     if not isinstance(pieces.sampler, PoissonSampler):
         return FixedCohorts(num_users, policy.num_asked)
     largest = math.ceil(pieces.sampler.cap * policy.num_wanted)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+import structlog
 from hypothesis import settings
 
 from fedlearn.core.clock import SystemClock
@@ -109,7 +110,18 @@ def postgresql_url(postgresql_server: str) -> str:
     return postgresql_server.format(database=database)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working directory, no settings from outside, and structlog as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty database, once of each kind."""
     if request.param == "sqlite":

@@ -1,4 +1,4 @@
-"""Starts processes of fedlearn, each a fork of this one: the imports are paid once.
+"""Starts processes of fedlearn and scripts, each a fork of this one: the imports are paid once.
 
 It reads one request a line, JSON, and answers with the process's number. A process may be
 told to kill itself before or after the n-th call of a function, or to have a function replaced;
@@ -7,9 +7,11 @@ the product itself knows nothing of either. Functions are named by ``module:qual
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -30,7 +32,6 @@ _HEAVY = (
     "fedlearn.deployment.coordinator",
     "fedlearn.deployment.join",
     "psycopg",
-    "sklearn.datasets",
 )
 
 
@@ -39,6 +40,8 @@ def serve() -> None:
     prepare_for_grpc(os.environ, verbosity="ERROR")  # as the command does before it imports gRPC
     for name in _HEAVY:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child that collects would copy what it only looks at
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -69,10 +72,22 @@ def run(request: dict[str, Any]) -> None:
         replace(function, named(change))
     if request["crash"] is not None:
         crash_at(**request["crash"])
-    sys.argv = ["fedlearn", *request["arguments"]]
-    code = main(request["arguments"])
-    Path(request["exit"]).write_text(str(code))
+    sys.argv = [request["script"] or "fedlearn", *request["arguments"]]
+    code = 1  # Python's, where an exception ends it
+    try:
+        code = main(request["arguments"]) if request["script"] is None else play(request["script"])
+    finally:
+        Path(request["exit"]).write_text(str(code))
     sys.exit(code)
+
+
+def play(script: str) -> int:
+    """Run a Python file as the program; return the exit code that it asks for."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def crash_at(

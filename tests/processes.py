@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from fedlearn.core.clock import SystemClock
@@ -194,16 +195,37 @@ class Launcher:
             crash: Where it is to kill itself.
             changes: How it differs from the product.
         """
-        request = {
-            "arguments": arguments,
-            "cwd": str(cwd or stem.parent),
-            "env": dict(environ),
-            "out": str(stem.with_suffix(".out")),
-            "err": str(stem.with_suffix(".err")),
-            "exit": str(stem.with_suffix(".exit")),
+        request = _request(stem, arguments, environ, cwd=cwd or stem.parent) | {
             "crash": None if crash is None else _told(crash, stem),
             "changes": [(name_of(each.function), name_of(each.by)) for each in changes],
         }
+        return self._started(request, stem)
+
+    def run(
+        self, script: Path | str, *arguments: str, environ: Mapping[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a Python script to its end; within a limit, so that one that hangs fails its test.
+
+        Args:
+            script: Its path, or its text.
+            arguments: Of the script.
+            environ: Its environment; ``None``: this process's.
+        """
+        with TemporaryDirectory() as folder:
+            stem = Path(folder, "script")
+            if isinstance(script, str):
+                stem.with_suffix(".py").write_text(script)
+                script = stem.with_suffix(".py")
+            environ = os.environ if environ is None else environ
+            request = _request(stem, arguments, environ, cwd=Path.cwd(), script=script)
+            with closing(self._started(request, stem)) as process:
+                code = process.wait()
+                killed = -signal.SIGKILL if code is None else code
+                return subprocess.CompletedProcess(
+                    [str(script), *arguments], killed, process.out(), process.err()
+                )
+
+    def _started(self, request: Mapping[str, object], stem: Path) -> Process:
         for end in (".out", ".err"):
             stem.with_suffix(end).touch()
         assert self._process.stdin is not None
@@ -214,6 +236,28 @@ class Launcher:
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+def _request(
+    stem: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    cwd: Path,
+    script: Path | None = None,
+) -> dict[str, object]:
+    """Return what the launcher is asked for: a script, or else the command itself."""
+    return {
+        "script": None if script is None else str(script),
+        "arguments": arguments,
+        "cwd": str(cwd),
+        "env": dict(environ),
+        "out": str(stem.with_suffix(".out")),
+        "err": str(stem.with_suffix(".err")),
+        "exit": str(stem.with_suffix(".exit")),
+        "crash": None,
+        "changes": [],
+    }
 
 
 def _told(crash: Crash, stem: Path) -> dict[str, object]:

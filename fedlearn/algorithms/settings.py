@@ -17,7 +17,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
-from fedlearn.algorithms.transforms import ClippedUpdates, Transform
+from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, ToldBelow, Transform
 from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
 
@@ -38,7 +38,11 @@ UPDATES: Mapping[str, _Kind] = {
 }
 
 #: Likewise the transforms.
-TRANSFORMS: Mapping[str, type[Transform]] = {"clipped_update": ClippedUpdates}
+TRANSFORMS: Mapping[str, type[Transform]] = {
+    "clipped_update": ClippedUpdates,
+    "told_below": ToldBelow,
+    "noised_update": NoisedUpdates,
+}
 
 _INNER = "inner"
 

@@ -1,8 +1,8 @@
 """The seam of algorithms: what clients do, how it is combined, what the server makes of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -66,6 +66,14 @@ class Strategy(Protocol):
         """Return the state before the first round; nothing."""
         return {}
 
+    def at(self, state: State) -> "Strategy":
+        """Return the strategy of the round that begins with this state; itself.
+
+        One whose clients or aggregation depend on the state returns another one, with the same
+        lanes.
+        """
+        return self
+
     def tell(self, state: State) -> Lanes:
         """Return what clients are told beside the model, one vector each; nothing.
 
@@ -84,9 +92,16 @@ class Wrapped(Strategy):
 
     Attributes:
         inner: The other one.
+        own: Names of what is this one's in the state; the other one does not see it.
     """
 
     inner: Strategy
+
+    own: ClassVar[frozenset[str]] = frozenset()
+
+    def inner_state(self, state: State) -> State:
+        """Return the state as the inner strategy sees it."""
+        return {name: value for name, value in state.items() if name not in self.own}
 
     @property
     def local(self) -> LocalUpdate:
@@ -116,10 +131,16 @@ class Wrapped(Strategy):
         """Return the inner strategy's state."""
         return self.inner.init(params)
 
+    def at(self, state: State) -> Strategy:
+        """Return this around the inner strategy of the round."""
+        inner = self.inner.at(self.inner_state(state))
+        return self if inner is self.inner else replace(self, inner=inner)
+
     def tell(self, state: State) -> Lanes:
         """Tell what the inner strategy does."""
-        return self.inner.tell(state)
+        return self.inner.tell(self.inner_state(state))
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
-        """Take the inner strategy's step."""
-        return self.inner.step(params, aggregate, state)
+        """Take the inner strategy's step; what is this one's own stays."""
+        stepped = self.inner.step(params, aggregate, self.inner_state(state))
+        return replace(stepped, state={**stepped.state, **{name: state[name] for name in self.own}})

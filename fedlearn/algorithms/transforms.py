@@ -4,14 +4,21 @@ A transform works on many clients' updates at once, so the simulation engine app
 and a client's session to its own.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.lanes import DELTA, Rows, Updates, matrix
+from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, matrix
+from fedlearn.core.noise import SecretStream, discrete_gaussian
 from fedlearn.core.ranges import Positive, Ranged
+
+#: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
+_SQUARES = 1 << 10
+#: Levels up to the bound of an update with noise of its own: rounding to one is next to nothing.
+_LEVELS = 1 << 20
 
 
 class Transform(Protocol):
@@ -39,6 +46,83 @@ class ClippedUpdates(Ranged):
         """Return the updates with their deltas clipped."""
         delta = clipped_rows(updates.lanes[DELTA.name], bound=self.max_update_norm)
         return replace(updates, lanes={**updates.lanes, DELTA.name: delta})
+
+
+#: Whether a client's delta was at most as long as it was asked about: 1/2, or else -1/2.
+BELOW = LaneSpec(name="below_norm", over=1, weighted=False, bound=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldBelow(Ranged):
+    """Has each client tell whether its delta's L2 norm is at most a bound: the lane ``BELOW``.
+
+    Attributes:
+        asked_norm: The bound, > 0.
+
+    References:
+        Andrew et al., 2021, `Differentially Private Learning with Adaptive Clipping
+        <https://arxiv.org/abs/1905.03871>`_, algorithm 1.
+    """
+
+    asked_norm: Positive
+
+    def __call__(self, updates: Updates) -> Updates:
+        """Return the updates with one lane more."""
+        delta = updates.lanes[DELTA.name]
+        bits_B = (norms(delta) <= self.asked_norm).to(delta[0].dtype) - 0.5
+        return replace(updates, lanes={**updates.lanes, BELOW.name: bits_B[:, None]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedUpdates(Ranged):
+    r"""Clips each client's delta to an L2 norm C, and adds noise of its own to it.
+
+    The delta is rounded to whole numbers of :math:`C / 2^{20}`, which moves d numbers by
+    :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added to these, of z times what the
+    norm then may be, by the operating system's generator in the client's own process. Whoever sees
+    the result is told of one client by z alone; the reply tells neither examples nor metrics.
+
+    Attributes:
+        clip_norm: C > 0.
+        noise_multiplier: z > 0.
+
+    References:
+        Canonne, Kamath and Steinke, 2020, `The Discrete Gaussian for Differential Privacy
+        <https://arxiv.org/abs/2004.00010>`_.
+    """
+
+    clip_norm: Positive
+    noise_multiplier: Positive
+
+    def __call__(self, updates: Updates) -> Updates:
+        """Return the updates with noise in their deltas; one that is not finite stays so."""
+        delta = matrix(updates.lanes[DELTA.name])
+        step = self.clip_norm / _LEVELS
+        sigma = self.noise_multiplier * (_LEVELS + delta.shape[1] ** 0.5 / 2.0)
+        noised = torch.empty_like(delta)
+        for row, out in zip(delta, noised, strict=True):
+            norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
+            scale = min(1.0, self.clip_norm / norm) / step if norm > 0.0 else 0.0
+            levels = (row.double() * scale).round_()
+            noise = discrete_gaussian(sigma, len(row), source=SecretStream.fresh())
+            levels.add_(torch.from_numpy(noise).to(levels))
+            out.copy_(levels.mul_(step) if math.isfinite(norm) else row)
+        return replace(updates, lanes={**updates.lanes, DELTA.name: noised})
+
+
+def norms(rows: Rows) -> Tensor:
+    """Return the L2 norm of each row, [B] in float64, to one part in 2**15.
+
+    Squares add up in float32, some at a time: float64 would take several times as long.
+    """
+    if not isinstance(rows, Tensor):
+        return torch.cat([norms(row[None]) for row in rows])
+    whole = rows.shape[1] // _SQUARES * _SQUARES
+    spans = rows[:, :whole].float().unflatten(1, (whole // _SQUARES, _SQUARES))
+    rest = torch.linalg.vector_norm(rows[:, whole:].float(), dim=1, keepdim=True)
+    norms_BS = torch.cat([torch.linalg.vector_norm(spans, dim=2), rest], dim=1).double()
+    norms_B: Tensor = torch.linalg.vector_norm(norms_BS, dim=1)
+    return norms_B
 
 
 def clipped_rows(rows: Rows, *, bound: float) -> Tensor:

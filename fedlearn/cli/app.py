@@ -16,6 +16,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from fedlearn.cli import deployed
+from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.cli.failures import report as report_failure
 from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.options import (
@@ -149,13 +150,22 @@ def check(
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoData
+    from fedlearn.experiment.privacy import built_on
     from fedlearn.experiment.simulate import resolve_config
 
     config = load(experiment, overrides=overrides or ())
     # The parameters of secure aggregation come first: a deployment has them, too, where the
     # rest may not be fit to be simulated.
     served = config.resolved(num_clients=None)
-    plan = secure_plan(served, served.straggler_policy(), algorithm(served))
+    if config.privacy.is_on:  # whose noise is found with the clients alone
+        pieces = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
+        plan, privacy = pieces.secure, pieces.privacy
+        assert privacy is not None
+        typer.echo(f"# {privacy.mode_text}")
+        noise = f"{privacy.noise_multiplier:.4g} times the clip, {privacy.noise_text}"
+        typer.echo(f"# noise        {noise}")
+    else:
+        plan = secure_plan(served, served.straggler_policy(), algorithm(served))
     for line in () if plan is None else plan.explain().splitlines():
         typer.echo(f"# {line}")
     here = site(config, data_dir=data_dir)
@@ -211,6 +221,38 @@ def budget(
     typer.echo(json_text(found.facts()) if as_json else found.render())
     if output is not None:
         picture(found, output)
+
+
+@app.command(epilog=examples("audit experiment.toml", "audit experiment.toml --canaries 1000"))
+def audit(
+    *,
+    experiment: Experiment = None,
+    overrides: Overrides = None,
+    canaries: Annotated[
+        int, typer.Option(metavar="N", help="Clients to make up: the more, the sharper.")
+    ] = 300,
+    confidence: Annotated[float, typer.Option(metavar="P", help="Of the bound, below 1.")] = 0.95,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Attack a configuration's privacy: run it with made-up clients, and guess who was in.
+
+    Prints the least epsilon that the guesses prove, beside the claim. Nothing is kept, and
+    no budget is charged. Exit code 3: the claim is refuted.
+    """
+    from fedlearn.cli.surroundings import site
+    from fedlearn.config import load
+    from fedlearn.experiment.audit import audit as audited
+    from fedlearn.experiment.comparison import json_text
+    from fedlearn.experiment.progress import progress_to
+
+    config = load(experiment, overrides=overrides or ())
+    with Path(os.devnull).open("w") as nowhere:
+        here = site(config, progress_to(nowhere, as_json=True), data_dir=data_dir)
+        found = audited(config, here, num_canaries=canaries, confidence=confidence)
+    typer.echo(json_text(found.facts()) if as_json else found.render())
+    if found.is_refuted:
+        raise typer.Exit(RUN_FAILED)
 
 
 @app.command()

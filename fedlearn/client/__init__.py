@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedlearn.client.agent import Agent as Agent
     from fedlearn.client.conditions import Conditions as Conditions
     from fedlearn.client.policy import Policy as Policy
+    from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
     from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "client.agent": "Agent",
     "client.conditions": "Conditions",
-    "client.policy": "Policy SecureAggregationPolicy",
+    "client.policy": "Policy PrivacyPolicy SecureAggregationPolicy",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }

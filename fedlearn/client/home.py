@@ -11,6 +11,7 @@
     task/           the request being worked on, and the checkpoint inside it
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy
+    privacy.json    by session of the last day when, and what it took of the day's ε
 """
 
 import fcntl
@@ -49,6 +50,7 @@ _OWN = (
     "task",
     "spool",
     "tasks.json",
+    "privacy.json",
     "lock",  # last: it is held until then
 )
 #: Of the names of files that are being written.
@@ -144,9 +146,10 @@ class Home:
                     sync_folder(self.folder)
 
     def erase(self) -> None:
-        """Remove state, task and reply; consent, keys, certificate and pins stay.
+        """Remove state, task and reply; consent, keys, certificate, pins and privacy.json stay.
 
-        Without pins, a coordinator could name other keys to a user who agrees again.
+        To a user who agrees again, a coordinator could without pins name other keys, and without
+        the rest ask for the day's ε again.
         """
         tasks = self.folder / "tasks.json"
         _remove_all([self._task, self._spool, self.folder / "state", tasks])
@@ -274,7 +277,7 @@ class Home:
         # What was half written, keys perhaps among it, but not consent and the wish for new keys:
         # others may be writing them now.
         shutil.rmtree(self._spool / "new", ignore_errors=True)
-        written = _half_written(self.folder, of=("pins.json", "tasks.json"))
+        written = _half_written(self.folder, of=("pins.json", "tasks.json", "privacy.json"))
         for name in ("identity", "identity.new", "task"):
             written += _half_written(self.folder / name)
         _remove_all(written)
@@ -312,6 +315,30 @@ class Home:
             times.append(begin_unix_s)
             write_private(self.folder / "tasks.json", json.dumps(times).encode())
 
+    def spent_today(self, now_unix_s: float) -> float:
+        """Return what :meth:`spend` noted within the last 24 hours, added up."""
+        return sum(squared for _, squared in self._spent(now_unix_s).values())
+
+    def spend(self, session: bytes, squared: float, now_unix_s: float) -> None:
+        """Note that a session takes so much of the day's ε, once however often it is noted.
+
+        Args:
+            session: By what it is known.
+            squared: Its :func:`fedlearn.secagg.policy.squared_distance`.
+            now_unix_s: Now.
+        """
+        spent = self._spent(now_unix_s)
+        spent.setdefault(session.hex(), (now_unix_s, squared))
+        write_private(self.folder / "privacy.json", json.dumps(spent).encode())
+
+    def _spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
+        found = _values(self.folder / "privacy.json", dict[str, tuple[float, float]]())
+        return {
+            session: (unix_s, squared)
+            for session, (unix_s, squared) in found.items()
+            if _is_of_today(unix_s, now_unix_s)
+        }
+
     @property
     def _begin_unix_s(self) -> float | None:
         """When training began in the task in work; ``None``: not yet."""
@@ -319,9 +346,7 @@ class Home:
 
     def _recent(self, now_unix_s: float) -> list[float]:
         times = _values(self.folder / "tasks.json", list[float]())
-        # A clock that was far ahead once must not block the client until then; one that was set
-        # back by a little must not make it forget.
-        return [each for each in times if abs(now_unix_s - each) < _DAY_S]
+        return [each for each in times if _is_of_today(each, now_unix_s)]
 
     @property
     def _task(self) -> Path:
@@ -376,6 +401,12 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
+    # A clock that was far ahead once must not block the client until then; one that was set back
+    # by a little must not make it forget.
+    return abs(now_unix_s - unix_s) < _DAY_S
 
 
 def _values(path: Path, default: ValuesT) -> ValuesT:

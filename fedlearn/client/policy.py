@@ -1,10 +1,10 @@
 """The client's floor: what it refuses, whatever the coordinator asks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 
 from fedlearn.core.codec import peek
 from fedlearn.core.messages import (
@@ -19,14 +19,15 @@ from fedlearn.core.messages import (
     TrainingNotice,
     TrainRequest,
 )
-from fedlearn.core.ranges import BelowOne, Count, Positive, Whole, out_of_range
+from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole, out_of_range
 from fedlearn.errors import ConfigError, PolicyViolation, ProtocolError
 from fedlearn.identity.identity import Identity
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import MAX_LEVEL
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.policy import TermsPolicy
+from fedlearn.secagg.policy import NoiseFloor, TermsPolicy
 
+PrivacyMode: TypeAlias = Literal["any", "distributed"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
 
 _ADVERSARIES: dict[AdversaryName, Adversary] = {
@@ -110,6 +111,66 @@ class SecureAggregationPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrivacyPolicy:
+    """What a client demands of differential privacy.
+
+    Attributes:
+        mode: "any", also none; or "distributed": whatever it sends has noise of its own and is
+            seen in a sum alone. What the coordinator could read is then refused, evaluations too.
+        min_noise_share: Smallest standard deviation of its own noise by the largest norm of its
+            update, >= 0; only where the mode is "distributed".
+        max_epsilon_per_day: Largest ε, against a coordinator that knows the rest, of what it takes
+            part in within 24 hours, > 0; ``None``: any. It is found from signed terms alone, with
+            the client's own secure_aggregation.corruption and adjacency by replacement; only where
+            the mode is "distributed".
+        target_delta: δ of that, in (0, 1).
+
+    Raises:
+        ConfigError: A value is out of range, or of no effect.
+
+    Example:
+        >>> PrivacyPolicy(mode="distributed", max_epsilon_per_day=2.0).target_delta
+        1e-06
+    """
+
+    mode: PrivacyMode = "any"
+    min_noise_share: NotNegative = 0.0
+    max_epsilon_per_day: Positive | None = None
+    target_delta: Annotated[float, Gt(0), Lt(1)] = 1e-6
+
+    def __post_init__(self) -> None:
+        wrong = out_of_range(self)
+        if self.mode not in ("any", "distributed"):
+            wrong = f"mode is {self.mode!r}; it is one of any, distributed"
+        elif self.mode == "any":
+            for name in ("min_noise_share", "max_epsilon_per_day"):
+                if value := getattr(self, name):
+                    wrong = f'{name} is {value}, but mode is "any"; set it to "distributed"'
+        if wrong:
+            raise ConfigError(f"policy.privacy.{wrong}")
+
+    @property
+    def is_demanded(self) -> bool:
+        """Whether anything is."""
+        return self.mode != "any"
+
+    def floor(self, spent: float) -> NoiseFloor | None:
+        """Return what this client accepts of the noise of a session, if it demands any.
+
+        Args:
+            spent: Squared distances of what it took part in within 24 hours.
+        """
+        if not self.is_demanded:
+            return None
+        return NoiseFloor(
+            min_share=self.min_noise_share,
+            max_epsilon=self.max_epsilon_per_day,
+            target_delta=self.target_delta,
+            spent=spent,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """What a client lets be done with its data.
 
@@ -117,8 +178,9 @@ class Policy:
         max_epochs: Most passes over the data in one training, >= 0; ``None``: any number.
         max_tasks_per_day: Most trainings within 24 hours, >= 0; ``None``: any number.
         evaluate: Whether to tell how a model does on this client's data; never where secure
-            aggregation is required.
+            aggregation or privacy is required.
         secure_aggregation: Whether it is required, and what is demanded of it.
+        privacy: What is demanded of differential privacy.
 
     Raises:
         ConfigError: A maximum is negative.
@@ -131,15 +193,35 @@ class Policy:
     max_tasks_per_day: Whole | None = None
     evaluate: bool = True
     secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
+    privacy: PrivacyPolicy = PrivacyPolicy()
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):
             raise ConfigError(f"policy.{wrong}")
 
+    @property
+    def may_be_read(self) -> bool:
+        """Whether this allows the coordinator to read anything that is this client's alone."""
+        return not (self.secure_aggregation.required or self.privacy.is_demanded)
+
     def secure_client(
-        self, client_id: ClientId, identity: Identity, *, coordinator_key: bytes, num_threads: int
+        self,
+        client_id: ClientId,
+        identity: Identity,
+        *,
+        coordinator_key: bytes,
+        num_threads: int,
+        spent: float = 0.0,
     ) -> SecureClient | None:
-        """Return a client's side of secure aggregation; ``None``: it has no key to trust."""
+        """Return a client's side of secure aggregation; ``None``: it has no key to trust.
+
+        Args:
+            client_id: Its own.
+            identity: Its own.
+            coordinator_key: Whose terms it takes.
+            num_threads: To expand masks on.
+            spent: Squared distances of what it took part in within 24 hours.
+        """
         if not coordinator_key:
             return None
         return SecureClient(
@@ -147,7 +229,7 @@ class Policy:
             signer=identity,
             coordinator_key=coordinator_key,
             directory={client_id: identity.public_key},
-            policy=self.secure_aggregation.terms(),
+            policy=replace(self.secure_aggregation.terms(), noise=self.privacy.floor(spent)),
             num_threads=num_threads,
         )
 
@@ -169,6 +251,12 @@ class Policy:
                 rule="secure_aggregation.required",
                 asked=_IN_THE_CLEAR[kind],
                 limit="secure aggregation alone",
+            )
+        if kind in _IN_THE_CLEAR and self.privacy.is_demanded:
+            raise PolicyViolation(
+                rule="privacy.mode",
+                asked=_IN_THE_CLEAR[kind],
+                limit="a sum with noise of each client alone",
             )
         if kind == TrainRequest.kind or (kind == SECURE_KIND and settings is not None):
             self._judge_training(

@@ -303,7 +303,7 @@ class Runtime:
         )
 
     def _eligibility(self) -> wire_pb2.Eligibility:
-        may_tell_size = not self._policy.secure_aggregation.required  # it is for the sum alone
+        may_tell_size = self._policy.may_be_read  # else it is for the sum alone
         return wire_pb2.Eligibility(
             num_examples=getattr(self._trainer, "num_examples", 0) if may_tell_size else 0,
             # "cuda", whichever of several GPUs it is

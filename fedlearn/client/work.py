@@ -30,6 +30,8 @@ from fedlearn.errors import (
     ProtocolError,
 )
 from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.policy import squared_distance
+from fedlearn.session.secure import terms_to_mask_for
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire_pb2
@@ -117,6 +119,7 @@ class Worker:
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
             num_threads=num_cores(),
+            spent=self.home.spent_today(self.clock.unix_s()),
         )
 
     def _judge_in_full(self) -> bool:
@@ -162,6 +165,7 @@ class Worker:
         before = self.home.state(task.key.run_id)
         if is_training:  # whatever comes of it, the data are worked with from here on
             self.home.count_task(self.clock.unix_s())
+            self._count_privacy(before)
         self.home.begin_work()
         try:
             reply, state = session.handle(
@@ -177,6 +181,14 @@ class Worker:
             session.on_failure(words)
             return failed(task, words)
         return Answered(task, reply, None if state == before else state)
+
+    def _count_privacy(self, before: bytes) -> None:
+        """Note what the sum takes of the day's ε to which the client is about to add."""
+        terms = terms_to_mask_for(before)
+        if terms is not None and all(lane.noise for lane in terms.lanes):
+            corruption = self.policy.secure_aggregation.corruption
+            squared = squared_distance(terms, corruption=corruption)
+            self.home.spend(terms.session, squared, self.clock.unix_s())
 
     def _tell_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
         log_refusal(violation, round_num=key.round_num)

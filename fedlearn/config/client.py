@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, StringConstraints
 
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config.files import read
 from fedlearn.config.pieces import built, declared_by, refused
 from fedlearn.config.problems import Sources, checked
@@ -35,11 +35,21 @@ class SecureAggregationPolicySection(Section):
         return refused(partial(built, SecureAggregationPolicy, self))
 
 
+@declared_by(PrivacyPolicy)
+class PrivacyPolicySection(Section):
+    """What this client demands of differential privacy."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse what the policy refuses."""
+        return refused(partial(built, PrivacyPolicy, self))
+
+
 @declared_by(Policy)
 class PolicySection(Section):
     """What this client refuses, whatever the coordinator asks."""
 
     secure_aggregation: SecureAggregationPolicySection = SecureAggregationPolicySection()
+    privacy: PrivacyPolicySection = PrivacyPolicySection()
 
 
 @declared_by(Conditions)
@@ -71,7 +81,8 @@ class ClientConfig(Section):
         """
         secure = built(SecureAggregationPolicy, self.policy.secure_aggregation)
         secure = replace(secure, required=secure.required or require_secure_aggregation)
-        return built(Policy, self.policy, secure_aggregation=secure)
+        privacy = built(PrivacyPolicy, self.policy.privacy)
+        return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy)
 
     def to_conditions(self) -> Conditions:
         """Return when the device may train, as the client takes it."""

@@ -12,20 +12,32 @@ from fedlearn.core.ranges import Count, Positive
 class PrivacySection(Section):
     """Whether the released models hide each user's taking part, and how well."""
 
-    mode: Literal["off", "central"] = Field(
+    mode: Literal["off", "central", "distributed", "local"] = Field(
         "off",
-        description='"off", or "central": the coordinator, which sees each update, adds noise to '
-        "their sum before anything is made of it.",
+        description='"off"; "central": the coordinator, which sees each update, adds noise to '
+        'their sum before anything is made of it; "distributed": each client adds a share of the '
+        "noise, and by secure aggregation the coordinator sees the noisy sum alone; "
+        '"local": each client adds so much that its update may be seen.',
     )
     clip_norm: Positive | None = Field(
         None,
         description="What each update is clipped to: its largest L2 norm, > 0. Too large drowns "
         "the model in noise, too small slows it down; needed unless privacy.mode is off.",
     )
+    clip_quantile: Fraction | None = Field(
+        None,
+        description="Share of the updates that shall be at most as long as the clip norm, which "
+        "then follows them from privacy.clip_norm on, at a small part of the budget; without it, "
+        "the clip norm stays.",
+    )
+    clip_learning_rate: Positive = Field(
+        0.2,
+        description="Step size of the logarithm of a clip norm that follows a quantile, > 0.",
+    )
     noise_multiplier: Positive | None = Field(
         None,
-        description="Standard deviation of the noise by privacy.clip_norm, > 0; without it, the "
-        "least that keeps num_rounds within privacy.epsilon.",
+        description="Standard deviation of the noise in a sum by the largest norm of one client's "
+        "part, > 0; without it, the least that keeps num_rounds within privacy.epsilon.",
     )
     epsilon: Positive | None = Field(
         None,
@@ -62,6 +74,11 @@ class PrivacySection(Section):
         """Whether noise is added."""
         return self.mode != "off"
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether clients add it."""
+        return self.mode == "distributed"
+
     def problems(self) -> Iterator[Problem]:
         """Refuse half a promise, and keys without effect."""
         if not self.is_on:
@@ -70,6 +87,19 @@ class PrivacySection(Section):
                     text = 'is without effect, since privacy.mode is "off"; set it to "central"'
                     yield Problem((name, "mode"), text)
             return
+        usual = type(self).model_fields["clip_learning_rate"].default
+        if self.clip_quantile is None and self.clip_learning_rate != usual:
+            text = "is without effect, since the clip norm stays; give privacy.clip_quantile"
+            yield Problem(("clip_learning_rate", "clip_quantile"), text)
+        if self.clip_quantile is not None and self.mode != "central":
+            text = (
+                f'is given, but privacy.mode is "{self.mode}", where clients agree to one clip '
+                'norm for all of a run; leave it out, or set the mode to "central"'
+            )
+            yield Problem(("clip_quantile", "mode"), text)
+        if self.reproducible and self.mode == "local":
+            text = 'is true, but privacy.mode is "local", whose clients draw secret noise'
+            yield Problem(("reproducible", "mode"), f"{text}; leave it out")
         for name in ("clip_norm", "target_delta"):
             if getattr(self, name) is None:
                 yield Problem((name, "mode"), f'is missing; privacy.mode "{self.mode}" needs it')

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -96,12 +96,21 @@ def checked(
     try:
         tree = root.model_validate(raw)
     except ValidationError as error:
-        explained = (_explain(details, raw, sources, root) for details in error.errors())
+        explained = (_explain(details, raw, sources, root) for details in _distinct(error))
         found = [complaint for each in explained for complaint in each]
         raise _config_error([*complaints, *found]) from error
     if complaints:
         raise _config_error(complaints)
     return tree
+
+
+def _distinct(error: ValidationError) -> Collection[ErrorDetails]:
+    """Return its errors, one of those that are the same of several items of an array."""
+    found: dict[Key, ErrorDetails] = {}
+    for details in error.errors():
+        place = [each for each in details["loc"] if isinstance(each, str)]
+        found.setdefault((details["type"], *place), details)
+    return found.values()
 
 
 def _config_error(complaints: Iterable[Complaint]) -> ConfigError:

@@ -18,7 +18,14 @@ from fedlearn.secagg.plan import SecurePlan
 @declared_by(
     Assumptions,
     SecurePlan,
-    given=("topology", "parameters", "min_survivors", "by_examples", "further"),
+    given=(
+        "topology",
+        "parameters",
+        "min_survivors",
+        "by_examples",
+        "further",
+        "noise_multiplier",
+    ),
     corruption=0.1,
     sigma_bits=40,
     eta_bits=30,
@@ -85,7 +92,13 @@ class SecureAggregationSection(Section):
         return derive(num_clients, assumptions=assumptions)
 
     def plan(
-        self, num_clients: int, *, min_reports: int, by_examples: bool, further: Sequence[LaneSpec]
+        self,
+        num_clients: int,
+        *,
+        min_reports: int,
+        by_examples: bool,
+        further: Sequence[LaneSpec],
+        noise_multiplier: float | None,
     ) -> SecurePlan:
         """Return what the sessions of a run ask where ``num_clients`` are asked in a round.
 
@@ -100,6 +113,7 @@ class SecureAggregationSection(Section):
             min_survivors=max(min_reports, parameters.min_survivors),
             by_examples=by_examples,
             further=tuple(further),
+            noise_multiplier=noise_multiplier,
         )
 
     def problems_with(

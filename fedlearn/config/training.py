@@ -154,7 +154,7 @@ class PythonAlgorithm(Algorithm):
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Return what the factory makes."""
         made = user_call("algorithm.name", self.factory, {"local": local, **self.args})()
-        needed = ("local", "aggregation", "transforms", "lanes", "init", "tell", "step")
+        needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "tell", "step")
         remedy = "let its class inherit from fedlearn.Strategy"
         require_attributes("algorithm.name", self.factory, made, needed, remedy)
         strategy: Strategy = made

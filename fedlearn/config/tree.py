@@ -208,7 +208,8 @@ class Config(Section):
 
         The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
         local training that defines it, data other than the main job's bring no stragglers, and
-        privacy brings the sampling that it accounts for most tightly, and no weights.
+        privacy brings the sampling that it accounts for most tightly, and no weights, or, where
+        clients add the noise, secure aggregation.
         """
         if not isinstance(raw, dict):
             return raw
@@ -319,12 +320,40 @@ class Config(Section):
         if self.centralized:
             text = f"is {shown(self.privacy.mode)}, but centralized pools the examples of all users"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
-        if self.secure_aggregation.is_on:
+        if self.privacy.mode == "local" and self.cohort.sampling != "uniform":
             text = (
-                f"is {shown(self.privacy.mode)}, but under secure aggregation the coordinator has "
-                'no sum to add exact noise to; set one of the two modes to "off"'
+                f"is {shown(self.cohort.sampling)}, but updates that are seen are hidden by no "
+                'coin; leave it at "uniform"'
+            )
+            yield Problem(("cohort.sampling", mode), text)
+        if not self.privacy.is_distributed:
+            if self.secure_aggregation.is_on:
+                text = (
+                    f"is {shown(self.privacy.mode)}, but under secure aggregation clients add the "
+                    'noise; set it to "distributed", or secure_aggregation.mode to "off"'
+                )
+                yield Problem((mode, "secure_aggregation.mode"), text)
+            return
+        if not self.secure_aggregation.is_on:
+            text = (
+                f"is {shown(self.privacy.mode)}, but without secure aggregation the coordinator "
+                'sees updates that have one share of the noise; set it to "central", or '
+                'secure_aggregation.mode to "complete"'
             )
             yield Problem((mode, "secure_aggregation.mode"), text)
+        clip_norm = self.secure_aggregation.model_dump()["clip_norm"]
+        if clip_norm != self.privacy.clip_norm:
+            text = (
+                f"is {clip_norm:g}, but privacy.clip_norm is {shown(self.privacy.clip_norm)}, and "
+                "both are one; leave it out"
+            )
+            yield Problem(("secure_aggregation.clip_norm", "privacy.clip_norm"), text)
+        if self.privacy.reproducible and self.engine.transport == "memory":
+            text = (
+                'is true, but engine.transport is "memory", whose clients draw secret noise; leave '
+                'it out, or set engine.transport to "engine"'
+            )
+            yield Problem(("privacy.reproducible", "engine.transport"), text)
 
     @property
     def _num_asked(self) -> int:
@@ -429,19 +458,27 @@ class Config(Section):
 
 def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
     """Return what privacy brings where nothing is written."""
-    implied = dict[str, Any]()
-    brought: dict[str, dict[str, Any]] = {
-        "cohort": {"sampling": "poisson"},
-        "stragglers": {"over_selection": 1.0},
-        "algorithm": {"weight_by_examples": False},
-    }
-    algorithm = raw.get("algorithm", {})
+    implied, privacy = dict[str, Any](), raw["privacy"]
+    brought: dict[str, dict[str, Any]] = {"algorithm": {"weight_by_examples": False}}
+    algorithm, cohort = raw.get("algorithm", {}), raw.get("cohort", {})
     name = algorithm.get("name", "fedavg") if isinstance(algorithm, dict) else None
     if not ALGORITHMS.has(name, "weight_by_examples"):
         del brought["algorithm"]
-    cohort = raw.get("cohort", {})
-    if isinstance(cohort, dict) and cohort.get("sampling", "poisson") != "poisson":
-        del brought["stragglers"]
+    if privacy["mode"] == "local":
+        brought["cohort"] = {"sampling": "uniform"}  # it hides nothing, so it need not be secret
+    elif privacy["mode"] == "distributed":
+        # Its threshold follows from the clients asked, so that there is a number of them.
+        brought["cohort"] = {"sampling": "uniform"}
+        brought["secure_aggregation"] = {"mode": "complete"}
+        if "clip_norm" in privacy:
+            brought["secure_aggregation"]["clip_norm"] = privacy["clip_norm"]
+        engine = raw.get("engine", {})
+        if isinstance(engine, dict) and engine.get("transport", "engine") == "engine":
+            brought["secure_aggregation"]["simulate_as"] = "modular_sum"
+    else:
+        brought["cohort"] = {"sampling": "poisson"}
+        if isinstance(cohort, dict) and cohort.get("sampling", "poisson") == "poisson":
+            brought["stragglers"] = {"over_selection": 1.0}
     for key, values in brought.items():
         table = raw.get(key, {})
         if isinstance(table, dict):

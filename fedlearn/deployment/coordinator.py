@@ -38,7 +38,7 @@ from fedlearn.deployment.rounds import run_over
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.assemble import Identities, require_plain
+from fedlearn.experiment.assemble import Identities, require_plain, standing_of
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.privacy import promise
 from fedlearn.experiment.progress import Progress
@@ -368,6 +368,7 @@ class Coordinator:
                 progress=self.progress.round,
                 first_attempts=first,
                 identities=self._identities(database),
+                standing=standing_of(charging),
             )
 
     def _identities(self, database: Database) -> Identities | None:

@@ -17,7 +17,7 @@ from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.rounds import run_over
-from fedlearn.experiment.assemble import Identities
+from fedlearn.experiment.assemble import Identities, standing_of
 from fedlearn.experiment.privacy import promise
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
@@ -105,6 +105,7 @@ def run(
                     clock=clock,
                     progress=progress.round,
                     identities=identities,
+                    standing=standing_of(charging),
                 )
         structlog.get_logger(__name__).info("federation_left", **asdict(channel.counts))
         return Run(stored, pieces.make_model)

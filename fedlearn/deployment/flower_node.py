@@ -40,11 +40,16 @@ def node_policy(node: Node) -> Policy:
         )
     config = load_client(None if path is None else Path(str(path)))
     policy = config.to_policy(require_secure_aggregation=required)
-    if policy.max_tasks_per_day is not None:
-        raise ConfigError(
-            f"{path}: policy.max_tasks_per_day is {policy.max_tasks_per_day}, but a client on "
-            "Flower does not remember the day; leave it out"
-        )
+    limits = {
+        "max_tasks_per_day": policy.max_tasks_per_day,
+        "privacy.max_epsilon_per_day": policy.privacy.max_epsilon_per_day,
+    }
+    for name, limit in limits.items():
+        if limit is not None:
+            raise ConfigError(
+                f"{path}: policy.{name} is {limit}, but a client on Flower does not remember the "
+                "day; leave it out"
+            )
     if config.to_conditions() != Conditions():
         raise ConfigError(
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "

@@ -33,6 +33,7 @@ class LiveStatus:
         attempt: Of the round that is next or under way.
         num_needed: Clients that are waited for, while they are.
         round_s: Seconds that the last round took; NaN before the first.
+        epsilon: Of the privacy that was spent, when it was last found; NaN before.
         counts: Of all rounds in this process: clients by how they ended.
     """
 
@@ -47,6 +48,7 @@ class LiveStatus:
     num_needed: int = 0
     round_s: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float = math.nan
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
 
     def finished(self, record: RoundRecord) -> None:
@@ -54,6 +56,7 @@ class LiveStatus:
         self.num_finished = record.round_num + 1
         self.attempt = 0
         self.round_s = record.seconds
+        self.epsilon = record.metrics.get("epsilon", self.epsilon)
         self.metrics = record.metrics or self.metrics
         for status in Status:
             self.counts[status] += record.count(status)
@@ -85,6 +88,7 @@ class LiveStatus:
             "rounds": float(self.num_rounds),
             "round_seconds": self.round_s,
             **measured,
+            **({} if math.isnan(self.epsilon) else {"privacy_epsilon": self.epsilon}),
             **phases,
         }
 

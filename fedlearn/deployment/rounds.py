@@ -23,7 +23,7 @@ from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
-from fedlearn.rounds.run import RunState, train
+from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
@@ -42,6 +42,7 @@ def run_over(
     progress: Callable[[RoundRecord], None],
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     identities: Identities | None = None,
+    standing: Standing = dict,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -55,6 +56,7 @@ def run_over(
         progress: Told of each finished round.
         first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
+        standing: See :class:`~fedlearn.rounds.run.RunPlan`.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -71,8 +73,9 @@ def run_over(
         evaluators=list(_evaluators(pieces, channel)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
-        release=release_of(pieces, params, Alone()),
+        release=release_of(pieces, params, Alone(), has_sessions=True),
         first_attempts=first_attempts,
+        standing=standing,
     )
     after_round = AfterRound(Alone(), progress, (), pieces.make_model)
     return train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)

@@ -23,11 +23,14 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, EngineError
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
+from fedlearn.privacy.ledger import Charging
+from fedlearn.privacy.plan import CentralPlan, LocalPlan
+from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.rounds.opening import Charge, ChargedOpening, Opening, SampledOpening
+from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Release, RoundPlan
-from fedlearn.rounds.run import RunPlan
+from fedlearn.rounds.run import RunPlan, Standing
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
@@ -77,7 +80,7 @@ def resolve(
     engine = simulation.config.engine
     device = device_of(engine.device, environ)
     params = initial_params(simulation, device)
-    release_of(simulation, params, Alone())  # raises where noise does not fit the model
+    release_of(simulation, params, Alone(), has_sessions=False)  # raises where noise does not fit
     num_workers, why_workers = _num_workers(simulation, params, environ)
     choice = _executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
@@ -224,11 +227,11 @@ def assemble(
     *,
     device: torch.device,
     clock: Clock,
-    charge: Charge | None = None,
+    charging: Charging | None = None,
 ) -> tuple[RunPlan, Params]:
     """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
 
-    With ``charge``, each round is charged before it is opened.
+    With ``charging``, each round is charged before it is opened.
     """
     params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
@@ -244,16 +247,17 @@ def assemble(
         policy=simulation.policy,
         seed=simulation.seed,
     )
-    if charge is not None:
-        opening = ChargedOpening(inner=opening, charge=charge)
+    if charging is not None:
+        opening = ChargedOpening(inner=opening, charge=charging.charge)
     plan = run_plan(
         simulation,
         opening=opening,
         collector=collector,
-        release=release_of(simulation, params, cluster),
+        release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
         checkpoint_every_s=simulation.config.store.checkpoint_every_s,
         clock=clock,
+        standing=standing_of(charging),
     )
     return plan, params
 
@@ -268,6 +272,7 @@ def run_plan(
     clock: Clock,
     release: Release | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
+    standing: Standing = dict,
 ) -> RunPlan:
     """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name."""
     return RunPlan(
@@ -286,22 +291,41 @@ def run_plan(
         checkpoint_every_s=checkpoint_every_s,
         clock=clock,
         first_attempts=first_attempts,
+        standing=standing,
     )
 
 
-def release_of(pieces: Pieces, params: Params, cluster: Cluster) -> Release | None:
+def standing_of(charging: Charging | None) -> Standing:
+    """Return what says how much of a privacy budget is spent, if there is one."""
+    return dict if charging is None else charging.standing
+
+
+def release_of(
+    pieces: Pieces, params: Params, cluster: Cluster, *, has_sessions: bool
+) -> Release | None:
     """Return what becomes of the aggregates of a run before anybody looks at them.
+
+    Args:
+        pieces: Of the run.
+        params: Of the model.
+        cluster: The processes that share the work.
+        has_sessions: Whether there are clients that add their noise themselves.
 
     Raises:
         ConfigError: Noise does not fit the model.
     """
     plan = pieces.privacy
-    if plan is None:
+    if plan is None or isinstance(plan, LocalPlan):  # what has noise may be released as it is
         return None
     noise = SharedNoise(plan.noise, cluster)
     try:
-        return plan.release(pieces.algorithm, params.layout, noise)
-    except ValueError as error:
+        if isinstance(plan, CentralPlan):
+            return plan.release(pieces.algorithm, params.layout, noise)
+        secure = pieces.secure
+        assert secure is not None  # building it would have failed
+        secure.lanes(params.layout)  # raises
+        return DistributedMean(secure, plan.num_wanted, None if has_sessions else noise)
+    except (ValueError, ConfigError) as error:
         raise ConfigError(f'privacy.mode is "{pieces.config.privacy.mode}": {error}') from error
 
 

@@ -58,11 +58,13 @@ class Outlook:
         """Return it as JSON values."""
         cohorts = self.plan.cohorts
         return {
+            "mode": self.plan.mode_text.partition(":")[0],
             "adjacency": cohorts.adjacency.value,
             "users": cohorts.population,
             "cohort": self.plan.num_wanted,
             "largest_cohort": cohorts.largest,
             "clip_norm": self.plan.clip_norm,
+            "clip_quantile": self.plan.clip_quantile,
             "noise_multiplier": self.plan.noise_multiplier,
             "target_delta": self.target_delta,
             "epsilon": self.epsilon,
@@ -88,16 +90,19 @@ class Outlook:
 
     def _promised(self) -> Iterator[str]:
         plan, cohorts = self.plan, self.plan.cohorts
+        yield f"mode       {plan.mode_text}"
         if isinstance(cohorts, PoissonCohorts):
             rate = f"each of {cohorts.population} users at rate {cohorts.rate:.4g}"
             yield f"sampling   Poisson: {rate}, at most {cohorts.largest} a round"
+        elif cohorts.size == cohorts.population:
+            yield f"sampling   all {cohorts.population} users: that one is not asked hides nothing"
         else:
             yield f"sampling   {cohorts.size} of {cohorts.population} users, without replacement"
         is_added = cohorts.adjacency is Adjacency.ADD_OR_REMOVE
         user = "is there or not" if is_added else "has other data"
         yield f"adjacency  {cohorts.adjacency}: one user {user}"
-        yield f"clip       {plan.clip_norm:g}"
-        yield f"noise      {plan.noise_multiplier:.4g} times the clip, in the sum of a round"
+        yield f"clip       {plan.clip_text}"
+        yield f"noise      {plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
         yield f"delta      {self.target_delta:g}"
         if self.epsilon is not None:
             yield f"budget     ε {self.epsilon:g} of the release"

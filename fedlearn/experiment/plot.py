@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -117,7 +118,8 @@ def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     written = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedlearn"}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(written, format="svg", metadata=nothing)
+        canvas: Any = FigureCanvasSVG(figure)  # Any: its methods have no types
+        canvas.print_svg(written, metadata=nothing)  # savefig draws twice
     text = written.getvalue()
     text = _ID.sub("", text[text.index("<svg") :].rstrip())
     text = re.sub(rf'<g id="{_HOVER}([^"]*)">', r'<g class="hover"><title>\1</title>', text)
@@ -127,6 +129,12 @@ def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
 def tell(artist: Artist, text: str) -> None:
     """Let :func:`svg` show ``text`` where somebody points at ``artist``."""
     artist.set_gid(f"{_HOVER}{printable(text)}")
+
+
+def put(axes: Axes, shape: Rectangle) -> None:
+    """Add a shape inside the axes, which do not stretch for it, and are laid out without it."""
+    shape.set_in_layout(False)
+    axes.add_artist(shape)  # as no patch, whose extent would be looked at
 
 
 def _tell_values(axes: Axes) -> None:
@@ -146,7 +154,7 @@ def _tell_values(axes: Axes) -> None:
 def _tell_column(axes: Axes, left: float, width: float, text: str) -> None:
     column = Rectangle((left, 0), width, 1, alpha=0.0, transform=axes.get_xaxis_transform())
     tell(column, text)
-    axes.add_artist(column)  # as no patch: the axes do not stretch for it
+    put(axes, column)
 
 
 # ---- Panels -------------------------------------------------------------------------------

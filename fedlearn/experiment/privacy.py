@@ -95,8 +95,7 @@ def promise(
     plan, section = pieces.privacy, pieces.config.privacy
     if plan is None:
         return [], None
-    multiplier, clip = f"{plan.noise_multiplier:.4g}", f"{plan.clip_norm:g}"
-    noise = f"noise {multiplier} times the clip norm {clip}"
+    noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
     if section.reproducible:
         return [f"{noise}, from a public seed: nothing is private, and no ε is claimed"], None
     from fedlearn.privacy.accounting import epsilon_of_release  # noqa: PLC0415 (takes a second)

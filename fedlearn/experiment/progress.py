@@ -5,7 +5,7 @@ lines are written as they come, and their colours are rendered once, at the star
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -142,6 +142,7 @@ class PlainProgress(_Lines):
         """Write a line with every fact of the round."""
         reported, late, failed = Counts.of(record)
         virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
+        spent = record.metrics.get("epsilon")
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
             f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
@@ -150,6 +151,7 @@ class PlainProgress(_Lines):
             f" reported={reported} late={late} failed={failed}"
             f"{virtual} seconds={record.seconds:.3f}"
             f" retries={record.attempt} outcome={record.outcome.value}"
+            f"{'' if spent is None else f' epsilon={spent:.4g}'}"
         )
 
     def end(self, summary: Summary) -> None:
@@ -174,7 +176,7 @@ class TerminalProgress(_Lines):
     def __init__(self, console: Console) -> None:
         super().__init__(console.file)
         self._console = console
-        self._sign, self._best = 1.0, -math.inf
+        self._sign, self._best, self._budget = 1.0, -math.inf, ""
         self._round_width, self._metric_width = 0, 0
         self._good = _paint("bold green", console)
         self._dim = _paint("dim", console)
@@ -185,6 +187,9 @@ class TerminalProgress(_Lines):
         """Print the run's name, the notes and the header."""
         self._begin(record, path)
         self._sign = sign(direction_of(record, self._metric) or "max")
+        privacy = record.config.get("privacy")
+        budget = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
+        self._budget = "" if budget is None else f" of {budget:g}"
         shown = printable(self._metric)[:_NAME_CHARACTERS]
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         self._metric_width = max(8, len(shown))
@@ -219,6 +224,8 @@ class TerminalProgress(_Lines):
         )
         if remark := _remark(record):
             line += f"  {self._late(remark)}"
+        if (epsilon := record.metrics.get("epsilon")) is not None:
+            line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
         self._write(line)
 
     def end(self, summary: Summary) -> None:

@@ -36,7 +36,7 @@ from fedlearn.experiment.comparison import (
     number_text,
     summarize,
 )
-from fedlearn.experiment.plot import STATUS_COLOURS, panels, svg, tell
+from fedlearn.experiment.plot import STATUS_COLOURS, panels, put, svg, tell
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
@@ -200,7 +200,7 @@ class _Map:
         if np.count_nonzero(self.cells) <= _MOST_TOLD_CELLS:
             axes.set(xlim=(0.5, last), ylim=(rows - 0.5, -0.5))
             for row, column in np.argwhere(self.cells):
-                axes.add_patch(self._cell(int(row), int(column)))
+                put(axes, self._cell(int(row), int(column)))
         else:
             colours = ListedColormap(["#00000000", *_COLOURS.values()])
             extent = (0.5, last, rows - 0.5, -0.5)

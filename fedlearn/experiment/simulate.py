@@ -362,8 +362,9 @@ def _execute(
                 site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
             checkpoint = cluster.broadcast((checkpoint,))[0]
             device = device_of(pieces.config.engine.device, site.environ)
-            charge = None if charging is None else charging.charge
-            plan, params = assemble(pieces, cluster, device=device, clock=site.clock, charge=charge)
+            plan, params = assemble(
+                pieces, cluster, device=device, clock=site.clock, charging=charging
+            )
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
             store: RunStore = stored or _Follower()
             with nullcontext() if charging is None else closing(charging):

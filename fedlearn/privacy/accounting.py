@@ -24,14 +24,14 @@ from functools import lru_cache
 from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
-from scipy.special import log_ndtr
 
 from fedlearn.privacy.events import Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.gaussian import gaussian_epsilon
 
 #: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
-_FINE = 1e-4
-#: The same in a search, as a share of the ε that is sought.
-_COARSE = 1e-3
+_FINE, _ROUGH = 1e-4, 4e-3
+#: The same as a share of ε, for a figure and in a search.
+_EXACT_SHARE, _COARSE_SHARE = 2e-4, 1e-3
 #: How close to the budget a calibrated multiplier comes, relatively.
 _CLOSE = 1e-3
 
@@ -55,7 +55,7 @@ def epsilon_of_release(spent: Spent, *, target_delta: float) -> float:
         4.377
     """
     _require_delta(target_delta)
-    return _epsilon({e: count for e, count in spent.items() if count}, target_delta, _FINE)
+    return _epsilon({e: count for e, count in spent.items() if count}, target_delta)
 
 
 def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
@@ -82,7 +82,7 @@ def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
     """
     _require_delta(target_delta)
     _require_one_adjacency(spent)
-    return _gaussian_epsilon(_distance(spent), target_delta)
+    return gaussian_epsilon(_distance(spent), target_delta)
 
 
 def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
@@ -111,9 +111,9 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
     if num_rounds < 1:
         raise ValueError(f"num_rounds is {num_rounds}; there is at least one release")
 
-    coarse = max(_FINE, _COARSE * epsilon)
+    coarse = max(_FINE, _COARSE_SHARE * epsilon)
 
-    def is_within(multiplier: float, interval: float) -> bool:
+    def is_within(multiplier: float, interval: float | None = None) -> bool:
         return _epsilon({Event(cohorts, multiplier): num_rounds}, target_delta, interval) <= epsilon
 
     # Sampling only ever helps, so what is enough without it is enough.
@@ -127,7 +127,7 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
             enough = middle
         else:
             too_little = middle
-    while not is_within(enough, _FINE):  # finer is lower, but for what is not: the arithmetic
+    while not is_within(enough):  # finer is lower, but for what is not: the arithmetic
         enough *= 1.0 + _CLOSE
     return enough
 
@@ -135,11 +135,11 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
 def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds: int) -> float:
     """Return the multiplier that is enough for users that are asked in every round."""
     low, high = 0.0, 1.0
-    while _gaussian_epsilon(high, target_delta) < epsilon:
+    while gaussian_epsilon(high, target_delta) < epsilon:
         low, high = high, high * 2.0
     for _ in range(60):
         middle = (low + high) / 2.0
-        if _gaussian_epsilon(middle, target_delta) <= epsilon:
+        if gaussian_epsilon(middle, target_delta) <= epsilon:
             low = middle
         else:
             high = middle
@@ -147,21 +147,32 @@ def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds
     return math.sqrt(num_rounds) * one.distance / low
 
 
-def _epsilon(spent: Spent, target_delta: float, interval: float) -> float:
+def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -> float:
+    """Return ε, with losses told apart by ``interval``; without it, as finely as they need be."""
     _require_one_adjacency(spent)
     if not spent:
         return 0.0
     # Who does not see the cohorts knows less than who does; an accountant's bound may be above.
-    unsampled = _gaussian_epsilon(_distance(spent), target_delta)
+    unsampled = gaussian_epsilon(_distance(spent), target_delta)
     if all(event.cohorts.rate == 1.0 for event in spent):
         return unsampled
     if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
         return min(unsampled, _renyi_epsilon(spent, target_delta))
+    if interval is None:
+        # Large losses are told apart by more: it costs nothing of the figure, and seconds less.
+        rough = _amplified_epsilon(spent, target_delta, _ROUGH)
+        enough = max(_FINE, _EXACT_SHARE * rough)
+        interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))  # few, so losses are kept
+    return min(unsampled, _amplified_epsilon(spent, target_delta, interval))
+
+
+def _amplified_epsilon(spent: Spent, target_delta: float, interval: float) -> float:
+    """Return ε of cohorts that nobody has seen, by the distribution of the privacy loss."""
     parts = [_loss(event, interval).self_compose(count) for event, count in spent.items()]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
-    return min(unsampled, max(0.0, float(total.get_epsilon_for_delta(target_delta))))
+    return max(0.0, float(total.get_epsilon_for_delta(target_delta)))
 
 
 def _distance(spent: Spent) -> float:
@@ -188,7 +199,6 @@ def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
 
 
 def _renyi_epsilon(spent: Spent, target_delta: float) -> float:
-
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     for event, count in spent.items():
         cohorts = event.cohorts
@@ -198,30 +208,6 @@ def _renyi_epsilon(spent: Spent, target_delta: float) -> float:
         sampled = SampledWithoutReplacementDpEvent(cohorts.population, cohorts.size, noise)
         accountant.compose(sampled, count)
     return float(accountant.get_epsilon(target_delta))
-
-
-def _gaussian_epsilon(distance: float, target_delta: float) -> float:
-    """Return ε of one Gaussian of standard deviation 1 that is moved by ``distance``."""
-
-    def log_delta(epsilon: float) -> float:
-        above = float(log_ndtr(distance / 2.0 - epsilon / distance))
-        below = epsilon + float(log_ndtr(-distance / 2.0 - epsilon / distance))
-        return (
-            above + math.log1p(-math.exp(min(0.0, below - above))) if below < above else -math.inf
-        )
-
-    if distance == 0.0 or log_delta(0.0) <= math.log(target_delta):
-        return 0.0
-    low, high = 0.0, 1.0
-    while log_delta(high) > math.log(target_delta):
-        low, high = high, high * 2.0
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2.0
-        if log_delta(middle) > math.log(target_delta):
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def _require_delta(target_delta: float) -> None:

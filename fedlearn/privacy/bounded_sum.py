@@ -31,9 +31,11 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Rows, Updates
+from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.transforms import norms
+from fedlearn.core.noise import MAX_SIGMA
 from fedlearn.core.params import Layout
-from fedlearn.core.ranges import Count, Positive, Ranged
-from fedlearn.privacy.noise import MAX_SIGMA
+from fedlearn.core.ranges import Count, Ranged
 
 #: Rows that are summed at a time, in float32, which holds every integer up to 2**24.
 _TOGETHER = 32
@@ -41,8 +43,6 @@ _TOGETHER = 32
 _LEVELS = 2.0**24 / _TOGETHER
 #: Float64, in which all of a round is summed, holds every integer up to it.
 _EXACT = 2.0**53
-#: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
-_SQUARES = 1 << 10
 #: Numbers of each row that are summed at a time, in the cache.
 _SPAN = 1 << 12
 #: More than what rounding does to a norm; clipping is so much stricter.
@@ -101,22 +101,10 @@ class BoundedLane(Ranged):
         """
         for begin in range(0, len(rows), _TOGETHER):
             group = rows[begin : begin + _TOGETHER]
-            scales_B = (1.0 / (self.step * (_norms(group) / self.bound).clamp(min=1.0))).float()
+            scales_B = (1.0 / (self.step * (norms(group) / self.bound).clamp(min=1.0))).float()
             for part, values in _parts(group):
                 levels = torch.mul(values, scales_B[:, None]).round_()
                 total[part].add_(levels.sum(dim=0))  # no matrix product: it may round
-
-
-def _norms(rows: Rows) -> Tensor:
-    """Return the L2 norm of each row, [B] in float64: squares add up in float32, some at a time."""
-    if not isinstance(rows, Tensor):
-        return torch.cat([_norms(row[None]) for row in rows])
-    whole = rows.shape[1] // _SQUARES * _SQUARES
-    spans = rows[:, :whole].float().unflatten(1, (whole // _SQUARES, _SQUARES))
-    rest = torch.linalg.vector_norm(rows[:, whole:].float(), dim=1, keepdim=True)
-    norms = torch.cat([torch.linalg.vector_norm(spans, dim=2), rest], dim=1).double()
-    norms_B: Tensor = torch.linalg.vector_norm(norms, dim=1)
-    return norms_B
 
 
 def _parts(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
@@ -151,8 +139,7 @@ class BoundedSum(Ranged):
 
     Attributes:
         bounds: By lane the largest L2 norm of one client's values, > 0.
-        noise_multiplier: Standard deviation of the noise by the largest norm of one client's
-            contribution, all lanes together, > 0.
+        multipliers: By lane the standard deviation of its noise by its bound, > 0.
         largest: Clients in a sum at the most.
 
     Guarantees:
@@ -161,7 +148,7 @@ class BoundedSum(Ranged):
     """
 
     bounds: Mapping[str, float]
-    noise_multiplier: Positive
+    multipliers: Mapping[str, float]
     largest: Count
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
@@ -189,16 +176,35 @@ class BoundedSum(Ranged):
 
     def lanes(self, lanes: Sequence[LaneSpec], layout: Layout) -> dict[str, BoundedLane]:
         """Return how each lane of models of ``layout`` is cut; raises ValueError if none fits."""
-        if self.sigma(len(lanes)) > MAX_SIGMA or self.largest * _LEVELS > _EXACT / 2.0:
-            raise ValueError(
-                f"a sum of {self.largest} clients with {self.noise_multiplier:g} times the noise "
-                "of their bound is beyond exact integers; ask fewer, or lower the noise"
-            )
+        for lane in lanes:
+            if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > _EXACT / 2.0:
+                raise ValueError(
+                    f"a sum of {self.largest} clients with {self.multipliers[lane.name]:g} times "
+                    "the noise of their bound is beyond exact integers; ask fewer, or lower the "
+                    "noise"
+                )
         return {lane.name: BoundedLane(self.bounds[lane.name], lane.size(layout)) for lane in lanes}
 
-    def sigma(self, num_lanes: int) -> float:
-        """Return the noise of each lane: z times the norm of all lanes' levels."""
-        return self.noise_multiplier * _LEVELS * math.sqrt(num_lanes)
+    def sigma(self, lane: str) -> float:
+        """Return the noise of a lane, in levels."""
+        return self.multipliers[lane] * _LEVELS
+
+
+@dataclass(frozen=True)
+class BoundedUpdates(Wrapped):
+    """A strategy of which each client's part is bounded.
+
+    Attributes:
+        inner: The strategy otherwise.
+        summed: The bounded sum, which clips: whatever a client sends, its part is bounded.
+    """
+
+    summed: BoundedSum
+
+    @property
+    def aggregation(self) -> BoundedSum:
+        """The bounded sum."""
+        return self.summed
 
 
 class Noise(Protocol):
@@ -222,12 +228,10 @@ class NoisyMean:
     """Releases a sum of levels: with noise, by the number of clients that is expected.
 
     Attributes:
-        summed: How the sum was made.
         expected: The public denominator.
         noise: Where noise comes from.
     """
 
-    summed: BoundedSum
     expected: float
     noise: Noise
 
@@ -235,7 +239,7 @@ class NoisyMean:
         self,
         aggregate: Aggregate,
         *,
-        lanes: Sequence[LaneSpec],
+        strategy: Strategy,
         layout: Layout,
         round_num: int,
         attempt: int,
@@ -244,15 +248,16 @@ class NoisyMean:
 
         Args:
             aggregate: Sums of levels; overwritten.
-            lanes: Those of the strategy.
+            strategy: Of the round, whose aggregation is a :class:`BoundedSum`.
             layout: Of the model.
             round_num: Index, from 0.
             attempt: 0, or how often the round was retried.
         """
-        sigma, means = self.summed.sigma(len(lanes)), {}
-        for name, lane in self.summed.lanes(lanes, layout).items():
-            total = aggregate.lanes[name]
-            noise = self.noise.draw(sigma, len(total), labels=(name, round_num, attempt))
+        summed, means = strategy.aggregation, {}
+        assert isinstance(summed, BoundedSum)  # a plan makes both
+        for name, lane in summed.lanes(strategy.lanes, layout).items():
+            total, labels = aggregate.lanes[name], (name, round_num, attempt)
+            noise = self.noise.draw(summed.sigma(name), len(total), labels=labels)
             noisy = total.add_(noise.to(total.device))
             means[name] = noisy.mul_(lane.step / self.expected).to(layout.dtype)
         return Aggregate(lanes=means, num_clients=max(1, round(self.expected)))

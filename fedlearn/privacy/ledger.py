@@ -6,7 +6,7 @@ round that was charged and never released counts all the same.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,10 @@ EpsilonOf = Callable[[Spent], float]
 
 #: Seconds of rounds that are charged together.
 _TOGETHER_S = 0.3
+#: Seconds until it is first told what is spent: a run that is over sooner tells at its end.
+_FIRST_LOOK_S = 5.0
+#: Of the time, the part that is used to tell it.
+_LOOKING = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Charging:
         self._num_covered = 0  # further charges that are known to be affordable
         self._num_ahead = 0  # charged, and not begun
         self._together, self._charged_s = 1, -math.inf
+        self._next_look_s = clock.now_s() + _FIRST_LOOK_S
 
     def foresee(self, num_rounds: int) -> int:
         """Return how many of so many rounds to come the budget is enough for."""
@@ -152,6 +157,19 @@ class Charging:
             else:
                 self._known, self._num_covered = self._ledger.spent(), 0  # another run has spent
         self._num_ahead -= 1
+
+    def standing(self) -> Mapping[str, float]:
+        """Return the ε of the release so far as ``epsilon``; nothing where it was found just now.
+
+        To find it may take a second: it is done for a twentieth of the time at the most.
+        """
+        begin_s = self._clock.now_s()
+        if begin_s < self._next_look_s:
+            return {}
+        epsilon = self._epsilon_of(self._after(-self._num_ahead))
+        now_s = self._clock.now_s()
+        self._next_look_s = now_s + (now_s - begin_s) / _LOOKING
+        return {"epsilon": epsilon}
 
     def close(self) -> None:
         """Take back what was charged ahead and never began."""

@@ -4,41 +4,29 @@ A guarantee is of all of them at once, so none is chosen apart; what cannot be h
 refused, with the reason.
 """
 
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.transforms import BELOW, NoisedUpdates, Transform
 from fedlearn.core.params import Layout
-from fedlearn.core.ranges import Positive, Ranged
-from fedlearn.privacy.bounded_sum import BoundedSum, Noise, NoisyMean
+from fedlearn.core.ranges import Count, Positive, Ranged
+from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
+from fedlearn.privacy.bounded_sum import BoundedSum, BoundedUpdates, Noise, NoisyMean
 from fedlearn.privacy.events import Cohorts, Event, PoissonCohorts
 from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohortSampler, Streams
 
 
-@dataclass(frozen=True)
-class BoundedUpdates(Wrapped):
-    """A strategy of which each client's part is bounded.
-
-    Attributes:
-        inner: The strategy otherwise.
-        summed: The bounded sum, which clips: whatever a client sends, its part is bounded.
-    """
-
-    summed: BoundedSum
-
-    @property
-    def aggregation(self) -> BoundedSum:
-        """The bounded sum."""
-        return self.summed
-
-
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan(Ranged):
-    """Central differential privacy of one user's taking part: the coordinator adds the noise.
+class PrivacyPlan(Ranged, ABC):
+    """What hides one user's taking part, whoever adds the noise.
 
     Attributes:
         cohorts: How users are drawn.
@@ -47,10 +35,6 @@ class PrivacyPlan(Ranged):
             contribution, > 0.
         num_wanted: Reports that a round expects: the public denominator of the mean.
         streams: Where cohorts and noise come from.
-
-    References:
-        McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
-        <https://arxiv.org/abs/1710.06963>`_, algorithm 1.
     """
 
     cohorts: Cohorts
@@ -59,10 +43,24 @@ class PrivacyPlan(Ranged):
     num_wanted: int
     streams: Streams
 
+    #: Who adds noise, and to what, in words.
+    mode_text: ClassVar[str]
+    noise_text: ClassVar[str] = "in the sum of a round"
+
     @property
     def event(self) -> Event:
         """What one round costs."""
         return Event(self.cohorts, self.noise_multiplier)
+
+    @property
+    def clip_text(self) -> str:
+        """What updates are clipped to, in words."""
+        return f"{self.clip_norm:g}"
+
+    @property
+    def clip_quantile(self) -> float | None:
+        """The quantile of the updates' norms that the clip norm follows; ``None``: it stays."""
+        return None
 
     @property
     def sampler(self) -> CohortSampler:
@@ -75,6 +73,49 @@ class PrivacyPlan(Ranged):
     def noise(self) -> DrawnNoise:
         """Where noise comes from."""
         return DrawnNoise(self.streams)
+
+    @abstractmethod
+    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+        """Return when rounds close; raises ValueError if nothing could be promised with it."""
+
+    @abstractmethod
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return the strategy with each client's part bounded, and all weighted alike.
+
+        Raises:
+            ValueError: What one client can do to the aggregate has no bound, or the weights tell
+                of the data.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralPlan(PrivacyPlan):
+    """Central differential privacy: the coordinator sees each update, and adds the noise.
+
+    Attributes:
+        adaptive: How the clip norm moves, which is then the first one; ``None``: it does not.
+
+    References:
+        McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
+        <https://arxiv.org/abs/1710.06963>`_, algorithm 1.
+    """
+
+    adaptive: AdaptiveClip | None = None
+
+    mode_text = "central: the coordinator adds the noise to the sum of what it sees"
+
+    @property
+    def clip_text(self) -> str:
+        """What updates are clipped to, in words."""
+        if self.adaptive is None:
+            return super().clip_text
+        quantile = f"quantile {self.adaptive.quantile:g} of the updates' norms"
+        return f"{self.clip_norm:g} at first, then the {quantile}"
+
+    @property
+    def clip_quantile(self) -> float | None:
+        """The quantile of an adaptive clip norm."""
+        return None if self.adaptive is None else self.adaptive.quantile
 
     def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return when rounds close: by what each user does alone, and whoever reports.
@@ -95,15 +136,16 @@ class PrivacyPlan(Ranged):
         return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
 
     def strategy(self, inner: Strategy) -> Strategy:
-        """Return a strategy with each client's part bounded, and all weighted alike.
+        """Return the strategy around which each client's part is bounded by the sum itself.
 
         Raises:
-            ValueError: What one client can do to the aggregate has no bound, or the weights tell
-                of the data.
+            ValueError: See :meth:`PrivacyPlan.strategy`.
         """
-        if (problem := _unsuitable(inner.aggregation)) is not None:
-            raise ValueError(problem)
-        return BoundedUpdates(inner, self._summed(inner))
+        _require_suitable(inner)
+        summed = self._summed(inner)
+        if self.adaptive is None:
+            return BoundedUpdates(inner, summed)
+        return AdaptivelyBounded(inner, summed, self.adaptive)
 
     def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> NoisyMean:
         """Return what is released of the sums of :meth:`strategy`.
@@ -111,38 +153,135 @@ class PrivacyPlan(Ranged):
         Raises:
             ValueError: The sums of models of ``layout`` do not fit into exact numbers.
         """
-        summed = self._summed(strategy)
-        summed.lanes(strategy.lanes, layout)
-        return NoisyMean(summed=summed, expected=self.num_wanted, noise=noise)
+        assert isinstance(strategy, BoundedUpdates)  # what :meth:`strategy` returned
+        strategy.summed.lanes(strategy.lanes, layout)
+        return NoisyMean(expected=self.num_wanted, noise=noise)
 
-    def _summed(self, strategy: Strategy) -> BoundedSum:
-        bounds: Mapping[str, float | None] = {
-            lane.name: self.clip_norm if lane is DELTA else lane.bound for lane in strategy.lanes
+    def _summed(self, inner: Strategy) -> BoundedSum:
+        bounds = {
+            lane.name: self.clip_norm if lane is DELTA else _bound(lane) for lane in inner.lanes
         }
-        if missing := [name for name, bound in bounds.items() if bound is None]:
+        # One user more or less moves a sum by its norm; one that is replaced by twice that,
+        # which the event accounts for.
+        multiplier, multipliers = self.noise_multiplier, dict[str, float]()
+        if self.adaptive is not None:
+            multiplier, count = divided(multiplier, expected=self.num_wanted)
+            multipliers[BELOW.name] = count
+        # All of these lanes together are as long as the root of their number, in bounds.
+        multipliers |= dict.fromkeys(bounds, multiplier * math.sqrt(len(bounds)))
+        if self.adaptive is not None:
+            bounds[BELOW.name] = _bound(BELOW)
+        return BoundedSum(bounds=bounds, multipliers=multipliers, largest=self.cohorts.largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedPlan(PrivacyPlan):
+    """Distributed differential privacy: each client adds a share, and the sum alone is seen.
+
+    Clip and noise are in the terms of secure aggregation, which clients judge and carry out.
+
+    Attributes:
+        least: Fewest reports in a sum that is released: their shares are enough.
+
+    References:
+        Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated
+        Learning with Secure Aggregation <https://arxiv.org/abs/2102.06387>`_.
+    """
+
+    least: Count
+
+    mode_text = "distributed: each client adds a share of the noise, and the sum alone is seen"
+
+    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+        """Return when rounds close: with no fewer reports than are released."""
+        return replace(policy, min_reports=self.least)
+
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return the strategy itself: clients bound their parts.
+
+        Raises:
+            ValueError: See :meth:`PrivacyPlan.strategy`.
+        """
+        _require_suitable(inner)
+        for lane in inner.lanes:
+            if lane is not DELTA:
+                _bound(lane)
+        return inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan(PrivacyPlan):
+    """Local differential privacy: each update has noise enough by itself, whoever sees it.
+
+    References:
+        Duchi, Jordan and Wainwright, 2013, `Local Privacy and Statistical Minimax Rates
+        <https://doi.org/10.1109/FOCS.2013.53>`_.
+    """
+
+    mode_text = "local: each client adds noise enough for itself"
+    noise_text = "in each update"
+
+    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+        """Return when rounds close: as they would."""
+        return policy
+
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return the strategy whose clients add noise; what is made of it is of no importance.
+
+        Raises:
+            ValueError: Clients would send what has no noise.
+        """
+        if getattr(inner.aggregation, "by_examples", False):
             raise ValueError(
-                f"its lane {missing[0]!r} has no bound, so that nothing limits what one client "
-                f"adds to it; give {missing[0]}_bound"
+                "clients are weighted by their examples, whose number has no noise and is not "
+                "told; set weight_by_examples to false"
             )
-        return BoundedSum(
-            bounds={name: bound for name, bound in bounds.items() if bound is not None},
-            # One user more or less moves a sum by its norm; one that is replaced by twice that,
-            # which the event accounts for.
-            noise_multiplier=self.noise_multiplier,
-            largest=self.cohorts.largest,
+        if further := [lane.name for lane in inner.lanes if lane is not DELTA]:
+            raise ValueError(
+                f"its lane {further[0]!r} has no noise; take an algorithm whose clients send "
+                'updates alone, or the mode "central" or "distributed"'
+            )
+        noised = NoisedUpdates(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+        return LocallyNoised(inner, noised)
+
+
+@dataclass(frozen=True)
+class LocallyNoised(Wrapped):
+    """A strategy whose clients add noise to their updates.
+
+    Attributes:
+        inner: The strategy otherwise.
+        noised: How they do.
+    """
+
+    noised: NoisedUpdates
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """Those of the inner strategy, then the noise."""
+        return (*self.inner.transforms, self.noised)
+
+
+def _bound(lane: LaneSpec) -> float:
+    """Return the largest norm of one client's values; raises ValueError if nothing limits it."""
+    if lane.bound is None:
+        raise ValueError(
+            f"its lane {lane.name!r} has no bound, so that nothing limits what one client "
+            f"adds to it; give {lane.name}_bound"
         )
+    return lane.bound
 
 
-def _unsuitable(aggregation: object) -> str | None:
-    """Return why a sum with noise cannot take the place of an aggregation."""
+def _require_suitable(inner: Strategy) -> None:
+    """Raise ValueError if a sum with noise cannot take the place of an aggregation."""
+    aggregation = inner.aggregation
     if type(aggregation) is not WeightedMean:  # a subclass may do something else
-        return (
+        raise ValueError(
             f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
             "noise would not hide what one client does to it; take an algorithm that averages"
         )
     if aggregation.by_examples:
-        return (
+        raise ValueError(
             "clients are weighted by their examples, whose number would then be told, and multiply "
             "what one client can do; set weight_by_examples to false"
         )
-    return None

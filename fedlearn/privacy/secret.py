@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedlearn.core.messages import ClientId
+from fedlearn.core.noise import SecretStream, discrete_gaussian
 from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
-from fedlearn.privacy.noise import SecretStream, discrete_gaussian
 
 
 class Streams(Protocol):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ def begun_by(strategy: Strategy, params: Params) -> State:
     state = strategy.init(params)
     _require_state(state, who=f"{type(strategy).__name__}.init")
     return state
+
+
+def strategy_at(strategy: Strategy, state: State) -> Strategy:
+    """Return the strategy of a round; RoundError if what it says is none."""
+    found: object = strategy.at(state)
+    if not hasattr(found, "step"):
+        raise RoundError(
+            f"{type(strategy).__name__}.at returned {type(found).__name__}; it returns a strategy, "
+            "such as dataclasses.replace(self, ...)"
+        )
+    return cast("Strategy", found)
 
 
 def told_by(strategy: Strategy, state: State, params: Params) -> Lanes:

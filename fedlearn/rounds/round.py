@@ -12,19 +12,19 @@ function of the state, the plan and what the collector returns, so a simulation 
 deployment differ in the opening and the collector alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.kept import Kept
-from fedlearn.algorithms.lanes import Aggregate, LaneSpec
+from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import Opening
-from fedlearn.rounds.pieces import begun_by, stepped_by, told_by
+from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Release(Protocol):
         self,
         aggregate: Aggregate,
         *,
-        lanes: Sequence[LaneSpec],
+        strategy: Strategy,
         layout: Layout,
         round_num: int,
         attempt: int,
@@ -60,7 +60,7 @@ class Release(Protocol):
 
         Args:
             aggregate: What the aggregation made; may be overwritten.
-            lanes: Those of the strategy.
+            strategy: Of the round.
             layout: Of the model.
             round_num: Index, from 0.
             attempt: 0, or how often the round was tried before.
@@ -125,13 +125,14 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
         CohortTooSmall: Fewer clients are available than are asked.
         RoundError: The strategy told, aggregated or returned what cannot be used.
     """
+    strategy = strategy_at(plan.strategy, state.strategy_state)
     cohort = plan.opening.open(state.round_num, attempt=attempt)
     request = RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
-        strategy=plan.strategy,
-        told=told_by(plan.strategy, state.strategy_state, state.params),
+        strategy=strategy,
+        told=told_by(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
         kept=state.kept,
     )
@@ -143,12 +144,12 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
     if plan.release is not None:
         aggregate = plan.release(
             aggregate,
-            lanes=plan.strategy.lanes,
+            strategy=strategy,
             layout=state.params.layout,
             round_num=state.round_num,
             attempt=attempt,
         )
-    stepped = stepped_by(plan.strategy, state.params, aggregate, state.strategy_state)
+    stepped = stepped_by(strategy, state.params, aggregate, state.strategy_state)
     next_state = replace(
         state,
         round_num=state.round_num + 1,

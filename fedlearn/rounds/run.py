@@ -9,7 +9,7 @@ the seed, ends in the same model.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,10 @@ class RunState:
     best_round: int = 0
 
 
+#: By name what else is told of a round that has finished.
+Standing: TypeAlias = Callable[[], Mapping[str, float]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """The pieces of a run.
@@ -114,6 +118,7 @@ class RunPlan:
         clock: Real time.
         first_attempts: By round, the attempt to begin with where an earlier process has
             tried and failed; all others begin with 0.
+        standing: Says what else is told of a finished round, by name, such as what was spent.
     """
 
     round: RoundPlan
@@ -124,6 +129,7 @@ class RunPlan:
     checkpoint_every_s: float
     clock: Clock
     first_attempts: Mapping[int, int] = field(default_factory=dict)
+    standing: Standing = dict
 
     def is_over(self, state: RunState) -> bool:
         """Whether no further round is due; a run stops early only where it was measured."""
@@ -212,7 +218,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
         duration_s=duration_s,
         virtual_s=state.virtual_s,
         seconds=plan.clock.now_s() - started_s,
-        metrics=metrics,
+        metrics={**plan.standing(), **metrics},
         train_metrics=collected.train_metrics,
     )
     return state, record

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import (
@@ -72,7 +73,10 @@ class SecureCollector:
     """Collects the sum of the clients' updates, and nothing about any one of them.
 
     Nobody's examples or loss are known, so each client that reported is recorded with the means of
-    all that did.
+    all that did; where clients add noise, not even those are.
+
+    Of sums with noise the aggregate holds the levels, whole numbers in float64, for
+    :class:`DistributedMean`; of others the means.
 
     Memory: the sum, one masked vector, and every client's packets; its requests to train hold one
     model between them.
@@ -111,7 +115,7 @@ class SecureCollector:
         layout, device = request.params.layout, request.params.vector.device
         try:
             terms, outcome = self._run(session)
-            sums = _lane_sums(self.plan, terms, outcome, layout=layout, device=device)
+            released = _released(self.plan, terms, outcome, layout=layout, device=device)
         except AggregationAborted as error:
             _log.warning("secure_aggregation_ended", round_num=request.round_num, error=str(error))
             rows = session.aborted(error)
@@ -123,7 +127,7 @@ class SecureCollector:
                 suspects = sorted(outcome.suspects)
                 _log.warning("false_shares", round_num=request.round_num, client_ids=suspects)
             if len(outcome.survivors) >= self.policy.min_reports:
-                aggregate = sums.means()
+                aggregate = released
         return Collected(
             aggregate=aggregate,
             participations=Participations.of(rows),
@@ -313,17 +317,19 @@ def _means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
     total = outcome.total
     if terms.max_weight:
         examples = total.weight
-    else:
+    elif NUM_EXAMPLES in total.sums:
         examples = round(float(total.sums[NUM_EXAMPLES][0]))  # whole, save for rounding
+    else:
+        return 0, math.nan  # clients add noise, and say nothing that has none
     measured = float(total.sums[HAS_LOSS][0])
     loss = float(total.sums[LOSS][0]) / measured if measured > 0.0 else math.nan
     return max(1, round(examples / len(outcome.survivors))), loss
 
 
-def _lane_sums(
+def _released(
     plan: SecurePlan, terms: Terms, outcome: SessionOutcome, *, layout: Layout, device: torch.device
-) -> LaneSums:
-    """Return the sums of weight x value by lane of the strategy, and of the weights.
+) -> Aggregate:
+    """Return by lane of the strategy the weighted means, or the levels of sums with noise.
 
     A mean of clipped values cannot lie outside the clip. That it does shows that a client lied;
     that it does not shows nothing: secure aggregation has no integrity.
@@ -334,6 +340,14 @@ def _lane_sums(
     total, num_clients = outcome.total, len(outcome.survivors)
     if total.weight <= 0:
         raise _impossible("the weights add up to 0 or less")
+    if plan.noise_multiplier is not None:  # whose reach was looked at when it was decoded
+        levels = {
+            name: torch.from_numpy(
+                np.concatenate([np.rint(total.sums[lane.name] / lane.step) for lane in parts])
+            ).to(device)
+            for name, parts in plan.vector_lanes(layout).items()
+        }
+        return Aggregate(lanes=levels, num_clients=num_clients)
     for lane in terms.lanes:
         if lane.role is LaneRole.VECTOR:
             _require_within(lane, total, num_clients=num_clients)
@@ -347,7 +361,7 @@ def _lane_sums(
         weighted=frozenset(sums.keys() - unweighted),
         weight=torch.tensor(float(total.weight), dtype=torch.float64, device=device),
         num_clients=torch.tensor(float(num_clients), dtype=torch.float64, device=device),
-    )
+    ).means()
 
 
 def _require_within(lane: Lane, total: Total, *, num_clients: int) -> None:

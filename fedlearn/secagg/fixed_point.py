@@ -17,13 +17,14 @@ References:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Annotated, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlearn.core.noise import MAX_SIGMA, SecretStream, discrete_gaussian
 from fedlearn.errors import ConfigError
 from fedlearn.secagg import octets
 
@@ -39,10 +40,15 @@ MAX_LEVEL = (1 << 51) - 1
 #: How far above its bound a value may lie: what float32 loses when a norm is clipped.
 BOUND_TOLERANCE = 1e-4
 
+#: The least noise of one client, in levels: with less, a sum of noises is not what one is.
+MIN_NOISE = 4.0
+
 MAX_NAME_BYTES = 64
 MAX_LANE_SIZE = 1 << 36
 
 _CHUNK = 1 << 15  # float64 elements that stay in the cache
+_FEWEST_LEVELS = 8.0  # of a norm, by what rounding may add to it
+_TAIL = 14.0  # standard deviations that a sum's noise may reach
 _LINE_BYTES = 64  # of the cache: a vector register that straddles two lines costs twice
 
 
@@ -66,6 +72,8 @@ class Lane:
         max_level: The largest level M of one client, in [1, 2**51).
         modulus_bits: b, one of :data:`MODULUS_BITS`.
         weighted: Whether each client multiplies its values by w / W before it sends them.
+        noise: Standard deviation, in levels, of the noise that each client adds; 0: none, or at
+            least ``MIN_NOISE``.
 
     Example:
         >>> lane = vector_lane(
@@ -82,6 +90,7 @@ class Lane:
     max_level: Annotated[int, octets.integer(8, largest=MAX_LEVEL)]
     modulus_bits: Annotated[int, octets.integer(1)]
     weighted: bool
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.name.encode()) <= MAX_NAME_BYTES:
@@ -103,6 +112,15 @@ class Lane:
                 f"lane {self.name!r} has a modulus of {self.modulus_bits} bits, not one of "
                 f"{MODULUS_BITS}"
             )
+        if self.noise != 0.0 and not MIN_NOISE <= self.noise <= MAX_SIGMA:  # a NaN is neither
+            raise ConfigError(
+                f"lane {self.name!r} has noise of {self.noise} levels, not {MIN_NOISE:g} to 2**40"
+            )
+
+    @property
+    def norm(self) -> float:
+        """The largest L2 norm of one client's levels, of values that were clipped to the bound."""
+        return self.max_level + math.sqrt(self.size)
 
     @property
     def bound(self) -> float:
@@ -121,6 +139,11 @@ class Lane:
             return np.dtype("<u2")
         return np.dtype("<u4") if self.modulus_bits <= 32 else np.dtype("<u8")  # noqa: PLR2004
 
+    def reach(self, num_clients: int) -> int:
+        """Return the largest level of a sum, noise included."""
+        noise = math.ceil(_TAIL * self.noise * math.sqrt(num_clients))
+        return num_clients * self.max_level + noise
+
     def largest_error(self, num_clients: int) -> float:
         """Return the bound of the rounding error of one element of a sum; its rms is lower.
 
@@ -130,8 +153,8 @@ class Lane:
         return num_clients * self.step
 
     def require_room(self, num_clients: int) -> None:
-        """Raise ConfigError if the sum over ``num_clients`` could wrap: n M >= 2**(b - 1)."""
-        if num_clients * self.max_level >= 1 << (self.modulus_bits - 1):
+        """Raise ConfigError if the sum over ``num_clients`` could wrap: above 2**(b - 1)."""
+        if self.reach(num_clients) >= 1 << (self.modulus_bits - 1):
             raise ConfigError(
                 f"lane {self.name!r}: {num_clients} clients with levels up to {self.max_level} "
                 f"overflow {self.modulus_bits} bits; use fewer levels or a wider modulus"
@@ -172,6 +195,47 @@ def vector_lane(
         modulus_bits=modulus_bits,
         weighted=weighted,
     )
+    lane.require_room(num_clients)
+    return lane
+
+
+def noisy_lane(
+    name: str, *, size: int, bound: float, modulus_bits: int, num_clients: int, noise_share: float
+) -> Lane:
+    """Return a lane for vectors of an L2 norm up to ``bound``, to which clients add noise.
+
+    Args:
+        name: What they are.
+        size: Numbers in a vector, d.
+        bound: Largest norm, > 0.
+        modulus_bits: b.
+        num_clients: n.
+        noise_share: Standard deviation of one client's noise by the norm of its levels, > 0.
+
+    Raises:
+        ConfigError: The modulus is too narrow: what rounding adds to a norm (sqrt(d)) would need
+            more than an eighth of the noise.
+    """
+    tail, rounding = _TAIL * noise_share * math.sqrt(num_clients), math.sqrt(size)
+    # n M + tail (M + sqrt(d)) < 2**(b - 1)
+    room = (1 << (modulus_bits - 1)) - 2 - tail * rounding
+    max_level = min(math.floor(room / (num_clients + tail)), MAX_LEVEL)
+    if max_level < _FEWEST_LEVELS * rounding or noise_share * max_level < MIN_NOISE:
+        raise ConfigError(
+            f"lane {name!r}: {modulus_bits} bits leave {max(max_level, 0)} levels for vectors of "
+            f"{size} numbers beside the noise of {num_clients} clients, and rounding alone makes "
+            f"such a vector longer by {rounding:.4g} levels; use a wider modulus"
+        )
+    plain = Lane(
+        name=name,
+        role=LaneRole.VECTOR,
+        size=size,
+        step=bound / max_level,
+        max_level=max_level,
+        modulus_bits=modulus_bits,
+        weighted=False,
+    )
+    lane = replace(plain, noise=noise_share * plain.norm)
     lane.require_room(num_clients)
     return lane
 
@@ -244,6 +308,14 @@ def encode(
     return words
 
 
+def add_noise(lane: Lane, words: Words, *, source: SecretStream) -> None:
+    """Add a client's share of the noise to its levels, in place, modulo the word."""
+    for begin in range(0, lane.size, _CHUNK):
+        part = words[begin : begin + _CHUNK]
+        samples = discrete_gaussian(lane.noise, part.size, source=source)
+        np.add(part, samples.astype(lane.dtype), out=part)
+
+
 def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
     """Return a sum modulo 2**b as the signed number it stands for: int64, shape [size]."""
     unused = np.uint64(64 - lane.modulus_bits)
@@ -254,7 +326,7 @@ def levels_of(lane: Lane, words: Words) -> NDArray[np.int64]:
 
 def decode(lane: Lane, words: Words, *, num_clients: int) -> NDArray[np.float64]:
     """Return the sum of clients' values, shape [size]; ValueError if they cannot reach it."""
-    reach = num_clients * lane.max_level
+    reach = lane.reach(num_clients)
     values = np.empty(lane.size)
     for begin in range(0, lane.size, _CHUNK):
         levels = levels_of(lane, words[begin : begin + _CHUNK])

@@ -28,7 +28,7 @@ from fedlearn.secagg.shamir import SHARE_BYTES
 from fedlearn.secagg.terms import Terms
 
 _MAGIC = b"FLSA"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 6
 
 NONCE_BYTES = 16

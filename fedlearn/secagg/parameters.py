@@ -116,6 +116,11 @@ class Parameters:
     quorum: int
     min_survivors: int
 
+    @property
+    def num_corrupted(self) -> int:
+        """A: how many of the clients the adversary controls at the most."""
+        return part_of(self.assumptions.corruption, self.num_clients)
+
     def explain(self) -> str:
         """Return the choice with its formulas, one a line.
 
@@ -133,7 +138,7 @@ class Parameters:
         given, n, k = self.assumptions, self.num_clients, self.num_neighbours
         active = given.adversary is Adversary.ACTIVE_SERVER
         complete = given.topology is Topology.COMPLETE
-        corrupted, dropped = _part(given.corruption, n), _part(given.dropout, n)
+        corrupted, dropped = self.num_corrupted, part_of(given.dropout, n)
         a = corrupted_neighbours(n, k, assumptions=given)
         server = "an active" if active else "an honest-but-curious"
         if complete:
@@ -176,7 +181,7 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
     """
     if not 2 <= num_clients <= MAX_CLIENTS:  # noqa: PLR2004 - a sum of one is no sum
         raise ConfigError(f"secure aggregation takes 2 to {MAX_CLIENTS} clients, not {num_clients}")
-    min_survivors = num_clients - _part(assumptions.dropout, num_clients)
+    min_survivors = num_clients - part_of(assumptions.dropout, num_clients)
     quorum = lowest_quorum(num_clients, assumptions=assumptions)
     if assumptions.adversary is Adversary.ACTIVE_SERVER and quorum > min_survivors:
         raise _impossible(num_clients, assumptions, f"q = {quorum} signatures")
@@ -207,12 +212,12 @@ def num_holders(num_clients: int, num_neighbours: int) -> int:
 
 def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     """Return the least q for which two sets of survivors cannot both be signed."""
-    return (num_clients + _part(assumptions.corruption, num_clients)) // 2 + 1
+    return (num_clients + part_of(assumptions.corruption, num_clients)) // 2 + 1
 
 
 def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
     """Return a: the most neighbours of any honest client that are corrupted."""
-    corrupted = _part(assumptions.corruption, num_clients)
+    corrupted = part_of(assumptions.corruption, num_clients)
     if num_neighbours >= num_clients - 1:
         return corrupted
     allowed = -(assumptions.sigma_bits + 1) - math.log2(num_clients)
@@ -222,7 +227,7 @@ def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: 
 def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
     """Return whether the graph of honest survivors falls apart with at most 2^-(sigma+1)."""
     n, k = num_clients, num_neighbours
-    gone = _part(assumptions.corruption, n) + _part(assumptions.dropout, n)
+    gone = part_of(assumptions.corruption, n) + part_of(assumptions.dropout, n)
     if k >= n - 1 or k > gone:
         return True
     places = math.log(n * (n - k - 1) / 2)
@@ -232,7 +237,7 @@ def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumpti
 
 
 def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
-    dropped = _part(assumptions.dropout, n)
+    dropped = part_of(assumptions.dropout, n)
     if assumptions.topology is Topology.COMPLETE:
         threshold = lowest_threshold(n, n - 1, assumptions=assumptions)
         if threshold > min(n - dropped, MAX_THRESHOLD):
@@ -254,7 +259,7 @@ def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
 
 
 def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
-    left = n - _part(assumptions.dropout, n)
+    left = n - part_of(assumptions.dropout, n)
     return ConfigError(
         f"secure aggregation among {n} clients needs {need}, but with dropout "
         f"{assumptions.dropout:g} only {left} clients may be left; assume less dropout or less "
@@ -262,7 +267,8 @@ def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
     )
 
 
-def _part(fraction: float, n: int) -> int:
+def part_of(fraction: float, n: int) -> int:
+    """Return ⌊fraction n⌋."""
     return math.floor(fraction * n + _TINY)
 
 

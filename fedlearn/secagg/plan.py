@@ -15,6 +15,9 @@ has_loss     1 if the client measured one    1               as the algorithm sa
 weight       examples                        max_examples    where the algorithm weighs
 num_examples examples                        max_examples    where it does not
 ============ =============================== =============== ==============================
+
+With differential privacy each client adds noise to what it sends, and sends nothing that has none:
+the delta in one lane (parameters), and the further lanes.
 """
 
 import json
@@ -33,7 +36,7 @@ from fedlearn.core.messages import TrainingNotice, TrainRequest
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.errors import ConfigError
-from fedlearn.secagg.fixed_point import Lane, LaneRole, vector_lane, weight_lane
+from fedlearn.secagg.fixed_point import Lane, LaneRole, noisy_lane, vector_lane, weight_lane
 from fedlearn.secagg.keys import digest
 from fedlearn.secagg.parameters import Parameters
 from fedlearn.secagg.terms import Terms, propose
@@ -66,10 +69,13 @@ class SecurePlan:
         modulus_bits: Bits of one number on its way to the coordinator: 16, 24, 32 or 40; what the
             sum does not need is precision.
         further: The strategy's lanes beside the delta.
+        noise_multiplier: Standard deviation of the noise in a sum by the largest norm of one
+            client's contribution, > 0; ``None``: clients add none.
 
     Raises:
-        ConfigError: A number is out of range, or a further lane has no bound, or a name of those
-            above; from its methods: a lane could overflow, or has no room for a level.
+        ConfigError: A number is out of range, weights do not go together with noise, or a further
+            lane has no bound, or a name of those above; from its methods: a lane could overflow, or
+            has no room for a level.
     """
 
     parameters: Parameters
@@ -81,6 +87,7 @@ class SecurePlan:
     by_examples: bool
     modulus_bits: Annotated[int, Ge(16), Le(40), MultipleOf(8)]
     further: Sequence[LaneSpec] = ()
+    noise_multiplier: Positive | None = None
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):
@@ -97,13 +104,37 @@ class SecurePlan:
                     f"the algorithm has a lane {lane.name!r}, which is a name of secure "
                     "aggregation's own; call it something else"
                 )
+        if self.noise_multiplier is not None and self.by_examples:
+            raise ConfigError(
+                "secure aggregation: weights by examples have no noise, and would tell of them; "
+                "weigh all clients alike"
+            )
+
+    @property
+    def num_noisy(self) -> int:
+        """Clients in a released sum, at the least, whose noise the coordinator does not know.
+
+        There is one, since more than A shares are needed for a sum.
+        """
+        return self.min_survivors - self.parameters.num_corrupted
+
+    @property
+    def noise_share(self) -> float:
+        """Standard deviation of one client's noise by its largest norm, lane by lane; 0: none."""
+        if self.noise_multiplier is None:
+            return 0.0
+        # All lanes together are as long as the root of their number, in norms of one.
+        return self.noise_multiplier * math.sqrt((1 + len(self.further)) / self.num_noisy)
 
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:
         """Return by lane of the strategy those of the session that it goes into, end to end."""
         num_statistics = layout.size - layout.num_parameters
-        delta = [self._lane(PARAMETERS, layout.num_parameters, self.clip_norm)]
-        if num_statistics:
-            delta.append(self._lane(STATISTICS, num_statistics, self.statistics_norm))
+        if self.noise_multiplier is not None:
+            delta = [self._lane(PARAMETERS, layout.size, self.clip_norm)]
+        else:
+            delta = [self._lane(PARAMETERS, layout.num_parameters, self.clip_norm)]
+            if num_statistics:
+                delta.append(self._lane(STATISTICS, num_statistics, self.statistics_norm))
         lanes = {DELTA.name: tuple(delta)}
         for lane in self.further:
             assert lane.bound is not None  # checked when this was made
@@ -114,10 +145,12 @@ class SecurePlan:
     def lanes(self, layout: Layout) -> tuple[Lane, ...]:
         """Return what is summed."""
         lanes = [lane for parts in self.vector_lanes(layout).values() for lane in parts]
+        if self.noise_multiplier is not None:
+            return tuple(lanes)
         metrics = {LOSS: self.max_loss, HAS_LOSS: 1.0}
         if not self.by_examples:
             metrics[NUM_EXAMPLES] = float(self.max_examples)
-        lanes += [self._lane(name, 1, most, role=LaneRole.METRIC) for name, most in metrics.items()]
+        lanes += [self._metric(name, most) for name, most in metrics.items()]
         if self.by_examples:
             num_clients = self.parameters.num_clients
             lanes.append(weight_lane(max_weight=self.max_examples, num_clients=num_clients))
@@ -142,32 +175,55 @@ class SecurePlan:
         lane, n = self._lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
         rms = math.sqrt(n) * lane.step / 2.0
         scale = "x examples / max_examples" if self.by_examples else "x 1"
-        return (
-            f"{self.parameters.explain()}\n"
-            f"released     with at least {self.min_survivors} clients in the sum\n"
-            f"fixed point  b = {lane.modulus_bits}, levels up to {lane.max_level}, "
-            f"n levels < 2^{lane.modulus_bits - 1}; step = clip_norm / levels = {lane.step:.3g}\n"
+        lines = [
+            self.parameters.explain(),
+            f"released     with at least {self.min_survivors} clients in the sum",
+        ]
+        if self.noise_multiplier is not None:
+            lines.append(
+                f"noise        of each client: {self.noise_share:.4g} times its norm, so that "
+                f"{self.num_noisy} = {self.min_survivors} - A clients have "
+                f"{self.noise_multiplier:.4g} times that of all lanes"
+            )
+        lines.append(
+            f"fixed point  b = {lane.modulus_bits}, levels up to {lane.max_level}, n levels "
+            f"< 2^{lane.modulus_bits - 1}; step = clip_norm / levels = {lane.step:.3g}"
+        )
+        lines.append(
             f"error        of one element of the sum of delta {scale}: at most n steps = "
             f"{lane.largest_error(n):.3g}, rms sqrt(n) step / 2 = {rms:.3g}"
         )
+        return "\n".join(lines)
 
-    def _lane(
-        self,
-        name: str,
-        size: int,
-        bound: float,
-        *,
-        weighted: bool = True,
-        role: LaneRole = LaneRole.VECTOR,
-    ) -> Lane:
+    def _lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
+        num_clients = self.parameters.num_clients
+        if self.noise_multiplier is not None:
+            return noisy_lane(
+                name,
+                size=size,
+                bound=bound,
+                modulus_bits=self.modulus_bits,
+                num_clients=num_clients,
+                noise_share=self.noise_share,
+            )
         return vector_lane(
             name,
             size=size,
             bound=bound,
-            modulus_bits=self.modulus_bits if role is LaneRole.VECTOR else _METRIC_BITS,
-            num_clients=self.parameters.num_clients,
+            modulus_bits=self.modulus_bits,
+            num_clients=num_clients,
             weighted=self.by_examples and weighted,
-            role=role,
+        )
+
+    def _metric(self, name: str, most: float) -> Lane:
+        return vector_lane(
+            name,
+            size=1,
+            bound=most,
+            modulus_bits=_METRIC_BITS,
+            num_clients=self.parameters.num_clients,
+            weighted=self.by_examples,
+            role=LaneRole.METRIC,
         )
 
 

@@ -1,5 +1,6 @@
 """What a client demands of a session, whoever proposes it: configuration on its own side."""
 
+import math
 from dataclasses import dataclass
 
 from fedlearn.errors import PolicyViolation
@@ -11,10 +12,45 @@ from fedlearn.secagg.parameters import (
     lowest_quorum,
     lowest_threshold,
     num_holders,
+    part_of,
 )
 from fedlearn.secagg.terms import Terms
 
 _COMPLETE = "a complete one, as a sparse one does not hold against a coordinator that lies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseFloor:
+    """The least noise that a client accepts.
+
+    Attributes:
+        min_share: Smallest standard deviation of its own noise by its largest norm, lane by lane.
+        max_epsilon: Largest ε of what it takes part in within 24 hours; ``None``: any.
+        target_delta: δ of that.
+        spent: Squared distances of the last 24 hours, added up (:func:`squared_distance`).
+    """
+
+    min_share: float
+    max_epsilon: float | None
+    target_delta: float
+    spent: float = 0.0
+
+
+def squared_distance(terms: Terms, *, corruption: float) -> float:
+    """Return how far one client's data move a sum, in standard deviations of its noise, squared.
+
+    They are replaced by others, which moves each lane by twice its norm at the most. Of the noise
+    counts what the fewest clients in a sum add, without those in one hand with the coordinator; a
+    client trusts itself.
+
+    Args:
+        terms: Of the session; infinite where a lane has no noise.
+        corruption: Largest fraction of the clients asked that are corrupted, [0, 1).
+    """
+    num_noisy = max(1, terms.min_survivors - part_of(corruption, terms.num_clients))
+    if not all(lane.noise for lane in terms.lanes):
+        return math.inf
+    return sum((2.0 * lane.norm / lane.noise) ** 2 / num_noisy for lane in terms.lanes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +68,7 @@ class TermsPolicy:
         max_weight: Largest W.
         max_upload_bytes: Largest masked vector.
         max_releases_per_round: In how many attempts of one round it releases shares.
+        noise: The least noise; ``None``: a sum needs none.
     """
 
     adversary: Adversary
@@ -44,6 +81,7 @@ class TermsPolicy:
     max_weight: int
     max_upload_bytes: int
     max_releases_per_round: int
+    noise: NoiseFloor | None = None
 
     def judge(self, terms: Terms) -> None:
         """Raise PolicyViolation if terms ask for less safety, or more effort, than this allows.
@@ -63,6 +101,25 @@ class TermsPolicy:
         for lane in terms.lanes:
             if lane.role is LaneRole.VECTOR:
                 _at_most("max_clip", lane.bound, self.max_clip * (1.0 + 1e-9))
+        if self.noise is not None:
+            self._judge_noise(terms, self.noise)
+
+    def _judge_noise(self, terms: Terms, floor: NoiseFloor) -> None:
+        for lane in terms.lanes:
+            if not lane.noise:
+                asked = f"a sum without noise, of {lane.name!r}"
+                limit = "noise of each client, in all that it sends"
+                raise PolicyViolation(rule="privacy.mode", asked=asked, limit=limit)
+            share = lane.noise / lane.norm
+            _at_least("privacy.min_noise_share", share * (1.0 + 1e-9), floor.min_share)
+        if floor.max_epsilon is None:
+            return
+        # Only where it is asked: it takes scipy.
+        from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
+
+        distance = math.sqrt(floor.spent + squared_distance(terms, corruption=self.corruption))
+        epsilon = gaussian_epsilon(distance, floor.target_delta)
+        _at_most("privacy.max_epsilon_per_day", epsilon, floor.max_epsilon)
 
     def _judge_shares(self, terms: Terms) -> None:
         given = Assumptions(

@@ -13,6 +13,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlearn.core.noise import SecretStream
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, ProtocolError
 from fedlearn.secagg import keys, octets
@@ -21,6 +22,7 @@ from fedlearn.secagg.fixed_point import (
     Lane,
     LaneRole,
     Words,
+    add_noise,
     decode,
     encode,
 )
@@ -100,6 +102,8 @@ class Terms:
             lane.require_room(self.num_clients)
             if lane.weighted and not self.max_weight:
                 raise ConfigError(f"lane {lane.name!r} is weighted, but no weights are sent")
+        if any(lane.noise for lane in self.lanes) and not all(lane.noise for lane in self.lanes):
+            raise ConfigError("some lanes have noise and some have none, which would tell of them")
 
     @property
     def num_bytes(self) -> int:
@@ -171,7 +175,9 @@ class Contribution:
 
 
 def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -> tuple[Words, ...]:
-    """Return a contribution in fixed point, lane by lane.
+    """Return a contribution in fixed point, lane by lane, with the noise that the terms ask for.
+
+    The noise is secret, whatever the rounding comes from.
 
     Args:
         terms: Of the session.
@@ -197,7 +203,10 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
         else:
             values = contribution.values[lane.name]
         factor = contribution.weight / terms.max_weight if lane.weighted else 1.0
-        words.append(encode(lane, values, factor=factor, noise=noise[begin : begin + lane.size]))
+        levels = encode(lane, values, factor=factor, noise=noise[begin : begin + lane.size])
+        if lane.noise:
+            add_noise(lane, levels, source=SecretStream.fresh())
+        words.append(levels)
         begin += lane.size
     return tuple(words)
 

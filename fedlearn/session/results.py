@@ -1,7 +1,7 @@
 """What a trainer returned, as it leaves its client: what would be refused does not."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.settings import require_honoured, transforms_from
+from fedlearn.algorithms.transforms import NoisedUpdates, Transform
 from fedlearn.core.collecting import is_sound, unsound
 from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
@@ -22,7 +23,7 @@ def trained(
     """Have a trainer answer a request; return the reply, and what the client keeps.
 
     Floating-point values of another precision and numpy's are converted, and the request's
-    transforms are applied.
+    transforms are applied. Where these add noise, the reply tells neither examples nor metrics.
 
     Raises:
         SettingsRefused: The trainer would ignore how it is asked to train.
@@ -41,15 +42,16 @@ def trained(
             raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
         vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name].dtype)
         lanes[name] = vector.reshape(-1)
-    lanes = _transformed(lanes, request, context.client_id)
+    transforms = transforms_from(request.settings)
+    lanes = _transformed(lanes, transforms, context.client_id)
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(unsound(name))
+    num_examples, metrics = _count(result.num_examples), _metrics(result.metrics)
+    if any(isinstance(each, NoisedUpdates) for each in transforms):
+        num_examples, metrics = 1, {}  # they have no noise
     reply = TrainReply(
-        round_num=request.round_num,
-        lanes=lanes,
-        num_examples=_count(result.num_examples),
-        metrics=_metrics(result.metrics),
+        round_num=request.round_num, lanes=lanes, num_examples=num_examples, metrics=metrics
     )
     kept = {name: _tensor(value, what=f"state {name!r}") for name, value in result.state.items()}
     return reply, kept
@@ -146,9 +148,8 @@ def _tensor(value: object, *, what: str) -> Tensor:
 
 
 def _transformed(
-    lanes: Mapping[str, Tensor], request: TrainRequest, client_id: ClientId
+    lanes: Mapping[str, Tensor], transforms: Sequence[Transform], client_id: ClientId
 ) -> dict[str, Tensor]:
-    transforms = transforms_from(request.settings)
     if not transforms:
         return dict(lanes)
     rows = {name: vector[None] for name, vector in lanes.items()}

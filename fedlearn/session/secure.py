@@ -20,7 +20,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
-from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.client_state import ClientState, Shared
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.plan import (
     HAS_LOSS,
@@ -102,6 +102,16 @@ def is_in_session(data: bytes) -> bool:
     except (ProtocolError, safetensors.SafetensorError):
         return False  # nothing that could be answered from
     return kept.session is not None and kept.session.step is not None
+
+
+def terms_to_mask_for(data: bytes) -> Terms | None:
+    """Return the terms of the session whose sum a client adds to next; ``None``: there is none."""
+    try:
+        kept = KeptState.of(data)
+    except (ProtocolError, safetensors.SafetensorError):
+        return None  # nothing that could be answered from
+    step = None if kept.session is None else kept.session.step
+    return step.session.terms if isinstance(step, Shared) else None
 
 
 def _octets(data: bytes) -> Tensor:

@@ -18,12 +18,12 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
-from fedlearn.algorithms.lanes import DELTA, Updates, misfit
+from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalUpdate, read_only
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import EngineError, SettingsRefused, UnusableResult
@@ -210,26 +210,35 @@ class Engine:
             weights_B=weights(weigher, num_examples_B.to(trained.deltas_KP)),
             lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         )
-        self._require_declared(updates, request, who=type(request.strategy.local).__name__)
-        for transform in request.strategy.transforms:
+        strategy, layout = request.strategy, request.params.layout
+        # A transform may add a lane, and by the last one all are there.
+        transforms = strategy.transforms
+        reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
+        _require_declared(updates, reported, layout, who=strategy.local)
+        for place, transform in enumerate(transforms, start=1):
             updates = transform(updates)
-            self._require_declared(updates, request, who=type(transform).__name__)
+            lanes = reported if place < len(transforms) else strategy.lanes
+            _require_declared(updates, lanes, layout, who=transform)
         return updates
 
-    def _require_declared(self, updates: object, request: RoundRequest, *, who: str) -> None:
-        """Refuse lanes of a block that are not those declared, as a coordinator would."""
-        if not isinstance(updates, Updates):
-            raise EngineError(f"{who} returned {type(updates).__name__}; it returns Updates")
-        counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
-        if counts != {len(updates.client_ids)}:
-            raise EngineError(
-                f"{who} returned {sorted(counts)} rows of {len(updates.client_ids)} clients; it "
-                "returns one for each"
-            )
-        first = {name: rows[0] for name, rows in updates.lanes.items()}
-        problem = misfit(first, request.strategy.lanes, request.params.layout)
-        if problem is not None:
-            raise EngineError(f"the updates of {who} do not fit: {problem}")
+
+def _require_declared(
+    updates: object, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
+) -> None:
+    """Refuse lanes of a block that are not those declared, as a coordinator would."""
+    name = type(who).__name__
+    if not isinstance(updates, Updates):
+        raise EngineError(f"{name} returned {type(updates).__name__}; it returns Updates")
+    counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
+    if counts != {len(updates.client_ids)}:
+        raise EngineError(
+            f"{name} returned {sorted(counts)} rows of {len(updates.client_ids)} clients; it "
+            "returns one for each"
+        )
+    first = {lane: rows[0] for lane, rows in updates.lanes.items()}
+    problem = misfit(first, lanes, layout)
+    if problem is not None:
+        raise EngineError(f"the updates of {name} do not fit: {problem}")
 
 
 @dataclass(frozen=True)

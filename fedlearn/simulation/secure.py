@@ -100,7 +100,9 @@ class ModularSum:
     """The weighted mean as secure aggregation computes it, without its masks.
 
     Updates are clipped and rounded to levels as clients do it. The sum of levels is below 2**53,
-    hence exact in float64: in any order, over any number of workers.
+    hence exact in float64: in any order, over any number of workers. The noise that clients would
+    add is not in it: with it the sums are released as levels, and
+    :class:`fedlearn.rounds.distributed_noise.DistributedMean` adds all of it.
 
     Attributes:
         plan: What sessions would ask.
@@ -131,10 +133,12 @@ class ModularSum:
         return state.counted(updates.weights_B)
 
     def finalize(self, state: LaneSums) -> Aggregate:
-        """Return the means that the levels stand for."""
+        """Return the means that the levels stand for, or the levels."""
         weight, num_clients = float(state.weight), round(float(state.num_clients))
         if weight <= 0.0:
             raise ValueError("no client was folded in, so there is no mean")
+        if self.plan.noise_multiplier is not None:
+            return Aggregate(lanes=state.sums, num_clients=num_clients)
         means = {}
         for name, total in state.sums.items():
             lanes, scaled = self._lanes[name], []

@@ -1,11 +1,14 @@
 """Central differential privacy beside the plain simulation: round by round.
 
     python simulations/bench/private.py
+    python simulations/bench/private.py --beside pfl
 
 Whole rounds on both sides, with store, validation and progress, on the same clients; the private
 side clips, sums integers, draws discrete Gaussian noise and charges its ledger on top. The two are
 let through by turns, one round each; the median ratio of neighbouring rounds stands in the table,
 in seconds: 1.3 is what it should not exceed.
+
+Beside pfl-research, both are private: whole programs by turns, and the median ratio of their rates.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from compare import Competitor, peer_python, run
 from gate import Gated
 from sequential import pair
 
@@ -31,7 +35,7 @@ def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
         *("--rounds", str(num_rounds + 1), "--cohort", str(arguments.cohort)),
         *("--procs", str(arguments.procs), "--executor", arguments.executor),
     ]
-    environ = {**os.environ, "PEERS_DIR": str(Path(arguments.peers_dir).resolve())}
+    environ = {**os.environ, "PEERS_DIR": str(arguments.peers_dir)}
     programs: list[Gated] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -46,6 +50,26 @@ def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
     return [private_s / plain_s for private_s, plain_s in rounds[_WARMUP:]]
 
 
+def beside_pfl(model: str, arguments: argparse.Namespace) -> list[float]:
+    """Return by turn our rate over pfl-research's, of private rounds both."""
+    python = str(peer_python("pfl", arguments))
+    competitors = [
+        Competitor("fedlearn", (sys.executable, str(HERE / "ours.py"), "--private")),
+        Competitor("pfl", (python, str(HERE / "private_pfl.py"), "--threads", "1")),
+    ]
+    workload = ["--model", model, "--rounds", str(arguments.rounds)]
+    workload += ["--cohort", str(arguments.cohort), "--procs", str(arguments.procs)]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.turns):
+            ours, theirs = (
+                run(each, workload, Path(folder) / "weights.npz", arguments)["clients_per_s"]
+                for each in competitors
+            )
+            found.append(ours / theirs)
+    return found
+
+
 def main() -> None:
     """Parse the arguments and print a line a model."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -54,11 +78,17 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--procs", type=int, default=1)
     parser.add_argument("--executor", default="auto")
-    parser.add_argument("--peers-dir", default="../shared/peers")
+    parser.add_argument("--peers-dir", default="../shared/peers", type=Path)
+    parser.add_argument("--beside", choices=["plain", "pfl"], default="plain")
+    parser.add_argument("--turns", type=int, default=5, help="of whole programs, beside pfl")
+    parser.add_argument("--pfl-python", help="of an environment with pfl[pytorch]")
+    parser.add_argument("--timeout-s", type=float, default=1800.0)
     arguments = parser.parse_args()
-    print(f"{'':10}{'x plain':>12}{'quartiles':>16}{'rounds':>8}")
+    arguments.peers_dir, arguments.without = arguments.peers_dir.resolve(), []
+    name, measure = "x " + arguments.beside, ratios if arguments.beside == "plain" else beside_pfl
+    print(f"{'':10}{name:>12}{'quartiles':>16}{'pairs':>8}")
     for model in arguments.models:
-        found = ratios(model, arguments)
+        found = measure(model, arguments)
         low, middle, high = statistics.quantiles(found, n=4)
         print(f"{model:10}{middle:12.2f}{f'{low:.2f} to {high:.2f}':>16}{len(found):8}", flush=True)
 

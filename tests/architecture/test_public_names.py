@@ -73,13 +73,24 @@ def test_the_package_alone_loads_nothing_heavy() -> None:
     assert not loaded_after("import fedlearn") & {"torch", "numpy", *HEAVY}
 
 
+FUSED = """
+from torch import nn
+import fedlearn.rounds.run, fedlearn.simulation.engine, fedlearn.simulation.sessions
+from fedlearn.core.params import Layout
+from fedlearn.simulation.executors.fused.chain import as_chain
+layers = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3), nn.Tanh()
+model = nn.Sequential(*layers)
+assert as_chain(model, Layout.of(model)).shapes((1, 8, 8))[-1] == (3,)
+"""
+
+
+@pytest.mark.slow
 def test_the_engine_needs_torch_and_little_else() -> None:
-    """A machine that has torch and numpy can run a simulation."""
-    assert not loaded_after("import fedlearn.simulation.engine") & set(HEAVY)
-    sessions = "import fedlearn.simulation.sessions, fedlearn.rounds.run"
-    assert not loaded_after(sessions) & set(HEAVY)
+    """Torch and numpy are enough, and of torch not the compiler, which takes seconds to load."""
+    assert not loaded_after(FUSED) & {"sympy", *HEAVY}
 
 
+@pytest.mark.slow
 def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
     """Half a second of each."""
     assert "matplotlib" not in loaded_after(
@@ -87,6 +98,7 @@ def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_heavy_import_would_be_noticed() -> None:
     """The control: the store does load SQLAlchemy, and curves matplotlib."""
     loaded = loaded_after("import fedlearn.store.runs, fedlearn.experiment.plot")

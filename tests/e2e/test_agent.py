@@ -571,6 +571,7 @@ def has_thread(name: str) -> bool:
     return any(thread.name.startswith(name) for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,6 +614,7 @@ def test_a_probe_that_fails_is_reported_and_asked_again(
     eventually(lambda: not has_thread("fedlearn-probes"))  # the last report is this test's, too
 
 
+@pytest.mark.slow
 def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Application) -> None:
     """The training process ends and what there is is erased; then the application is told."""
     home = Home(application.home)
@@ -633,6 +635,7 @@ def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Ap
         assert not agent.status().has_consent
 
 
+@pytest.mark.slow
 def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Path) -> None:
     """The agent waits for it."""
     consent = tmp_path / "home" / "consent"
@@ -675,6 +678,7 @@ time.sleep(3600)
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
     """The training process, which imports it, starts no other; nor does it agree in its name."""
     script = application.folder / "script.py"
@@ -729,6 +733,7 @@ agent.stop()
     assert is_running == "True"
 
 
+@pytest.mark.slow
 def test_an_end_that_nobody_asked_for_is_a_crash(
     application: Application, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -743,6 +748,7 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [("without_data", "PART is not set"), ("without_library", "ModuleNotFoundError")],

@@ -13,12 +13,13 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from matplotlib import get_cachedir
 
-from tests.processes import Launcher
+from tests.processes import Launcher, json_lines, until
 
 END_KEYS = ["event", "run", "accuracy", "loss", "rounds", "seconds", "path"]
 LONG = [
-    *("--rounds", "240"),  # more than end while a test looks away for some seconds
+    *("--rounds", "80"),  # more than end while a test looks away for some seconds
     *("--workers", "1"),
     *("--set", "engine.executor=sequential"),  # what "auto" measures may differ between runs
     *("--set", "store.checkpoint_every_s=0"),
@@ -36,11 +37,12 @@ class Shell:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Caches in the folder; threads as on a machine that does nothing else."""
+        """Caches in the folder, but for the fonts' index; threads as on an idle machine."""
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_") and k != "RANK"
         }
-        return kept | {"XDG_CACHE_HOME": str(self.folder.parent / "cache")}
+        caches = {"XDG_CACHE_HOME": str(self.folder.parent / "cache")}
+        return kept | caches | {"MPLCONFIGDIR": get_cachedir()}
 
     def popen(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start a command in a process of its own, as a user does."""
@@ -68,14 +70,18 @@ class Shell:
 
     def kill_after_round(self, number: int, *arguments: str) -> None:
         """Type a command and kill -9 it once it has told of a round."""
-        with self.popen(*arguments, "--json") as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if json.loads(line).get("round", 0) >= number:
-                    process.kill()
-                    break
-            process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        with TemporaryDirectory() as printed:
+            stem = Path(printed, "typed.log")
+            words = (*arguments, "--json")
+            process = self.launcher.launch(stem, *words, environ=self.environ, cwd=self.folder)
+
+            def told() -> bool:
+                return any(one.get("round", 0) >= number for one in json_lines(process.out()))
+
+            with closing(process):
+                until(told, told=process.tail)
+                assert process.is_running, "it was over before it could be killed"
+                process.kill()
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,7 @@ def test_a_run_is_shown(main_job: tuple[Shell, Typed]) -> None:
     assert Path(shell.folder / shown["checkpoints"][-1]["path"]).is_file()
 
 
+@pytest.mark.slow
 def test_runs_are_compared(main_job: tuple[Shell, Typed]) -> None:
     """With what was asked differently."""
     table = main_job[0].type("compare", "first", "second").out
@@ -198,6 +205,7 @@ def test_runs_are_compared(main_job: tuple[Shell, Typed]) -> None:
     assert "best accuracy" in table
 
 
+@pytest.mark.slow
 def test_curves_and_reports_are_files(main_job: tuple[Shell, Typed]) -> None:
     """In the run's folder or where one says; the path is printed."""
     shell, _ = main_job
@@ -340,17 +348,18 @@ def exported(shell: Shell, name: str) -> bytes:
 def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell) -> None:
     """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
     shell.type("simulate", "--name", "whole", *LONG)
-    shell.kill_after_round(15, "simulate", "--name", "killed", *LONG)
-    shell.kill_after_round(40, "resume", "killed")
+    shell.kill_after_round(8, "simulate", "--name", "killed", *LONG)
+    shell.kill_after_round(20, "resume", "killed")
     broken_off = exported(shell, "killed")
     events = shell.type("resume", "killed", "--json").events
     rounds = [int(str(event["round"])) for event in events if event["event"] == "round"]
-    assert 40 <= rounds[0] < 240
-    assert rounds == list(range(rounds[0], 241))
+    assert 20 <= rounds[0] < 80
+    assert rounds == list(range(rounds[0], 81))
     assert exported(shell, "killed") == exported(shell, "whole")
     assert exported(shell, "killed") != broken_off  # the control: a missing round is noticed
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
     """Ctrl-C is 130; the command it prints goes on from there."""
     with shell.popen("simulate", "--json", "--name", "stopped", "--runs-dir", "here", *LONG) as run:

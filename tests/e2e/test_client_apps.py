@@ -4,13 +4,13 @@ import ast
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 from torch import nn
 
 from fedlearn.build import deployment
@@ -139,9 +139,10 @@ def test_three_clients_learn_to_read_digits() -> None:
     assert after > 0.85
 
 
+@pytest.mark.slow
 def test_images_come_from_a_clients_own_file(tmp_path: Path) -> None:
     """Bytes or floats, of another size than the digits, for the same network."""
-    digits = load_digits()
+    digits = import_module("sklearn.datasets").load_digits()
     doubled = digits.images.repeat(2, 1).repeat(2, 2) / 16
     as_bytes = (255 * doubled).astype(np.uint8)
     files = []

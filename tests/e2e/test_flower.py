@@ -29,6 +29,7 @@ from fedlearn.session.session import ClientSession
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
+from tests.e2e.warm_flower import standing_in
 from tests.processes import until
 
 # A worker has the SuperLinks of this module.
@@ -64,7 +65,7 @@ class Federation:
             "FEDLEARN_RUNS_DIR": str(self.folder / "runs"),
             "OMP_NUM_THREADS": "1",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(self.folder / "warm"), str(BIN), os.environ["PATH"]]),
         }
 
     def start(self, log: Path, *command: str) -> "subprocess.Popen[str]":
@@ -185,7 +186,10 @@ def federation(folder: Path, *options: str) -> Iterator[Federation]:
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     """A SuperLink for nodes that are processes; those of a test leave with it, or lie dead."""
     with federation(tmp_path_factory.mktemp("deployed")) as found:
-        yield found
+        warm = found.folder / "warm"
+        warm.mkdir()
+        with standing_in(warm, found.environment, within_s=RUN_TIMEOUT_S):
+            yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,32 @@
 """Differential privacy as a researcher has it: the noise that arrives, the ledger, the refusals."""
 
+import itertools
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fedlearn as fl
 from fedlearn.cli.app import main
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
-from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.errors import BudgetExhausted, ConfigError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.privacy import ledger_of, section_of
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from tests.e2e.noise import has_scale, moved
 
 POPULATION = 60
 #: Trains by steps of size zero: what the model moves by is the noise alone.
@@ -62,15 +61,7 @@ class Told:
         self.summary = summary
 
 
-@pytest.fixture(autouse=True)
-def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh folder, no settings from outside, and structlog as it was."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def data(seed: int = 0) -> fl.FederatedData:
@@ -106,47 +97,38 @@ def run(
     return fl.simulate(make_model, examples, algorithm, progress=told or Told(), **everything)
 
 
-def moved(run: fl.Run) -> Tensor:
-    """Return how far the model is from where it began."""
-    torch.manual_seed(Seed(0).derive("model").value)
-    before = Params.of(make_model()).vector
-    after = Params.of(run.load_model(make_model, best=False)).vector
-    return after - before
-
-
-def has_scale(values: Tensor, sigma: float) -> bool:
-    """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
-    excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0
-    return abs(excess) < 5.0 * math.sqrt(2.0 / len(values))
-
-
 @pytest.mark.parametrize(
     "engine",
-    [{"num_workers": 1}, {"num_workers": 2}, {"transport": "memory"}],
-    ids=["engine", "workers", "memory"],
+    [
+        pytest.param({"num_workers": 1}, id="engine"),
+        pytest.param({"num_workers": 2}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"transport": "memory"}, id="memory", marks=pytest.mark.slow),
+    ],
 )
 def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
     """Z C / m in each of two rounds, once however many processes; 2/3 and 3/2 would be seen."""
-    noise, sigma = moved(run(engine=engine)), math.sqrt(2.0) * 1.5 * 0.6 / 15
+    noise, sigma = moved(run(engine=engine), make_model), math.sqrt(2.0) * 1.5 * 0.6 / 15
     assert has_scale(noise, sigma)
     assert not has_scale(noise * 2.0 / 3.0, sigma)
     assert not has_scale(noise * 1.5, sigma)
 
 
+@pytest.mark.slow
 def test_the_public_seed_tells_nothing_of_cohorts_and_noise() -> None:
     """Two runs of one seed differ in both; of runs that shall be repeated, neither does."""
     secret = [run(num_rounds=3), run(num_rounds=3)]
-    assert not torch.equal(moved(secret[0]), moved(secret[1]))
+    assert not torch.equal(moved(secret[0], make_model), moved(secret[1], make_model))
     asked = [[list(each.participations.client_ids) for each in one.history] for one in secret]
     assert asked[0] != asked[1]
     told = [Told(), Told()]
     public = [run(privacy={"reproducible": True}, told=each) for each in told]
-    assert torch.equal(moved(public[0]), moved(public[1]))
+    assert torch.equal(moved(public[0], make_model), moved(public[1], make_model))
     assert any("nothing is private, and no ε is claimed" in note for note in told[0].notes)
     assert told[0].summary is not None
     assert told[0].summary.privacy is None
 
 
+@pytest.mark.slow
 def test_a_model_learns_behind_the_noise() -> None:
     """And the run tells what it cost: the release, and whoever saw the cohorts."""
     told = Told()
@@ -177,7 +159,10 @@ def test_a_model_learns_behind_the_noise() -> None:
     ],
     ids=["fedavg", "scaffold"],
 )
-def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strategy) -> None:
+@pytest.mark.parametrize("privacy", [{}, {"clip_quantile": 0.5}], ids=["", "adaptive"])
+def test_sessions_workers_and_the_engine_agree_bit_for_bit(
+    algorithm: fl.Strategy, privacy: dict[str, object]
+) -> None:
     """The sums are of integers: in any order, on any number of processes."""
     sequential = {"executor": "sequential"}
     engines = [
@@ -186,7 +171,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
         {"transport": "memory"},
     ]
     first, *others = (
-        run(algorithm, engine=engine, privacy={"reproducible": True}, num_rounds=3)
+        run(algorithm, engine=engine, privacy=privacy | {"reproducible": True}, num_rounds=3)
         for engine in engines
     )
     for other in others:
@@ -194,12 +179,37 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
             assert torch.equal(tensor, other.weights(best=False)[name])
 
 
+def test_a_clip_norm_that_follows_the_updates_is_told_and_resumed() -> None:
+    """From far above it falls by nearly a tenth a round, also across a break: to the same bits."""
+    adaptive = {"clip_norm": 50.0, "clip_quantile": 0.5, "reproducible": True}
+    told = Told()
+    whole = run(LEARNS, privacy=adaptive, num_rounds=6, told=told)
+    found = [each.metrics["clip_norm"] for each in whole.history]
+    assert found[0] == 50.0
+    assert all(0.85 < after / before < 0.97 for before, after in itertools.pairwise(found))
+    assert any("50 at first, then the quantile 0.5" in note for note in told.notes)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            LEARNS,
+            privacy=adaptive,
+            num_rounds=6,
+            told=Told(break_after=4),
+            name="broken",
+            store={"checkpoint_every_s": 0.0},
+        )
+    resumed = run(LEARNS, privacy=adaptive, num_rounds=6, resume="broken")
+    assert [each.metrics["clip_norm"] for each in resumed.history] == found
+    for name, tensor in whole.weights(best=False).items():
+        assert torch.equal(tensor, resumed.weights(best=False)[name])
+
+
+@pytest.mark.slow
 def test_rounds_without_anybody_are_released_like_any_other() -> None:
     """At one client a round on average, some have none: noise is added all the same."""
     found = run(cohort={"num_wanted": 1, "sampling": "poisson"}, num_rounds=60)
     counts = [each.count(Status.REPORTED) for each in found.history]
     assert 0 in counts
-    assert has_scale(moved(found), math.sqrt(60.0) * 1.5 * 0.6)
+    assert has_scale(moved(found, make_model), math.sqrt(60.0) * 1.5 * 0.6)
 
 
 # ---- The budget ---------------------------------------------------------------------------
@@ -245,6 +255,7 @@ def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
     run(privacy=BUDGET | others, cohort=ALL)
 
 
+@pytest.mark.slow
 def test_rounds_that_were_lost_count_as_spent() -> None:
     """A run that broke off goes on from its last commit; what it repeats is charged again."""
     told = Told(break_after=4)
@@ -306,6 +317,7 @@ def test_what_a_run_will_cost_is_answered_both_ways(capsys: pytest.CaptureFixtur
     assert "the privacy budget is spent" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_deployment_without_data_has_a_budget_too(capsys: pytest.CaptureFixture[str]) -> None:
     """It needs none; without privacy there is no budget."""
     Path("net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(3, 2)\n")
@@ -354,6 +366,7 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened() -> None
     assert charged < num_told + 2000
 
 
+@pytest.mark.slow
 def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
     """On one population; what is said of other data is believed."""
     run(privacy={"population": "all"}, num_rounds=1)
@@ -396,12 +409,14 @@ def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
                 "secure_aggregation": {"mode": "complete", "dropout": 0.0},
                 "cohort": {"sampling": "uniform", "num_wanted": 15},
             },
-            "no sum to add exact noise to",
+            "clients add the noise; set it to",
         ),
         ({"privacy": {"target_delta": 0.02}}, "give a number well below 0.017"),
         ({"privacy": {"clip_norm": None}}, "privacy.clip_norm: is missing"),
         ({"privacy": {"noise_multiplier": None}}, "privacy.epsilon: is missing"),
         ({"privacy": {"mode": "off"}}, "without effect"),
+        ({"privacy": {"clip_learning_rate": 0.5}}, "give privacy.clip_quantile"),
+        ({"privacy": {"clip_quantile": 1.0}}, r"clip_quantile.*< 1"),
         ({"privacy": {"noise_multiplier": 1e9}}, "beyond exact integers"),
     ],
 )

@@ -1,5 +1,6 @@
 """Differential privacy deployed: the simulation's model, and a budget that outlives kills."""
 
+import math
 import os
 from collections.abc import Iterator
 from io import StringIO
@@ -8,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedlearn.build import deployment
 from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.randomness import Seed
 from fedlearn.experiment.privacy import ledger_of, section_of, spending
 from fedlearn.experiment.progress import progress_to
 from fedlearn.experiment.simulate import Site as RunSite
 from fedlearn.experiment.simulate import run_config
+from fedlearn.privacy.events import Event, FixedCohorts
+from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.rounds.records import RunStatus
 from tests.e2e.deployed import Site, site_in
 from tests.processes import Launcher
@@ -45,8 +50,11 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_deployed_run_is_the_simulation_of_the_same_configuration(site: Site) -> None:
-    """To the last bit, in whatever order the clients report: what is summed are integers."""
-    site.change("privacy.reproducible=true")
+    """To the last bit, in whatever order the clients report: what is summed are integers.
+
+    The clip norm follows them, so they tell by a further lane whether they were within it.
+    """
+    site.change("privacy.reproducible=true", "privacy.clip_quantile=0.5")
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -93,6 +101,70 @@ def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> N
     assert 37.0 < spent.epsilon <= 40.0
     fourth = site.coordinator()
     assert fourth.wait() == BUDGET_SPENT, fourth.tail()
+
+
+def test_clients_add_the_noise_themselves(site: Site) -> None:
+    """Over the protocol and mutual TLS: clients that take no step leave noise alone.
+
+    Whoever is there is asked, so that it helps nobody not to be: all is accounted as if all were.
+    """
+    site.change(
+        "privacy.mode=distributed",
+        'cohort={sampling="uniform", num_wanted=3}',
+        "secure_aggregation.mode=complete",
+        "secure_aggregation.clip_norm=0.5",
+        "client.learning_rate=1e-30",
+        "num_rounds=2",
+        "privacy.num_users=10",
+    )
+    coordinator = site.serving()
+    for number in range(NUM_CLIENTS):
+        site.join(number)
+    assert coordinator.wait() == 0, coordinator.tail()
+    with site.database() as database:
+        run = database.run("federation")
+        after, ledger = run.weights(best=False), ledger_of(run, section_of(run.record))
+        spent = ledger.spent()
+    assert spent == {Event(FixedCohorts(10, 10), 1.0): 2}
+    torch.manual_seed(Seed(site.config.seed).derive("model").value)
+    pieces = deployment(site.config, data_dir=Path("nowhere"))
+    before = pieces.make_model().state_dict()
+    noise = torch.cat([(after[name] - before[name]).flatten() for name in after]).double()
+    sigma = 0.5 / 3 * 2**0.5  # of each of 3 clients a third of the variance, in 2 rounds
+    excess = float((noise**2).mean()) / sigma**2 - 1.0
+    tolerance = 5.0 * (2.0 / len(noise)) ** 0.5
+    assert abs(excess) < tolerance < 0.3
+
+
+def test_a_client_counts_what_a_day_costs_it_over_its_restarts(site: Site) -> None:
+    """At 2 / sqrt(3 sigma^2) a round it affords two rounds a day: the third has two clients."""
+    site.change(
+        "privacy.mode=distributed",
+        "privacy.noise_multiplier=8.0",
+        'cohort={sampling="uniform", num_wanted=3}',
+        "secure_aggregation.mode=complete",
+        "secure_aggregation.clip_norm=0.5",
+        "stragglers.max_retries=0",
+        "stragglers.below_minimum=fail",
+    )
+    policy = site.folder / "policy.toml"
+    affordable = gaussian_epsilon(math.sqrt(2 * (2 / 8) ** 2), 1e-6) * 1.001
+    policy.write_text(
+        "[policy.secure_aggregation]\ncorruption = 0.0\n[policy.privacy]\n"
+        f'mode = "distributed"\nmax_epsilon_per_day = {affordable}\n'
+    )
+    coordinator = site.serving()
+    careful = site.join(0, "--config", str(policy))
+    for number in (1, 2):
+        site.join(number)
+    site.until_round(coordinator, 1)
+    careful.kill()
+    site.join(0, "--config", str(policy))
+    assert coordinator.wait() != 0
+    with site.database() as database:
+        rounds = database.run("federation").rounds()
+    assert [each.round_num for each in rounds] == [0, 1]
+    assert "privacy.max_epsilon_per_day" in coordinator.err()
 
 
 def test_a_deployment_says_how_many_may_enrol_and_flips_coins(site: Site) -> None:

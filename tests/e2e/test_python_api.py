@@ -145,6 +145,7 @@ def test_another_network_is_refused() -> None:
         run().load_model(lambda: nn.Linear(6, 2))
 
 
+@pytest.mark.slow
 def test_plot_and_report_are_files_in_the_run_folder() -> None:
     """Both return where they lie."""
     finished = run()

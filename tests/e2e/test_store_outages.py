@@ -28,6 +28,8 @@ from fedlearn.store.patience import Patience
 from fedlearn.store.runs import Database, StoredRun, unguarded
 from tests.records import RUN
 
+pytestmark = pytest.mark.slow  # they need a PostgreSQL server
+
 REPORT = Participation(ClientId(4), Status.REPORTED, 1.0, 10, 0.5, "")
 ROUND = RoundRecord(
     round_num=0,
@@ -334,7 +336,6 @@ def a_second(shared: Database) -> Lease:
     return Lease(shared, RUN.name, holder="second", ttl_s=HELD_TTL_S, clock=SystemClock())
 
 
-@pytest.mark.slow
 def test_a_second_coordinator_takes_over_from_a_dead_one(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:
@@ -349,7 +350,6 @@ def test_a_second_coordinator_takes_over_from_a_dead_one(
     shared.run(RUN.name, guard=second.guard).commit(checkpoint_after(0))
 
 
-@pytest.mark.slow
 def test_a_coordinator_that_stood_still_is_fenced_off(
     shared: Database, holder: "subprocess.Popen[str]"
 ) -> None:

@@ -14,6 +14,8 @@ from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.runs import Database
 from tests.records import RUN
 
+pytestmark = pytest.mark.slow  # they need a PostgreSQL server
+
 ROUND = RoundRecord(
     round_num=0,
     attempt=0,

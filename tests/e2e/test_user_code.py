@@ -46,7 +46,7 @@ def run(**settings: Any) -> fl.Run:  # Any: arguments, keys and tables
         "num_rounds": 6,
         "cohort": {"num_wanted": 4},
         "store": {"checkpoint_every_s": 0.0},
-        "engine": {"num_workers": 1, "executor": "vmap"},
+        "engine": {"num_workers": 1, "executor": "sequential"},
         **settings,
     }
     return fl.simulate(make_model, data(), ALGORITHM, **everything)

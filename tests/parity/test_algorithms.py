@@ -1,7 +1,5 @@
 """Every algorithm gives the same model wherever it runs: engine, workers, memory, gRPC, Flower."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fedlearn
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import to_tensors
@@ -30,6 +27,7 @@ from fedlearn.simulation.engine import Engine
 from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower
 from tests.parity import test_grpc as grpc
+from tests.processes import Launcher
 
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 ADAM = LocalAdam(
@@ -161,18 +159,17 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def by_workers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Tensor]]:
+def by_workers(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Mapping[str, Tensor]]:
     """What each number of workers computed; in a process with a limit on its time."""
     folder = tmp_path_factory.mktemp("workers")
-    subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
-        check=True,
-        timeout=600,
-    )
+    launcher.run(Path(__file__), str(folder)).check_returncode()
     return {path.name: load_file(path) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("algorithms by workers")  # they share a fixture that costs seconds
 @pytest.mark.parametrize("num_workers", ["2", "4"])
 def test_the_number_of_workers_changes_nothing_but_rounding(
     by_workers: Mapping[str, Mapping[str, Tensor]], num_workers: str

@@ -1,7 +1,5 @@
 """A local update of the user's own is what trains, under every executor; its steps are counted."""
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fedlearn
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
@@ -27,6 +24,7 @@ from fedlearn.simulation.executors.stacked import why_not_compiled
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower
+from tests.processes import Launcher
 
 #: Clients of 8, 14, 3, 11, 12 and 7 examples, 4 of them in each of 3 rounds.
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
@@ -128,6 +126,7 @@ def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_not_compiled() is not None, reason=f"{why_not_compiled()}")
 def test_an_overridden_step_is_taken_under_the_compiled_executor() -> None:
     """What is compiled is the gradient."""
@@ -166,14 +165,10 @@ def test_an_overridden_step_is_taken_in_sessions() -> None:
     torch.testing.assert_close(found.vector, expected.vector, rtol=0.0, atol=1e-6)
 
 
-def test_an_overridden_step_is_taken_on_two_workers(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_overridden_step_is_taken_on_two_workers(launcher: Launcher, tmp_path: Path) -> None:
     """Each steps for its clients; in a process with a limit on its time."""
-    subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
-        check=True,
-        timeout=600,
-    )
+    launcher.run(Path(__file__), str(tmp_path)).check_returncode()
     two = load_file(tmp_path / "two")
     assert two["taken"].tolist() == two["due"].tolist()
     alone, _ = by_engine(COUNTED, ExecutorKind.SEQUENTIAL, block_size=2)

@@ -73,6 +73,28 @@ def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: lis
     assert float((secure - clear).abs().max()) <= 20 * error + float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [[MEMORY], ["engine.executor=sequential"]])
+def test_noise_that_is_next_to_none_leaves_the_run_in_the_clear(variant: list[str]) -> None:
+    """Control: with a thousand times as much, it is another model."""
+    everyone = "data.partition.num_clients=10"  # who is asked is secret, too
+    clear, _ = trained(MEMORY, everyone, "algorithm.weight_by_examples=false")
+    of_noise = {}
+    for multiplier in (1e-9, 1e-6):
+        noisy, _ = trained(
+            *variant,
+            everyone,
+            "privacy.mode=distributed",
+            "privacy.clip_norm=1000",
+            f"privacy.noise_multiplier={multiplier}",
+            "privacy.target_delta=1e-3",
+            "secure_aggregation.modulus_bits=40",
+        )
+        of_noise[multiplier] = float((noisy - clear).abs().max())
+    assert of_noise[1e-9] < 1e-5
+    assert of_noise[1e-6] > 1e-4
+
+
 def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None:
     """Control: a clip that binds moves both away from the clear, to the same place."""
     tight = "secure_aggregation.clip_norm=0.1"

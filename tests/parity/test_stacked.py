@@ -149,6 +149,11 @@ def mlp_with_dropout() -> nn.Module:
     )
 
 
+def small_net_with_dropout() -> nn.Module:
+    """One layer of masks: each takes the compiler many seconds."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
 def batch_norm_net() -> nn.Module:
     """In float64: normalising two examples magnifies float32's rounding."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -637,10 +642,16 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no-such-compiler" in found
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+needs_compiler = pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+#: On one worker: what one test has compiled, the next one finds.
+together = pytest.mark.xdist_group("compiled")
+
+
+@needs_compiler
+@together
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [PLAIN, replace(PLAIN, momentum=0.9, weight_decay=0.01)])
-@pytest.mark.parametrize("make_model", [mlp, mlp_with_dropout, batch_norm_net])
+@pytest.mark.parametrize("make_model", [mlp, small_net_with_dropout, batch_norm_net])
 def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: LocalSgd) -> None:
     """At several heights, with clients that finish early and padding to the bucket."""
     params, objective = params_of(make_model), CrossEntropy()
@@ -653,7 +664,8 @@ def test_compiled_equals_eager_equals_sequential(make_model: MakeModel, local: L
         assert distance(expected, compiled.train(work)) < 1e-6
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+@needs_compiler
+@together
 @pytest.mark.slow
 def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them(
     monkeypatch: pytest.MonkeyPatch,
@@ -676,7 +688,8 @@ def test_few_shapes_are_compiled_and_the_learning_rate_is_not_part_of_them(
     assert 0 < len(traced) <= stacked.NUM_HEIGHTS
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+@needs_compiler
+@together
 @pytest.mark.slow
 def test_a_step_that_cannot_be_compiled_is_an_engine_error() -> None:
     """With the reason and what to choose instead."""

@@ -4,8 +4,6 @@ The simulations run in a process of their own with a limit on its time, so that 
 hangs fails these tests instead of hanging all of them.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fedlearn
 from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -41,6 +38,7 @@ from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision, ResidentModel
+from tests.processes import Launcher
 
 NUM_ROUNDS = 4
 SIZES = [8, 14, 3, 11, 12, 1, 15, 6, 9, 10, 5, 23]
@@ -164,19 +162,18 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Tensor]]:
+def results(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Mapping[str, Tensor]]:
     """What each number of workers computed, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
-        check=True,
-        timeout=600,
-    )
+    launcher.run(Path(__file__), str(folder)).check_returncode()
     return {path.name: load_file(path) for path in folder.iterdir()}
 
 
 Results = Mapping[str, Mapping[str, Tensor]]
+
+pytestmark = pytest.mark.xdist_group("workers")  # what they share costs seconds
 
 
 def test_one_worker_twice_is_the_same_to_the_last_bit(results: Results) -> None:

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import pytest
 import safetensors.torch
 import torch
 from hypothesis import given, settings
@@ -100,6 +101,7 @@ def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> No
     refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     kind=st.sampled_from(

@@ -930,7 +930,7 @@ def cheating(stage: Stage, lie: Lie) -> Rehearsal:
     [
         (Stage.ADVERTISE, lambda a: replace(a, client_id=VICTIM), "sent the advert of"),
         (Stage.ADVERTISE, lambda a: replace(a, mask_key=bytes(32)), "is not signed by it"),
-        (Stage.ADVERTISE, lambda _: b"FLSA\x01", "ends 1 bytes early"),
+        (Stage.ADVERTISE, lambda _: b"FLSA" + bytes([messages.VERSION]), "ends 1 bytes early"),
         (Stage.ADVERTISE, lambda _: Survivors(client_ids=()), "Survivors, not Advert"),
         (Stage.SHARE, lambda s: replace(s, session=bytes(32)), "another session"),
         (Stage.SHARE, lambda s: replace(s, packets=s.packets[:-1]), "5 packets to 6 neighbours"),

@@ -2,11 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import torch
 
 from fedlearn.build import deployment
@@ -26,14 +24,7 @@ from tests.addresses import free_addresses
 CLIENTS = Path(__file__).parents[2] / "clients"
 
 
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working directory, no settings from outside, and structlog as it was."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config import ClientConfig, load_client, template
 from fedlearn.errors import ConfigError
 
@@ -26,6 +26,12 @@ max_cohort = 100
 max_clip = 2.5
 max_upload_bytes = 1_000_000
 max_releases_per_round = 1
+
+[policy.privacy]
+mode = "distributed"
+min_noise_share = 0.1
+max_epsilon_per_day = 4.0
+target_delta = 1e-5
 
 [conditions]
 on_power = true
@@ -62,12 +68,22 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         max_upload_bytes=1_000_000,
         max_releases_per_round=1,
     )
-    policy = Policy(max_epochs=5, max_tasks_per_day=50, evaluate=False, secure_aggregation=secure)
+    privacy = PrivacyPolicy(
+        mode="distributed", min_noise_share=0.1, max_epsilon_per_day=4.0, target_delta=1e-5
+    )
+    policy = Policy(
+        max_epochs=5,
+        max_tasks_per_day=50,
+        evaluate=False,
+        secure_aggregation=secure,
+        privacy=privacy,
+    )
     assert config.to_policy() == policy
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
     assert config.to_conditions() == conditions
     for value, default in (
         (secure, SecureAggregationPolicy()),
+        (privacy, PrivacyPolicy()),
         (policy, Policy()),
         (conditions, Conditions()),
     ):
@@ -91,6 +107,11 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         (
             "[policy.secure_aggregation]\nmin_cohort = 9\nmax_cohort = 8",
             "client.toml:3: policy.secure_aggregation.max_cohort: is 8, below min_cohort (9)",
+        ),
+        ('[policy.privacy]\nmode = "central"', 'give "any" or "distributed"'),
+        (
+            "[policy.privacy]\nmax_epsilon_per_day = 2.0",
+            'max_epsilon_per_day: is 2.0, but mode is "any"; set it to "distributed"',
         ),
         ('[conditions]\nbetween = ["22:00"]', "give two times of day"),
         ('[conditions]\nbetween = ["22:00", "24:00"]', "give two times of day"),
@@ -117,7 +138,7 @@ def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
     text = template(ClientConfig(), omit=(), heading="A client.")
     assert load(tmp_path, text) == ClientConfig()
     keys: set[Any] = {*Policy.__dataclass_fields__, *SecureAggregationPolicy.__dataclass_fields__}
+    keys |= {*PrivacyPolicy.__dataclass_fields__}
     keys |= {*Conditions.__dataclass_fields__}
-    assert [key for key in keys if f"\n{key} =" not in text and f"\n# {key} =" not in text] == [
-        "secure_aggregation"
-    ]
+    missing = {key for key in keys if f"\n{key} =" not in text and f"\n# {key} =" not in text}
+    assert missing == {"secure_aggregation", "privacy"}  # tables

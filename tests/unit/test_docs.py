@@ -114,6 +114,7 @@ def from_code() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_python_example_of_the_readme_is_short_and_runs(tmp_path: Path) -> None:
     """At most 15 lines; in a process and folder of its own, to the accuracy that is told."""
     page = (ROOT / "README.md").read_text()
@@ -463,7 +464,7 @@ def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> P
 
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     """The names of status, door and coordinator; the guides name no others."""
-    live_status = LiveStatus(metrics=dict.fromkeys(MEASURED, 0.5))
+    live_status = LiveStatus(metrics=dict.fromkeys(MEASURED, 0.5), epsilon=1.0)
     gauges = {*live_status.gauges(), "lease_held", "ready", "connected", "eligible"}
     counters = {*live_status.counters(), *DoorCounters().values(), "refused"}
     said = {_metric(each) for each in gauges} | {f"{_metric(each)}_total" for each in counters}

@@ -197,6 +197,7 @@ def context_of(settings: Settings) -> TrainContext:
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_is_joined_with(tmp_path: Path) -> None:
     """``fedlearn join --task`` in a process of its own: the model is that of its trainer."""
     torch.manual_seed(0)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -93,7 +95,10 @@ class TracedSteps:
             named = (trainable, statistics, frozen, constants)
             return self._gradient.vectorised(names, named, batch.rebuilt(list(rest)))
 
-        trace = make_fx(flat)(*tensors)
+        # The shapes that a trace notes down are kept by one mode for all its operations; left to
+        # itself torch makes one for each, which takes as long as all the rest.
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            trace = make_fx(flat)(*tensors)
         _return_factors(trace.graph, num_trainable=len(parts[0]))
         trace.graph.eliminate_dead_code()
         trace.recompile()

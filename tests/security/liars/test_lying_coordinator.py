@@ -31,6 +31,8 @@ VICTIM, OTHER = ClientId(2), ClientId(4)
 EVERYONE = list(range(6))
 WITHOUT_IT = [0, 1, 3, 4, 5]
 ORDER = list(Stage)
+#: Lies of the default run, of which there are more than a hundred: every fifth.
+EXAMPLES = LIES[::5]
 
 
 def stand() -> Stand:
@@ -49,7 +51,13 @@ def test_a_coordinator_that_does_not_lie_gets_its_sums() -> None:
         assert not any(isinstance(reply, Failure) for reply in made.liar.replies.values())
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param(lie, id=lie.name, marks=() if lie in EXAMPLES else pytest.mark.slow)
+        for lie in LIES
+    ],
+)
 def test_a_lie_ends_the_session_for_whom_it_is_told_to(lie: Lie) -> None:
     """The victim says so and says no more; the honest message comes too late for it.
 

@@ -114,6 +114,7 @@ def test_the_selection_holds_lies_of_every_stage() -> None:
     assert {lie.stage for lie in AT_THE_DOOR} == set(Stage)
 
 
+@pytest.mark.slow  # over memory they are told in the default run
 @pytest.mark.parametrize("lie", AT_THE_DOOR, ids=lambda lie: lie.name)
 def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
     deployed: Deployed, lie: Lie

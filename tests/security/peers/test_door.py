@@ -55,15 +55,17 @@ class Round:
         channel = door.channel()
 
         def run() -> None:
-            arrivals, num = (
-                ask_once(channel, dict.fromkeys(cohort, request or request_of(0)), deadline_s=60.0),
-                0,
-            )
-            for num, arrival in enumerate(arrivals, start=1):
-                self.arrived.put((arrival.client_id, arrival.reply))
-                if num == len(cohort):
-                    break
-            self.outcome.set_result(num)
+            num, requests = 0, dict.fromkeys(cohort, request or request_of(0))
+            try:
+                arrivals = ask_once(channel, requests, deadline_s=60.0)
+                for num, arrival in enumerate(arrivals, start=1):
+                    self.arrived.put((arrival.client_id, arrival.reply))
+                    if num == len(cohort):
+                        break
+            except Exception as error:  # noqa: BLE001 - it is whoever's that asks for the outcome
+                self.outcome.set_exception(error)
+            else:
+                self.outcome.set_result(num)
 
         threading.Thread(target=run, daemon=True).start()
 

@@ -129,6 +129,7 @@ def test_the_first_round_is_unweighted_federated_averaging() -> None:
     assert torch.equal(ours.vector, theirs.vector)
 
 
+@pytest.mark.slow
 def test_clients_that_differ_do_not_drift() -> None:
     """It converges to the minimum of the mean; federated averaging to somewhere else."""
     minimum = (A * B).sum(0) / A.sum(0)

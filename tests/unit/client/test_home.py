@@ -405,6 +405,19 @@ def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> N
     assert home.num_tasks_today(3000.0) == 2
 
 
+def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
+    """Each once, over restarts, and also where consent is withdrawn and given again."""
+    home.set_consent(granted=True)
+    home.spend(b"first", 0.5, 0.0)
+    home.spend(b"second", 0.25, 50_000.0)
+    home.spend(b"second", 0.25, 51_000.0)
+    assert home.spent_today(60_000.0) == 0.75
+    home.erase()
+    assert home.spent_today(60_000.0) == 0.75
+    assert home.spent_today(90_000.0) == 0.25
+    assert home.spent_today(136_500.0) == 0.0
+
+
 def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home) -> None:
     """Control: one that was set back by a minute does not make it forget."""
     year_s = 365 * 86_400.0

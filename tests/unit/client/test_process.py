@@ -62,6 +62,7 @@ def options(tmp_path: Path) -> RuntimeOptions:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_working_directory(
     options: RuntimeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from fedlearn.client.conditions import Conditions, Device, Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import SystemClock
@@ -613,6 +613,7 @@ def advert(
     threshold: int | None = None,
     epochs: int = 3,
     attempt: int = 0,
+    noise_multiplier: float | None = None,
 ) -> SecureTermsRequest:
     """Return the first message of a session."""
     assumed = Assumptions(
@@ -630,8 +631,9 @@ def advert(
         statistics_norm=1.0,
         max_loss=1.0,
         max_examples=10,
-        by_examples=True,
+        by_examples=noise_multiplier is None,
         modulus_bits=32,
+        noise_multiplier=noise_multiplier,
     )
     layout = Params.of(torch.nn.Linear(2, 1)).layout
     train = train_request(epochs=epochs)
@@ -644,6 +646,12 @@ def advert(
     return SecureTermsRequest(
         round_num=0, attempt=attempt, message=messages.encode(signed), notice=notice
     )
+
+
+def noised(**changes: Any) -> Policy:  # Any: of the fields
+    """Return a policy that takes sessions with noise alone, but for ``changes``."""
+    privacy = PrivacyPolicy(**{"mode": "distributed", **changes})
+    return replace(secure(adversary=CURIOUS), privacy=privacy)
 
 
 CURIOUS = "honest-but-curious"
@@ -688,6 +696,46 @@ RULES = [
         replace(secure(adversary=CURIOUS), max_tasks_per_day=0),
         advert(),
         replace(secure(adversary=CURIOUS), max_tasks_per_day=1),
+    ),
+    Rule(
+        "privacy.mode",
+        "an update that the coordinator could read",
+        "a sum with noise of each client alone",
+        noised(),
+        TRAINING,
+        Policy(),
+    ),
+    Rule(
+        "privacy.mode",
+        "an evaluation that the coordinator could read",
+        "a sum with noise of each client alone",
+        noised(),
+        EVALUATION,
+        Policy(),
+    ),
+    Rule(
+        "privacy.mode",
+        "a sum without noise, of 'parameters'",
+        "noise of each client, in all that it sends",
+        noised(),
+        advert(),
+        secure(adversary=CURIOUS),
+    ),
+    Rule(  # three of three share the noise
+        "privacy.min_noise_share",
+        "1.73205",
+        "at least 1.8",
+        noised(min_noise_share=1.8),
+        advert(noise_multiplier=3.0),
+        noised(min_noise_share=1.732),
+    ),
+    Rule(
+        "privacy.max_epsilon_per_day",
+        "3.09764",
+        "at most 3",
+        noised(max_epsilon_per_day=3.0),
+        advert(noise_multiplier=3.0),
+        noised(max_epsilon_per_day=3.1),
     ),
     Rule("adversary", CURIOUS, "active-server", secure(), advert(), secure(adversary=CURIOUS)),
     Rule(
@@ -884,6 +932,20 @@ def test_a_run_whose_id_is_no_files_name_is_refused(home: Home, door: ScriptedDo
     with client(home, Quick()) as running:
         assert "'../identity'" in running.wait_for(EventKind.REFUSED).message
         assert not [each for each in running.others() if each.kind is EventKind.CONNECTED]
+
+
+class Sized(Quick):
+    """Says how many examples it has."""
+
+    num_examples = 7
+
+
+def test_who_may_be_read_in_a_sum_alone_keeps_its_size(home: Home, door: ScriptedDoor) -> None:
+    """Nothing of its own then goes out in the clear; by default it is told."""
+    for policy, told in ((Policy(), 7), (secure(required=True), 0), (noised(), 0)):
+        with client(home, Sized(), policy=policy) as running:
+            running.wait_for(EventKind.CONNECTED)
+            assert door.hear("hello").eligibility.num_examples == told
 
 
 def test_the_whole_policy_is_logged_once_at_the_start(home: Home) -> None:

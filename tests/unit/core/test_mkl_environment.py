@@ -67,7 +67,9 @@ def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
     assert printed(AT_TORCH + "import torch") == "None"
 
 
-@pytest.mark.parametrize("imports", ["import fedlearn", "import torch, fedlearn"])
+@pytest.mark.parametrize(
+    "imports", ["import fedlearn", pytest.param("import torch, fedlearn", marks=pytest.mark.slow)]
+)
 def test_a_product_has_the_same_bits_wherever_its_operands_begin(imports: str) -> None:
     """Also when a script imports torch first: MKL reads its environment at its first product."""
     assert printed(imports + OFFSETS) == "0"

@@ -119,7 +119,7 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
     """As in a simulation: with coins, noise, a ledger, and the refusals."""
     table = (
         'privacy={mode="central", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
-        "num_users=3}"
+        "num_users=3, clip_quantile=0.5}"
     )
     more = "cohort.sampling=poisson; algorithm.weight_by_examples=false"
     settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30}
@@ -127,9 +127,18 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
     run_of(federation(3, **settings, overrides=f"{table}; {more}"), tmp_path, heard)
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
     assert heard.rounds[-1].metrics["accuracy"] > 0.8
-    assert any("noise 0.0001 times the clip norm 10" in note for note in heard.notes)
+    assert any("noise 0.0001 times the clip norm (10 at first" in note for note in heard.notes)
+    first, second = (record.metrics["clip_norm"] for record in heard.rounds)
+    assert second < first == 10.0
     assert heard.summary is not None
     assert heard.summary.privacy is not None
+    assert heard.summary.privacy.num_charged == 2
+    by_clients = (
+        'privacy={mode="distributed", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
+        "num_users=3}"
+    )
+    run_of(federation(3, **settings, overrides=by_clients), tmp_path / "others", heard)
+    assert heard.rounds[-1].metrics["accuracy"] > 0.8
     assert heard.summary.privacy.num_charged == 2
     weighted = "cohort.sampling=poisson; algorithm.weight_by_examples=true"
     with pytest.raises(ConfigError, match="weighted by their examples"):
@@ -185,6 +194,10 @@ def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path
     ("text", "named"),
     [
         ("[policy]\nmax_tasks_per_day = 3", "max_tasks_per_day is 3"),
+        (
+            '[policy.privacy]\nmode = "distributed"\nmax_epsilon_per_day = 2.0',
+            "privacy.max_epsilon_per_day is 2.0",
+        ),
         ("[conditions]\non_power = true", r"\[conditions\] is set"),
         ("[policy]\nmax_epoch = 3", "max_epochs"),
     ],

@@ -255,6 +255,20 @@ def test_a_skipped_round_and_retries_are_visible() -> None:
     assert "skipped: 1 round" in plain((odd,))
 
 
+def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
+    """Beside the budget, if there is one; in a log as a number."""
+    rounds = (finished(0, {"accuracy": 0.5}), finished(1, {"accuracy": 0.6, "epsilon": 1.23456}))
+    lines = [ESCAPES.sub("", line) for line in terminal(rounds)]
+    assert "ε" not in lines[3]
+    assert lines[4].endswith("  ε 1.23")
+    limited = replace(RUN, config={"privacy": {"mode": "central", "epsilon": 8.0}})
+    assert ESCAPES.sub("", terminal(rounds, limited)[4]).endswith("  ε 1.23 of 8")
+    without, with_it = plain(rounds)[2:4]
+    assert "epsilon" not in without
+    assert with_it.endswith(" outcome=aggregated epsilon=1.235")
+    assert as_json(rounds)[2]["metrics"] == {"accuracy": 0.6, "epsilon": 1.23456}
+
+
 def test_a_new_best_stands_out_and_a_worse_round_does_not() -> None:
     """Green is news."""
     worse = finished(3, {"accuracy": 0.6})

@@ -120,9 +120,15 @@ ROUNDS: Sequence[RoundRecord] = (
 )
 
 
-def test_the_tiles_are_the_runs_figures() -> None:
+@pytest.fixture(scope="module")
+def usual() -> str:
+    """The page of these rounds, which takes most of a second to draw."""
+    return page(run(), ROUNDS)
+
+
+def test_the_tiles_are_the_runs_figures(usual: str) -> None:
     """Best and its round, last, rounds, times, clients: by hand."""
-    outline = Outline(page(run(), ROUNDS))
+    outline = Outline(usual)
     tiles = {
         "best accuracy": "0.8125",
         "final accuracy": "0.7500",
@@ -149,52 +155,49 @@ def test_the_watched_metric_has_tiles_and_a_curve() -> None:
     assert "Dose by round" in text
 
 
-def test_the_quantiles_over_clients_stand_in_their_table() -> None:
+def test_the_quantiles_over_clients_stand_in_their_table(usual: str) -> None:
     """In the order of the headings."""
-    texts = [text for text in Outline(page(run(), ROUNDS)).texts if text.strip()]
+    texts = [text for text in Outline(usual).texts if text.strip()]
     start = texts.index("worst tenth, mean") + 1
     expected = ["accuracy", "0.6000", "0.3100", "0.6200", "0.9300", "0.2000"]
     assert texts[start : start + 6] == expected
 
 
-def test_the_map_has_a_cell_for_each_client_asked() -> None:
+def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
     """Coloured by what became of it, and told when pointed at."""
-    text = page(run(), ROUNDS)
-    cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", text)
+    cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", usual)
     assert sorted((int(c), int(r), s) for c, r, s in cells) == [
         *((1, 1, "reported"), (1, 2, "reported"), (1, 3, "reported")),
         *((2, 1, "reported"), (2, 3, "late"), (3, 1, "late")),
         *((4, 2, "failed"), (4, 3, "failed"), (5, 2, "reported")),
     ]
     path = r'<title>client (\d+), [^<]*</title>\s*<path d="M [\d.]+ ([\d.]+)'
-    rows = {int(client): float(y) for client, y in re.findall(path, text)}
+    rows = {int(client): float(y) for client, y in re.findall(path, usual)}
     assert sorted(rows, key=rows.__getitem__) == [1, 2, 4, 3, 5]  # most often asked first
 
 
-def test_a_report_to_a_skipped_round_was_only_selected() -> None:
+def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
     """Its work is in no model, so it does not look as if it were."""
     skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
     text = page(run(), [skipped])
     assert "<title>client 1, round 1: selected</title>" in text
     assert "<title>client 2, round 1: late</title>" in text
     assert "its round was skipped" in text
-    assert "selected" not in page(run(), ROUNDS).split("Clients by rounds")[1]
+    assert "selected" not in usual.split("Clients by rounds")[1]
 
 
-def test_the_curves_tell_their_values_when_pointed_at() -> None:
+def test_the_curves_tell_their_values_when_pointed_at(usual: str) -> None:
     """One hover column a position, with all lines."""
-    text = page(run(), ROUNDS)
-    assert "<title>round 2: accuracy 0.8125</title>" in text
-    assert "<title>round 2: evaluation 0.7000, training 0.5000</title>" in text
-    assert "<title>virtual time (minutes) 2: accuracy 0.8125</title>" in text
-    assert "<title>round 2: 2 reported, 0 late, 1 failed</title>" in text
+    assert "<title>round 2: accuracy 0.8125</title>" in usual
+    assert "<title>round 2: evaluation 0.7000, training 0.5000</title>" in usual
+    assert "<title>virtual time (minutes) 2: accuracy 0.8125</title>" in usual
+    assert "<title>round 2: 2 reported, 0 late, 1 failed</title>" in usual
 
 
-def test_a_curve_goes_through_its_points() -> None:
+def test_a_curve_goes_through_its_points(usual: str) -> None:
     """The path's corners, back in values: lowest at 0.5, highest at 0.8125."""
-    text = page(run(), ROUNDS)
     line = r'<path d="(M[^"]*)"[^>]* style="fill: none; stroke: var\(--0072b2, #0072b2\)'
-    corners = re.search(line, text)
+    corners = re.search(line, usual)
     assert corners is not None
     points = [tuple(map(float, each.split()[1:])) for each in corners[1].strip().split("\n")]
     first, second, third = (x for x, _ in points)
@@ -225,9 +228,9 @@ def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
     assert outline.after("configuration SHA-256") == record.config_hash
 
 
-def test_a_configuration_of_another_program_is_shown_as_json() -> None:
+def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None:
     """A run started from Python cannot be reproduced by a command, and none is given."""
-    assert "fedlearn simulate" in page(run(), ROUNDS)  # the control
+    assert "fedlearn simulate" in usual  # the control
     foreign = replace(run(), config={"python": {"model": HOSTILE}})
     text = page(foreign, ROUNDS)
     assert "fedlearn simulate" not in text
@@ -260,6 +263,7 @@ def tame() -> list[tuple[str, dict[str, str]]]:
     return Outline(page(run(), [finished(0, {1: BAD})])).tags
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_name_and_reason_keep_the_page_well_formed(
@@ -270,16 +274,15 @@ def test_any_name_and_reason_keep_the_page_well_formed(
     assert [tag for tag, _ in wild] == [tag for tag, _ in tame]
 
 
-def test_the_page_asks_the_network_for_nothing() -> None:
+def test_the_page_asks_the_network_for_nothing(usual: str) -> None:
     """No address, no script; and its policy would refuse both."""
-    text = page(run(), ROUNDS)
-    outline = Outline(text)
+    outline = Outline(usual)
     policy = [a["content"] for tag, a in outline.tags if "http-equiv" in a]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
     links = [a[k] for _, a in outline.tags for k in ("src", "href", "xlink:href") if k in a]
     assert all(link.startswith(("data:", "#")) for link in links)
     namespaces = re.compile(r'xmlns(:xlink)?="[^"]*"')  # names that look like addresses
-    assert not re.search(r"https?:|@import|url\((?!#)", namespaces.sub("", text))
+    assert not re.search(r"https?:|@import|url\((?!#)", namespaces.sub("", usual))
 
 
 @pytest.mark.parametrize(
@@ -360,13 +363,12 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
         report(run(), ROUNDS, tmp_path / "missing" / "report.html")
 
 
-def test_the_page_has_a_light_and_a_dark_look() -> None:
+def test_the_page_has_a_light_and_a_dark_look(usual: str) -> None:
     """Both set every colour that the other sets; no black of a drawing stays black."""
-    text = page(run(), ROUNDS)
-    assert "#000000" not in re.sub(r"var\(--000000, #000000\)", "", text)
-    assert "--000000: var(--ink)" in text
+    assert "#000000" not in re.sub(r"var\(--000000, #000000\)", "", usual)
+    assert "--000000: var(--ink)" in usual
     light, dark = (
-        re.search(pattern, text, re.DOTALL)
+        re.search(pattern, usual, re.DOTALL)
         for pattern in (r":root \{(.*?)\}\n@media", r"scheme: dark\) \{ :root \{(.*?)\}")
     )
     assert light is not None

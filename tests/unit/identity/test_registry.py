@@ -19,7 +19,7 @@ from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import Certify, Registry
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.store.registry import StoredRegistry
-from fedlearn.store.runs import Database, sqlite_url
+from fedlearn.store.runs import Database
 from fedlearn.store.schema import InvitationRow
 from fedlearn.testing.registry import FreshRegistry
 
@@ -57,16 +57,10 @@ def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
         yield database
 
 
-@pytest.fixture(params=["memory", "sqlite", "pg"])
-def registry(
-    request: pytest.FixtureRequest, tmp_path: Path, clock: VirtualClock
-) -> Iterator[Registry]:
+@pytest.fixture
+def registry(database: Database, clock: VirtualClock) -> Registry:
     """An empty registry, once of each kind."""
-    url = sqlite_url(tmp_path / "runs.db")
-    if request.param == "pg":
-        url = request.getfixturevalue("postgresql_url")
-    with Database.open(url, runs_dir=tmp_path / "runs") as database:
-        yield StoredRegistry(database, clock)
+    return StoredRegistry(database, clock)
 
 
 def enrol(registry: Registry, name: str, key: bytes, certify: Certify) -> None:

@@ -6,7 +6,10 @@ from itertools import pairwise
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from dp_accounting.pld.privacy_loss_distribution import (
+    from_gaussian_mechanism,
+    from_truncated_subsampled_gaussian_mechanism,
+)
 from dp_accounting.rdp import RdpAccountant
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -57,6 +60,21 @@ def test_published_figures_bound_ours(multiplier: float, epochs: int, published:
     cohorts = PoissonCohorts(population=60_000, expected=256, largest=60_000)
     spent = {Event(cohorts, multiplier): epochs * 60_000 // 256}
     assert 0.6 * published < epsilon_of_release(spent, target_delta=1e-5) < published
+
+
+@pytest.mark.slow
+def test_a_large_figure_is_found_quickly_and_no_worse() -> None:
+    """Losses are told apart only as finely as they need be: a bound all the same, and as good."""
+    finest = from_truncated_subsampled_gaussian_mechanism(
+        dataset_size=10_000,
+        sampling_probability=0.01,
+        truncated_batch_size=200,
+        noise_multiplier=0.5,
+        value_discretization_interval=1e-4,
+    ).self_compose(500)
+    expected = finest.get_epsilon_for_delta(DELTA)
+    found = epsilon_of_release({Event(POISSON, 0.5): 500}, target_delta=DELTA)
+    assert expected * (1 - 1e-9) <= found < expected * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("distance", [0.1, 1.0, 7.0])
@@ -115,6 +133,7 @@ def test_a_tight_cap_costs_something() -> None:
     assert epsilons[0] < epsilons[1]
 
 
+@pytest.mark.slow
 def test_what_is_spent_adds_up_over_runs_of_different_noise() -> None:
     """Two runs cost more than either, and less than the sum of their ε; nothing costs nothing."""
     first, second = Event(POISSON, 2.0), Event(PoissonCohorts(10_000, 50, 100), 1.5)
@@ -134,6 +153,7 @@ def test_adjacencies_do_not_mix() -> None:
             figure(spent, target_delta=DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cohorts", "epsilon"), [(PoissonCohorts(1000, 100, 200), 0.3), (FixedCohorts(1000, 50), 4.0)]
 )

@@ -10,14 +10,32 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Over, Updates
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.bounded_sum import BoundedLane, BoundedSum, LevelSums, NoisyMean
+from fedlearn.privacy.bounded_sum import (
+    BoundedLane,
+    BoundedSum,
+    BoundedUpdates,
+    LevelSums,
+    NoisyMean,
+)
 from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
 
 CPU = torch.device("cpu")
 CONTROL = LaneSpec(name="control", over=Over.TRAINABLE, weighted=False, bound=0.5)
+
+
+def summing(aggregation: BoundedSum) -> BoundedUpdates:
+    """Return a strategy of one lane or two, of which the aggregation matters."""
+    sgd = LocalSgd(epochs=1, batch_size=None, learning_rate=1.0)
+    if len(aggregation.bounds) == 1:
+        return BoundedUpdates(FedAvg(sgd, weight_by_examples=False), aggregation)
+    inner = Scaffold(sgd=sgd, num_clients=9, server_learning_rate=1.0, control_bound=CONTROL.bound)
+    return BoundedUpdates(inner, aggregation)
 
 
 def levels_of(rows: Tensor, *, bound: float) -> Tensor:
@@ -34,7 +52,7 @@ def _added(lane: BoundedLane, rows: Tensor) -> Tensor:
 
 def summed(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, LevelSums]:
     """Return a bounded sum with bound 1, and its state after these rows."""
-    aggregation = BoundedSum(bounds={"delta": 1.0}, noise_multiplier=1.0, largest=largest)
+    aggregation = BoundedSum(bounds={"delta": 1.0}, multipliers={"delta": 1.0}, largest=largest)
     layout = Layout.of(nn.Linear(size, 1, bias=False))
     state = aggregation.init([DELTA], layout, device=CPU)
     client_ids = [ClientId(each) for each in range(len(rows))]
@@ -132,13 +150,14 @@ def test_weights_are_ones() -> None:
 def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> Aggregate:
     """Return the noisy means of nobody, of 4 expected."""
     specs = [DELTA, CONTROL][: len(lanes)]
-    aggregation = BoundedSum(bounds=lanes, noise_multiplier=noise_multiplier, largest=10)
+    aggregation = BoundedSum(
+        bounds=lanes, multipliers=dict.fromkeys(lanes, noise_multiplier), largest=10
+    )
     layout = Layout.of(nn.Linear(size, 1, bias=False))
     aggregate = aggregation.finalize(aggregation.init(specs, layout, device=CPU))
-    release = NoisyMean(
-        summed=aggregation, expected=4, noise=DrawnNoise(ReproducibleStreams(Seed(8)))
-    )
-    return release(aggregate, lanes=specs, layout=layout, round_num=2, attempt=0)
+    release = NoisyMean(expected=4, noise=DrawnNoise(ReproducibleStreams(Seed(8))))
+    strategy = summing(aggregation)
+    return release(aggregate, strategy=strategy, layout=layout, round_num=2, attempt=0)
 
 
 @pytest.mark.parametrize(("noise_multiplier", "is_told"), [(1e-6, True), (1.0, False)])
@@ -149,10 +168,11 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
     size, layout = 20_000, Layout.of(nn.Linear(20_000, 1, bias=False))
     rows = torch.from_numpy(Seed(11).numpy().standard_normal((10, size))).float()
     rows /= rows.norm(dim=1, keepdim=True)
-    aggregation = BoundedSum(bounds={"delta": 1.0}, noise_multiplier=noise_multiplier, largest=10)
-    release = NoisyMean(
-        summed=aggregation, expected=10, noise=DrawnNoise(ReproducibleStreams(Seed(12)))
+    aggregation = BoundedSum(
+        bounds={"delta": 1.0}, multipliers={"delta": noise_multiplier}, largest=10
     )
+    release = NoisyMean(expected=10, noise=DrawnNoise(ReproducibleStreams(Seed(12))))
+    strategy = summing(aggregation)
     means = []
     for round_num, cohort in enumerate((range(10), range(9))):  # the last one is away
         state = aggregation.init([DELTA], layout, device=CPU)
@@ -160,7 +180,9 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
             [ClientId(c) for c in cohort], torch.ones(len(cohort)), {"delta": rows[cohort]}
         )
         aggregate = aggregation.finalize(aggregation.accumulate(state, some))
-        released = release(aggregate, lanes=[DELTA], layout=layout, round_num=round_num, attempt=0)
+        released = release(
+            aggregate, strategy=strategy, layout=layout, round_num=round_num, attempt=0
+        )
         means.append(released.lanes["delta"])
     guess = 10 * (means[0] - means[1])
     alignment = float(torch.cosine_similarity(guess, rows[9], dim=0))
@@ -190,11 +212,11 @@ def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: f
     assert abs(float(noise.mean())) < 5.0 * sigma / 200.0
 
 
-def test_two_lanes_are_one_contribution() -> None:
-    """Each has the noise of its bound, by the norm of both: √2 as much."""
-    lanes = released(1.0, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
-    assert has_scale(lanes["delta"], math.sqrt(2.0) * 0.2 / 4)
-    assert has_scale(lanes["control"], math.sqrt(2.0) * 3.0 / 4)
+def test_each_lane_has_noise_of_its_own() -> None:
+    """By its bound; the same multiplier, and nothing in common."""
+    lanes = released(1.5, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
+    assert has_scale(lanes["delta"], 1.5 * 0.2 / 4)
+    assert has_scale(lanes["control"], 1.5 * 3.0 / 4)
     apart = np.corrcoef(lanes["delta"].numpy(), lanes["control"].numpy())[0, 1]
     assert abs(apart) < 0.03
 
@@ -217,7 +239,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     """When the run is put together."""
     aggregation = BoundedSum(
-        bounds={"delta": bound}, noise_multiplier=noise_multiplier, largest=largest
+        bounds={"delta": bound}, multipliers={"delta": noise_multiplier}, largest=largest
     )
     with pytest.raises(ValueError, match=message):
         aggregation.lanes([DELTA], Layout.of(nn.Linear(size, 1, bias=False)))

@@ -146,3 +146,27 @@ def test_an_error_names_what_was_spent_and_the_remedy() -> None:
         charges.charge(round_num=0, attempt=0)
     assert (caught.value.epsilon, caught.value.spent, caught.value.num_charged) == (3.5, 3.0, 3)
     assert math.isfinite(caught.value.spent)
+
+
+@pytest.mark.parametrize("looking_s", [0.0, 0.2, 3.0])
+def test_what_is_spent_is_told_now_and_then(looking_s: float) -> None:
+    """Of the rounds that have begun; to find it takes a twentieth of the time at the most."""
+    clock, ledger = VirtualClock(), InMemory({OTHER: 2})
+
+    def epsilon_of(spent: Spent) -> float:
+        clock.sleep(looking_s)
+        return sum(n * (2.0 if e == OTHER else 1.0) for e, n in spent.items())
+
+    charges = Charging(
+        ledger, EVENT, clip_norm=0.5, budget=None, epsilon_of=epsilon_of, clock=clock
+    )
+    told = dict[int, float]()
+    for round_num in range(1000):
+        charges.charge(round_num=round_num, attempt=0)
+        clock.sleep(0.1)
+        if found := charges.standing():
+            told[round_num] = found["epsilon"]
+    assert min(told) * 0.1 >= 4.5  # a run that is over sooner tells at its end
+    assert told == {round_num: 4.0 + round_num + 1 for round_num in told}
+    assert looking_s * len(told) <= 0.05 * clock.now_s() + looking_s
+    assert len(told) > (900 if looking_s == 0.0 else 1)

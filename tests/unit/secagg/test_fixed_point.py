@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedlearn.core.noise import SecretStream
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.fixed_point import (
     MODULUS_BITS,
     Lane,
     LaneRole,
+    add_noise,
     decode,
     encode,
     levels_of,
+    noisy_lane,
     vector_lane,
     weight_lane,
 )
@@ -180,3 +183,73 @@ def test_the_reported_error_bounds_the_measured_one() -> None:
     rms = np.sqrt(30) * made.step / 2
     assert np.abs(error).max() < made.largest_error(30)
     assert 0.7 * rms < np.sqrt((error**2).mean()) < rms
+
+
+@pytest.mark.parametrize("modulus_bits", [24, 32, 40])
+@pytest.mark.parametrize("num_clients", [2, 7, 100])
+@pytest.mark.parametrize("noise_share", [0.003, 0.3, 40.0])
+def test_a_noisy_lane_holds_its_clients_and_their_noise(
+    modulus_bits: int, num_clients: int, noise_share: float
+) -> None:
+    """The share is of what a rounded vector may measure, and 14 deviations of the sum fit in."""
+    made = noisy_lane(
+        "delta",
+        size=1000,
+        bound=0.7,
+        modulus_bits=modulus_bits,
+        num_clients=num_clients,
+        noise_share=noise_share,
+    )
+    longest = made.max_level + np.sqrt(1000)
+    assert made.noise == pytest.approx(noise_share * longest)
+    assert made.bound == pytest.approx(0.7)
+    largest = num_clients * made.max_level + 14 * made.noise * np.sqrt(num_clients)
+    assert 0.99 * 2 ** (modulus_bits - 1) < largest <= 2 ** (modulus_bits - 1)
+
+
+def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
+    """Of vectors at the bound, thin and wide; plain rounding up would be seen to be longer."""
+    made = noisy_lane(
+        "delta", size=400, bound=1.0, modulus_bits=24, num_clients=1000, noise_share=0.01
+    )
+    rng, longest = np.random.default_rng(0), 0.0
+    for seed in range(200):
+        row = rng.normal(size=400) ** rng.choice([1, 3, 9])
+        row /= np.linalg.norm(row)
+        words = encode(replace(made, noise=0.0), row, factor=1.0, noise=noise(400, seed=seed))
+        longest = max(longest, float(np.linalg.norm(levels_of(made, words))))
+    assert made.max_level < longest <= made.norm
+
+
+def test_the_noise_of_a_sum_is_that_of_its_clients() -> None:
+    """Its variance is n times one client's; that of 2/3 and 3/2 as much noise is told from it."""
+    made = noisy_lane(
+        "delta", size=40_000, bound=1.0, modulus_bits=32, num_clients=10, noise_share=0.5
+    )
+    total = np.zeros(made.size, made.dtype)
+    for _ in range(10):
+        add_noise(made, total, source=SecretStream.fresh())
+    levels = levels_of(made, total).astype(np.float64)
+    excess = [
+        float((levels**2).mean()) / (10 * (scale * made.noise) ** 2) - 1.0
+        for scale in (1.0, 2 / 3, 3 / 2)
+    ]
+    tolerance = 5.0 * np.sqrt(2.0 / made.size)
+    assert abs(excess[0]) < tolerance
+    assert min(abs(excess[1]), abs(excess[2])) > 10 * tolerance
+    assert abs(levels.mean()) < 5.0 * made.noise * np.sqrt(10 / made.size)
+
+
+def test_a_modulus_in_which_rounding_would_cost_noise_is_refused() -> None:
+    make = partial(noisy_lane, "delta", size=10**6, bound=1.0, num_clients=100, noise_share=0.1)
+    with pytest.raises(ConfigError, match="longer by 1000 levels; use a wider modulus"):
+        make(modulus_bits=16)
+    made = make(modulus_bits=24)
+    assert made.norm / made.max_level < 1.125
+
+
+@pytest.mark.parametrize("value", [-1.0, 3.9, float("nan"), float("inf"), 2.0**41])
+def test_noise_that_could_not_be_drawn_or_added_up_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="has noise of"):
+        replace(lane(40), noise=value)
+    assert replace(lane(40), noise=4.0).reach(100) == 100 * 1000 + 14 * 4 * 10

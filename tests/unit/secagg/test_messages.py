@@ -72,11 +72,11 @@ def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) 
     [
         (b"", "ends 4 bytes early"),
         (b"FLSB\x01\x00", "no message of secure aggregation"),
-        (b"FLSA\x02\x00", "version 2, this side speaks 1"),
-        (b"FLSA\x01\x0a", "says 10 where at most 9"),
-        (b"FLSA\x01\x06\xff\xff\xff\xff", "at most 0"),
-        (b"FLSA\x01\x06\x01\x00\x00\x00" + b"\xff" * 8, "at most 9223372036854775807"),
-        (b"FLSA\x01\x06\x02\x00\x00\x00" + bytes(16), "strictly ascending"),
+        (b"FLSA\x01\x00", "version 1, this side speaks 2"),
+        (b"FLSA\x02\x0a", "says 10 where at most 9"),
+        (b"FLSA\x02\x06\xff\xff\xff\xff", "at most 0"),
+        (b"FLSA\x02\x06\x01\x00\x00\x00" + b"\xff" * 8, "at most 9223372036854775807"),
+        (b"FLSA\x02\x06\x02\x00\x00\x00" + bytes(16), "strictly ascending"),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:

@@ -1,17 +1,22 @@
 """A policy accepts what was derived under its own assumptions, for any cohort."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from fedlearn.errors import PolicyViolation
-from fedlearn.secagg.fixed_point import vector_lane
+from fedlearn.privacy.gaussian import gaussian_epsilon
+from fedlearn.secagg.fixed_point import noisy_lane, vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.policy import TermsPolicy
+from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, squared_distance
 from fedlearn.secagg.terms import Terms, propose
 
 
-def policy(corruption: float) -> TermsPolicy:
+def policy(corruption: float, noise: NoiseFloor | None = None) -> TermsPolicy:
     return TermsPolicy(
+        noise=noise,
         adversary=Adversary.HONEST_BUT_CURIOUS,
         allow_sparse=True,
         corruption=corruption,
@@ -72,3 +77,50 @@ def test_derived_terms_are_accepted_under_the_same_assumptions(
     if n > 3:
         with pytest.raises(PolicyViolation, match="threshold"):
             policy(0.2).judge(made)
+
+
+def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
+    """Return terms with a lane for each share."""
+    made = terms(n, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
+    lanes = tuple(
+        noisy_lane(
+            f"lane {number}",
+            size=2,
+            bound=1.0,
+            modulus_bits=40,
+            num_clients=n,
+            noise_share=share,
+        )
+        for number, share in enumerate(noise_shares)
+    )
+    return replace(made, lanes=lanes)
+
+
+def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
+    """Of 30 clients asked 27 are in a sum at the least, of whom this client believes 3 to lie."""
+    made = noisy(30, noise_shares=(0.5, 2.0))
+    assert made.min_survivors == 27
+    assert squared_distance(made, corruption=0.1) == pytest.approx((4**2 + 1**2) / 24)
+    assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 27)
+    assert squared_distance(made, corruption=0.99) == pytest.approx(4**2 + 1**2)  # its own noise
+    bare = terms(30, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
+    assert math.isinf(squared_distance(bare, corruption=0.0))
+
+
+def test_the_days_epsilon_counts_what_was_spent() -> None:
+    """As of one release of all of it; a day that has been spent leaves nothing."""
+    made = noisy(30, noise_shares=(0.5,))
+    squared = squared_distance(made, corruption=0.1)
+    floor = NoiseFloor(min_share=0.4, max_epsilon=None, target_delta=1e-6)
+    policy(0.1, floor).judge(made)
+    with pytest.raises(PolicyViolation, match=r"privacy\.min_noise_share.*asked 0.5.*at least 0.6"):
+        policy(0.1, replace(floor, min_share=0.6)).judge(made)
+    twice = gaussian_epsilon(math.sqrt(2 * squared), 1e-6)
+    tight = replace(floor, max_epsilon=twice * 1.001)
+    policy(0.1, replace(tight, spent=squared)).judge(made)
+    with pytest.raises(PolicyViolation, match=r"privacy\.max_epsilon_per_day"):
+        policy(0.1, replace(tight, spent=2 * squared)).judge(made)
+    with pytest.raises(PolicyViolation, match=r"privacy\.mode.*a sum without noise"):
+        policy(0.1, floor).judge(
+            terms(30, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
+        )

@@ -48,7 +48,10 @@ TERMS = Terms(
 PLAIN = replace(TERMS, max_weight=0, lanes=(replace(DELTA, weighted=False),))
 
 
-@pytest.mark.parametrize("terms", [TERMS, PLAIN])
+NOISY = replace(PLAIN, lanes=(replace(PLAIN.lanes[0], max_level=1 << 20, noise=100.0),))
+
+
+@pytest.mark.parametrize("terms", [TERMS, PLAIN, NOISY])
 def test_terms_come_back_from_their_bytes(terms: Terms) -> None:
     assert Terms.from_bytes(terms.to_bytes()) == terms
     assert terms.session != replace(terms, attempt=2).session
@@ -146,3 +149,20 @@ def test_rounding_repeats_with_its_key_and_differs_between_lanes() -> None:
     )
     assert np.array_equal(first[1], again[1])
     assert not np.array_equal(first[1], other[1])
+
+
+def test_noise_on_some_lanes_alone_is_no_terms() -> None:
+    """The others would tell what it hides; control: with noise on both they are."""
+    (noisy,) = NOISY.lanes
+    other = replace(noisy, name="control")
+    assert len(replace(NOISY, lanes=(noisy, other)).lanes) == 2
+    with pytest.raises(ConfigError, match="some lanes have noise and some have none"):
+        replace(NOISY, lanes=(noisy, replace(other, noise=0.0)))
+
+
+def test_the_noise_is_in_the_words_and_never_the_same() -> None:
+    """Whatever the rounding comes from; without it, they are the same."""
+    given = Contribution(values={"delta": np.zeros(1000)}, weight=0, request_hash=bytes(32))
+    for terms, is_same in ((NOISY, False), (PLAIN, True)):
+        first, second = (to_words(terms, given, rounding_key=bytes(32))[0] for _ in range(2))
+        assert np.array_equal(first, second) == is_same

@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
@@ -23,6 +24,7 @@ from fedlearn.simulation.cluster import (
     one_thread,
     under_torchrun,
 )
+from tests.processes import Launcher
 
 PRELUDE = """
     import json, os, signal, sys
@@ -42,8 +44,17 @@ PRELUDE = """
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that uses a cluster, for five minutes at the most."""
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(launcher: Launcher) -> Run:
+    """Runs a script that uses a cluster, for five minutes at the most."""
+    return lambda script: launcher.run(dedent(PRELUDE) + dedent(script))
+
+
+def run_afresh(script: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script in a process that has not yet seen gRPC."""
     return subprocess.run(
         [sys.executable, "-c", dedent(PRELUDE) + dedent(script)],
         env={**os.environ, "PYTHONPATH": str(Path(fedlearn.__file__).parents[1])},
@@ -113,7 +124,7 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_workers_add_up_and_hear_the_first() -> None:
+def test_workers_add_up_and_hear_the_first(run: Run) -> None:
     """Tensors of several dtypes in one call; rank 0's value reaches all; nobody is left."""
     done = run(
         """
@@ -145,7 +156,7 @@ def test_workers_add_up_and_hear_the_first() -> None:
         ("sys.exit(0)", ""),
     ],
 )
-def test_a_worker_that_dies_ends_the_run(end: str, explanation: str) -> None:
+def test_a_worker_that_dies_ends_the_run(end: str, explanation: str, run: Run) -> None:
     """The others wait in a sum: rank 0 gets an EngineError at once, and nobody is left.
 
     What the worker had to say stands on standard error.
@@ -209,7 +220,7 @@ INHERITED = """
 """
 
 
-def test_a_group_keeps_values_that_another_dtype_cannot_hold() -> None:
+def test_a_group_keeps_values_that_another_dtype_cannot_hold(run: Run) -> None:
     """Losses travel in the dtype of the model: as two numbers, and an infinite one stays it."""
     done = run(
         """
@@ -229,16 +240,18 @@ def test_a_group_keeps_values_that_another_dtype_cannot_hold() -> None:
     assert losses[1:] == ["inf", "inf", "nan"]
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_garbage_that_it_inherits_alone() -> None:
     """A channel of gRPC would wait for its thread, which a fork has not: the run would hang.
 
     What a worker makes itself is collected there, and the first process collects everything.
     """
     script = dedent(INHERITED) + "say(gone=launch(collected, num_workers=3, environment={}))"
-    done = run(script)
+    done = run_afresh(script)
     assert said(done)["gone"] == [3, 2, 2], done.stderr
 
 
+@pytest.mark.slow
 def test_inherited_garbage_would_stop_a_worker() -> None:
     """The control: in a plain fork the same collection hangs or crashes."""
     fork = """
@@ -250,12 +263,12 @@ if not child:
     os._exit(0)
 say(status=os.waitpid(child, 0)[1], held=left() is not None)
 """
-    done = run(dedent(INHERITED) + fork)
+    done = run_afresh(dedent(INHERITED) + fork)
     assert said(done)["held"], done.stderr
     assert said(done)["status"] != 0
 
 
-def test_an_error_of_the_first_process_ends_the_others() -> None:
+def test_an_error_of_the_first_process_ends_the_others(run: Run) -> None:
     """It is raised as it is; a worker that computes for ever is stopped."""
     done = run(
         """
@@ -277,7 +290,7 @@ def test_an_error_of_the_first_process_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize("waiting", ["signal.pause()", "cluster.all_reduce([torch.ones(3)])"])
-def test_killing_the_first_process_leaves_no_orphan(waiting: str) -> None:
+def test_killing_the_first_process_leaves_no_orphan(waiting: str, run: Run) -> None:
     """Kill -9: nobody is there to clean up, the workers notice by themselves."""
     done = run(
         f"""

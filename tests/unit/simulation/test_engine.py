@@ -371,6 +371,7 @@ A_MILLION_CLIENTS = """
 """
 
 
+@pytest.mark.slow
 def test_a_round_of_a_thousand_out_of_a_million_fits_in_two_gigabytes() -> None:
     """Memory grows with the block, not with the cohort or the population."""
     found = subprocess.run(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from fedlearn.core.features import only
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
+from fedlearn.simulation import sources
 from fedlearn.simulation.sources import (
     Examples,
     TrainTest,
@@ -52,6 +54,27 @@ def test_digits_are_split_by_class_and_scaled() -> None:
     assert [float(extreme) for extreme in only(data.train.features).aminmax()] == [0.0, 1.0]
     train, test = (torch.bincount(part.labels).float() for part in (data.train, data.test))
     assert (test / (train + test)).sub(0.2).abs().max() < 0.004
+
+
+@pytest.mark.slow
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    """Which reads them alike, but imports itself before."""
+    pixels, classes = import_module("sklearn.datasets").load_digits(return_X_y=True)
+    data = digits(test_fraction=0.2, seed=Seed(0))
+    ours = torch.cat([only(part.features) for part in (data.train, data.test)])
+    labels = torch.cat([data.train.labels, data.test.labels])
+    found = torch.cat([ours * 16.0, labels[:, None]], dim=1).int().tolist()
+    expected = np.column_stack([pixels, classes]).astype(int).tolist()
+    assert sorted(found) == sorted(expected)
+
+
+def test_digits_that_are_not_there_are_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_DIGITS", "elsewhere.csv.gz")
+    with pytest.raises(DataError, match=r"elsewhere.csv.gz.*install scikit-learn"):
+        digits(test_fraction=0.2, seed=Seed(0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(DataError, match="install scikit-learn"):
+        digits(test_fraction=0.2, seed=Seed(0))
 
 
 def test_the_seed_alone_decides_what_is_held_out() -> None:
@@ -262,11 +285,14 @@ def test_recorded_bandwidths_become_traces(tmp_path: Path) -> None:
     assert seconds == pytest.approx([8.0, 2.0])
 
 
+@pytest.mark.slow
 def test_importing_the_data_side_loads_neither_sklearn_nor_pyarrow() -> None:
     """A simulation on arrays starts fast and needs torch and little else."""
     program = (
         "import sys\n"
+        "from fedlearn.core.randomness import Seed\n"
         "from fedlearn.simulation import behaviour, partition, population, sources\n"
+        "sources.digits(test_fraction=0.2, seed=Seed(0))\n"
         "print([name for name in ('sklearn', 'pyarrow') if name in sys.modules])\n"
     )
     printed = subprocess.run(

@@ -267,6 +267,7 @@ def test_a_reason_is_short_and_steers_no_terminal(tmp_path: Path) -> None:
         )
 
     async def refuses(door: Door, context: Context) -> None:
+        await context.read()  # else a write may still be under way when the call ends
         await tell(context, UploadStatus(receipt=Receipt(reason=HOSTILE)))
 
     async def test() -> None:

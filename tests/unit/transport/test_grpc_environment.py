@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
 #: Prints how many of the workers that it forks, while messages go to and fro, end in order.
@@ -65,6 +67,7 @@ def test_workers_that_are_forked_beside_a_busy_connection_live() -> None:
     assert (ended.stdout, ended.stderr) == ("24\n", "")
 
 
+@pytest.mark.slow
 def test_an_applications_tests_are_prepared_before_they_import_grpc() -> None:
     """What they fork lives beside their coordinator; how much gRPC writes is their own choice."""
     script = (

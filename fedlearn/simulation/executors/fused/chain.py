@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedlearn.core.params import Layout, TensorSpec
@@ -51,11 +52,19 @@ class Layer:
         Raises:
             ValueError: It does not take examples of this ``shape``; or what torch raises.
         """
-        if isinstance(self.module, nn.Linear) and shape != (self.module.in_features,):
-            raise ValueError(f"it takes ({self.module.in_features},)")
+        if isinstance(self.module, nn.Linear):
+            if shape != (self.module.in_features,):
+                raise ValueError(f"it takes ({self.module.in_features},)")
+            return (self.module.out_features,)
         if isinstance(self.module, WINDOWED) and len(shape) != 3:  # noqa: PLR2004 - as it says
             raise ValueError("it takes channels, height and width")
-        after: Shape = tuple(self.module(torch.empty(1, *shape, device="meta")).shape[1:])
+        # One example of zeros, computed. On "meta" torch would import its compiler for this.
+        zero = torch.zeros(())
+        weights = {name: zero.expand(spec.shape) for name, spec in self.specs.items()}
+        with torch.no_grad():
+            after: Shape = tuple(
+                functional_call(self.module, weights, zero.expand(1, *shape)).shape[1:]
+            )
         if self.width is not None and after != (self.width,):
             raise ValueError(f"it flattens to {self.width} features, they have {after[0]}")
         return after

@@ -1,0 +1,93 @@
+"""An audit finds nothing where the noise is as it is said to be, and finds out where it is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.cli.app import main
+from fedlearn.privacy.secret import DrawnNoise
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+num_rounds = 12
+[data.partition]
+num_clients = 60
+[model]
+kind = "logistic"
+[client]
+epochs = 1
+[cohort]
+num_wanted = 50
+[evaluation]
+every_rounds = 0
+clients = 0
+[engine]
+num_workers = 1
+executor = "sequential"
+[privacy]
+mode = "central"
+clip_norm = 0.5
+target_delta = 1e-4
+"""
+
+
+@pytest.fixture(autouse=True)
+def _configuration(surroundings: None) -> None:
+    """The file that is audited."""
+    Path("own.toml").write_text(CONFIG)
+
+
+def audited(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, object]]:
+    """Return the exit code of an audit, and what it says to a program."""
+    code = main(["audit", "own.toml", "--canaries", "200", "--json", *options])
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def test_noise_of_the_right_scale_is_not_refuted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is kept, nothing charged; with 99.99 % confidence, since the noise is secret."""
+    budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
+    code, found = audited(capsys, *budget)
+    assert code == 0
+    assert 0.9 < float(str(found["claimed_epsilon"])) <= 1.0
+    assert found["refuted"] is False
+    assert (found["canaries"], found["guesses"]) == (200, 67)
+    assert list(Path().iterdir()) == [Path("own.toml")]
+    assert main(["audit", "own.toml", "--canaries", "100", *budget]) == 0
+    assert "no proof of it either" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("privacy", ["", "privacy.clip_quantile=0.5"], ids=["", "adaptive"])
+def test_a_build_without_noise_is_found_out(
+    privacy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control: what it claims is refuted, by the figure and by the exit code."""
+    monkeypatch.setattr(
+        DrawnNoise, "draw", lambda _, sigma, size, **__: torch.zeros(size).double() * sigma
+    )
+    options = ["--set", privacy] if privacy else []
+    code, found = audited(capsys, "--set", "privacy.epsilon=1.0", *options)
+    assert code == 3
+    assert found["refuted"] is True
+    assert float(str(found["lower_bound"])) > 2.0
+    assert main(["audit", "own.toml", "--set", "privacy.epsilon=1.0"]) == 3
+    assert "REFUTED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", 'privacy={mode="off"}', "--set", "cohort.num_wanted=9"], "claims none"),
+        (["--set", "privacy.noise_multiplier=1.0", "--set", "privacy.reproducible=true"], "claims"),
+        (["--set", "privacy.epsilon=1.0", "--canaries", "3"], "at least 30"),
+        (["--set", "privacy.epsilon=1.0", "--confidence", "1.0"], "between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "own.toml", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Noise that clients add, under secure aggregation or each by itself; and what is refused."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import fedlearn as fl
+from fedlearn.build import deployment
+from fedlearn.cli.app import main
+from fedlearn.config import load
+from fedlearn.errors import ConfigError, RoundError
+from fedlearn.experiment.privacy import ledger_of, section_of
+from fedlearn.privacy.events import FixedCohorts
+from tests.e2e.noise import has_scale, moved
+
+POPULATION, COHORT = 24, 8
+#: No step: what the model moves by is the noise alone.
+STILL = fl.FedAvg(
+    fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
+)
+SCAFFOLD = fl.Scaffold(
+    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30),
+    num_clients=POPULATION,
+    server_learning_rate=1.0,
+    control_bound=1.0,
+)
+PRIVACY = {"mode": "distributed", "clip_norm": 0.6, "noise_multiplier": 1.5, "target_delta": 1e-3}
+#: Of 8 clients asked and in the sum, 8 - ⌊.3 8⌋ - ⌊.1 8⌋ = 6 have enough noise: it is by 8/6 more.
+SIGMA = 1.5 * 0.6 / COHORT * math.sqrt(8 / 6)
+
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+def make_model() -> nn.Module:
+    """Return a network of 20,000 parameters and some, with statistics."""
+    return nn.Sequential(nn.Linear(400, 50), nn.BatchNorm1d(50, momentum=1e-30), nn.Linear(50, 2))
+
+
+def run(algorithm: fl.Strategy = STILL, **settings: Any) -> fl.Run:  # Any: keys and pieces
+    """Run a round among 8 of 24 clients."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 20 * POPULATION + 80)
+    features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
+    partition = fl.Iid(num_clients=POPULATION)
+    data = fl.from_arrays(features, labels, partition=partition, test_fraction=1 / 7, seed=0)
+    everything: dict[str, Any] = {
+        "num_rounds": 1,
+        "cohort": {"num_wanted": COHORT},
+        "engine": {"num_workers": 1},
+        **settings,
+        "privacy": {**PRIVACY, **settings.get("privacy", {})},
+    }
+    return fl.simulate(make_model, data, algorithm, **everything)
+
+
+everywhere = pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({"num_workers": 1}, id="engine"),
+        pytest.param({"num_workers": 2}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"transport": "memory"}, id="sessions"),
+    ],
+)
+
+
+@everywhere
+def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) -> None:
+    """That of all who reported, over all lanes and numbers; 2/3 and 3/2 would be seen."""
+    done = run(engine=engine)
+    noise = moved(done, make_model)
+    assert has_scale(noise, SIGMA)
+    assert not has_scale(noise * 2.0 / 3.0, SIGMA)
+    assert not has_scale(noise * 1.5, SIGMA)
+    assert math.isnan(done.history[0].train_loss) == ("transport" in engine)
+    with done.stored.database as database:
+        stored = database.run(done.name)
+        spent = ledger_of(stored, section_of(stored.record)).spent()
+    (event,) = spent
+    assert event.cohorts == FixedCohorts(POPULATION, COHORT)
+    assert event.noise_multiplier == PRIVACY["noise_multiplier"]
+
+
+def test_two_lanes_have_noise_for_both() -> None:
+    """SCAFFOLD over the protocol: √2 as much on each, of a part with its own bound."""
+    noise = moved(run(SCAFFOLD, engine={"transport": "memory"}), make_model)
+    assert has_scale(noise, math.sqrt(2.0) * SIGMA)
+
+
+@pytest.mark.slow
+def test_a_round_of_fewer_than_the_noise_is_sized_for_is_not_released() -> None:
+    """Of 8 asked 6 must report; of devices that fail often enough, fewer do."""
+    with pytest.raises(RoundError, match="reports"):
+        run(
+            devices={"kind": "lognormal", "dropout_rate": 0.7},
+            stragglers={"max_retries": 1},
+        )
+
+
+@pytest.mark.slow
+def test_who_adds_how_much_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """By check and budget; noise of the clients is found with the population."""
+    table = "[privacy]\nclip_norm = 0.5\ntarget_delta = 1e-3\nnoise_multiplier = 2.0\nmode = "
+    told = {}
+    for mode in ("central", "distributed", "local"):
+        Path("experiment.toml").write_text(f'{table}"{mode}"\n')
+        for command in ("check", "budget"):
+            assert main([command, "experiment.toml"]) == 0
+            told[mode, command] = capsys.readouterr().out
+            assert f"{mode}: " in told[mode, command]
+    assert "2 times the clip, in each update" in told["local", "check"]
+    assert "2 times the clip, in the sum of a round" in told["central", "check"]
+    assert "noise        of each client: 0.6667 times its norm" in told["distributed", "check"]
+    assert "secure_aggregation" not in told["central", "budget"]
+
+
+LOCALLY: dict[str, Any] = {"privacy": {"mode": "local"}}  # Any: keys and tables
+
+
+@everywhere
+def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> None:
+    """The mean of 8 has 1/sqrt(8) of one's; to see the cohorts tells no more."""
+    done = run(engine=engine, **LOCALLY)
+    noise, sigma = moved(done, make_model), 1.5 * 0.6 / math.sqrt(COHORT)
+    assert has_scale(noise, sigma)
+    assert not has_scale(noise * 2.0 / 3.0, sigma)
+    assert not has_scale(noise * 1.5, sigma)
+    if "transport" in engine:  # clients tell neither
+        (record,) = done.history
+        assert math.isnan(record.train_loss)
+        assert [each.num_examples for each in record.participations] == [1] * COHORT
+    with done.stored.database as database:
+        stored = database.run(done.name)
+        spent = ledger_of(stored, section_of(stored.record)).spent()
+    (event,) = spent
+    assert event.cohorts == FixedCohorts(POPULATION, POPULATION)
+
+
+@pytest.mark.slow
+def test_whatever_is_made_of_noised_updates_is_allowed() -> None:
+    """A median is refused under central noise, whose sum it is not."""
+    local = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
+    run(fl.FedMedian(local), **LOCALLY)
+    with pytest.raises(ConfigError, match="is not WeightedMean itself"):
+        run(fl.FedMedian(local), privacy={"mode": "central"}, cohort={"num_wanted": COHORT})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["privacy.num_users=2"], "num_users is 2, but 3 clients are asked in a round"),
+        (["privacy.num_users=2", "privacy.mode=local"], "3 clients are asked in a round"),
+        (["privacy.reproducible=true"], "the clients of a deployment draw secret noise"),
+    ],
+)
+def test_a_deployment_promises_no_more_than_it_can_keep(
+    overrides: Sequence[str], reason: str
+) -> None:
+    """Control: with more users it is built, and counts all of them in each round."""
+    given = [
+        "cohort.num_wanted=3",
+        "stragglers.over_selection=1.0",
+        "privacy.clip_norm=0.5",
+        "privacy.noise_multiplier=1.0",
+        "privacy.target_delta=1e-3",
+        "privacy.mode=distributed",
+        "privacy.num_users=10",
+    ]
+    with pytest.raises(ConfigError, match=reason):
+        deployment(load(None, overrides=[*given, *overrides]), data_dir=Path())
+    built = deployment(load(None, overrides=given), data_dir=Path())
+    assert built.privacy is not None
+    assert built.privacy.cohorts == FixedCohorts(10, 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"secure_aggregation": {"mode": "off"}}, "without secure aggregation the coordinator"),
+        ({"secure_aggregation": {"clip_norm": 5.0}}, "both are one; leave it out"),
+        ({"privacy": {"clip_quantile": 0.5}}, "clients agree to one clip norm"),
+        (
+            {"privacy": {"mode": "central"}, "secure_aggregation": {"mode": "complete"}},
+            "clients add the noise",
+        ),
+        (
+            {"privacy": {"reproducible": True}, "engine": {"transport": "memory"}},
+            "whose clients draw secret noise",
+        ),
+        ({"secure_aggregation": {"modulus_bits": 16}}, "use a wider modulus"),
+        ({**LOCALLY, "secure_aggregation": {"mode": "complete"}}, "clients add the noise"),
+        ({**LOCALLY, "algorithm": "weighted"}, "whose number has no noise and is not told"),
+        ({**LOCALLY, "algorithm": "scaffold"}, "lane 'control' has no noise"),
+        (
+            {**LOCALLY, "cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
+            "hidden by no coin",
+        ),
+        ({"privacy": {"mode": "local", "reproducible": True}}, "whose clients draw secret noise"),
+        ({"privacy": {"mode": "local", "clip_quantile": 0.5}}, "clients agree to one clip norm"),
+        ({"algorithm": "weighted"}, "weighted by their examples"),
+        (
+            {"cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
+            "whose cohorts have no least size",
+        ),
+    ],
+)
+def test_what_would_make_the_guarantee_false_is_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
+    """Before anything is trained or charged."""
+    settings = dict(settings)
+    algorithms: dict[str | None, fl.Strategy] = {
+        None: STILL,
+        "weighted": fl.FedAvg(STILL.local),
+        "scaffold": SCAFFOLD,
+    }
+    algorithm = algorithms[settings.pop("algorithm", None)]
+    with pytest.raises(ConfigError, match=reason):
+        run(algorithm, **settings)
+    assert not list(Path().iterdir())

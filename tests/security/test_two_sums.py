@@ -1,0 +1,111 @@
+"""Two sums whose cohorts differ by one client: what secure aggregation alone gives away."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedlearn import build
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.config import load
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
+from fedlearn.experiment.assemble import assemble, resolve
+from fedlearn.rounds.round import RoundPlan
+from fedlearn.simulation.cluster import Alone
+
+#: The victim, and a client of the attacker's that takes its place: who joins twice can do that.
+VICTIM, ATTACKER, OTHERS = 0, 6, (1, 2, 3, 4, 5)
+CLIP = 0.5
+
+SECURE = (
+    "secure_aggregation.mode=complete",
+    "secure_aggregation.clip_norm=0.5",
+    "algorithm.weight_by_examples=false",
+)
+NOISY = (
+    "privacy.mode=distributed",
+    "privacy.clip_norm=0.5",
+    "privacy.noise_multiplier=1.0",
+    "privacy.target_delta=1e-3",
+)
+
+
+def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
+    """Return rounds of real sessions with all seven clients' data, and what is asked in one."""
+    config = load(
+        None,
+        overrides=[
+            *overrides,
+            "data.partition.num_clients=7",
+            "cohort.num_wanted=6",
+            "stragglers.over_selection=1",
+            "devices.kind=ideal",
+            "engine.transport=memory",
+            "client.batch_size=all",  # the same update in whatever round
+        ],
+    )
+    pieces = build.simulation(config, data_dir=Path())
+    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
+    state = plan.round.init(params)
+    request = RoundRequest(
+        round_num=0,
+        attempt=0,
+        params=state.params,
+        strategy=plan.round.strategy,
+        told={},
+        seed=plan.round.seed.value,
+        kept=state.kept,
+    )
+    return plan.round, request
+
+
+def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
+    """Return the sum of a cohort's updates as the coordinator learns it."""
+    collected = plan.collector.collect([ClientId(each) for each in cohort], request)
+    aggregate, expected = collected.aggregate, len(cohort)
+    assert aggregate is not None
+    if plan.release is not None:
+        aggregate = plan.release(
+            aggregate,
+            strategy=plan.strategy,
+            layout=request.params.layout,
+            round_num=request.round_num,
+            attempt=0,
+        )
+    return aggregate.lanes[DELTA.name].double() * expected
+
+
+def found_out(*overrides: str) -> Tensor:
+    """Return what the attacker takes for the victim's update."""
+    plan, request = rounds(*overrides)
+    with_victim = sum_of(plan, request, VICTIM, *OTHERS)
+    without = sum_of(plan, replace(request, round_num=1), *OTHERS, ATTACKER)
+    return with_victim - without + update_of(ATTACKER)
+
+
+def update_of(client_id: int) -> Tensor:
+    """Return one client's update, clipped."""
+    plan, request = rounds("algorithm.weight_by_examples=false", "stragglers.min_reports=1")
+    update = sum_of(plan, request, client_id)
+    return update * min(1.0, CLIP / float(update.norm()))
+
+
+def likeness(found: Tensor) -> float:
+    return float(torch.cosine_similarity(found, update_of(VICTIM), dim=0))
+
+
+def test_two_sums_give_a_client_away() -> None:
+    """Its update to five digits, though the coordinator has seen sums of six alone."""
+    found = found_out(*SECURE)
+    assert likeness(found) > 0.99999
+
+
+def test_with_noise_of_the_clients_they_do_not() -> None:
+    """What is found is noise; a tenth of a likeness would be seven deviations."""
+    found = found_out(*NOISY)
+    assert abs(likeness(found)) < 0.1
+    assert float(found.norm()) > 10 * CLIP
