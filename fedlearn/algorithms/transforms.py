@@ -14,6 +14,7 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, matrix
 from fedlearn.core.noise import SecretStream, discrete_gaussian
 from fedlearn.core.ranges import Positive, Ranged
+from fedlearn.errors import UnusableResult
 
 #: Numbers whose squares are added up in float32: at most one part in 2**15 of a norm is lost.
 _SQUARES = 1 << 10
@@ -80,7 +81,8 @@ class NoisedUpdates(Ranged):
     The delta is rounded to whole numbers of :math:`C / 2^{20}`, which moves d numbers by
     :math:`\sqrt{d} / 2` at the most. Discrete Gaussian noise is added to these, of z times what the
     norm then may be, by the operating system's generator in the client's own process. Whoever sees
-    the result is told of one client by z alone; the reply tells neither examples nor metrics.
+    the result is told of one client by z alone: other lanes are refused, and the reply tells
+    neither examples nor metrics.
 
     Attributes:
         clip_norm: C > 0.
@@ -95,7 +97,16 @@ class NoisedUpdates(Ranged):
     noise_multiplier: Positive
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates with noise in their deltas; one that is not finite stays so."""
+        """Return the updates with noise in their deltas; one that is not finite stays so.
+
+        Raises:
+            UnusableResult: There are other lanes.
+        """
+        if bare := [name for name in updates.lanes if name != DELTA.name]:
+            raise UnusableResult(
+                f"the lane {bare[0]!r} would leave this client without noise, beside an update "
+                "with some; take an algorithm whose clients send updates alone"
+            )
         delta = matrix(updates.lanes[DELTA.name])
         step = self.clip_norm / _LEVELS
         sigma = self.noise_multiplier * (_LEVELS + delta.shape[1] ** 0.5 / 2.0)

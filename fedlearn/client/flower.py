@@ -63,7 +63,7 @@ def client_app(
         def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
             try:
                 # Nobody counts days here: who makes a policy for Flower leaves that limit out.
-                policy.judge_encoded(data, num_tasks_today=0)
+                policy.judge_encoded(data, num_tasks_today=0, spent=0.0)
             except PolicyViolation as violation:
                 log_refusal(violation)
                 return encode(Failure(str(violation))), after_failure(state)

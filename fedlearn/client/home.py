@@ -11,7 +11,7 @@
     task/           the request being worked on, and the checkpoint inside it
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy
-    privacy.json    by session of the last day when, and what it took of the day's ε
+    privacy.json    by session or training of the last day when, and what it took of the day's ε
 """
 
 import fcntl
@@ -304,6 +304,11 @@ class Home:
         times = self._recent(now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
+    @property
+    def training(self) -> bytes:
+        """By what the training in work is known once it has begun, however often it goes on."""
+        return digest_of(json.dumps([self._task_values, self._begin_unix_s]).encode())
+
     def count_task(self, now_unix_s: float) -> None:
         """Note that training begins in the task in work, once however often it is interrupted."""
         begin_unix_s = self._begin_unix_s
@@ -315,20 +320,26 @@ class Home:
             times.append(begin_unix_s)
             write_private(self.folder / "tasks.json", json.dumps(times).encode())
 
-    def spent_today(self, now_unix_s: float) -> float:
-        """Return what :meth:`spend` noted within the last 24 hours, added up."""
-        return sum(squared for _, squared in self._spent(now_unix_s).values())
-
-    def spend(self, session: bytes, squared: float, now_unix_s: float) -> None:
-        """Note that a session takes so much of the day's ε, once however often it is noted.
+    def spent_today(self, now_unix_s: float, *, without: bytes = b"") -> float:
+        """Return what :meth:`spend` noted within the last 24 hours, added up.
 
         Args:
-            session: By what it is known.
+            now_unix_s: Now.
+            without: By what that is known which does not count.
+        """
+        spent = self._spent(now_unix_s)
+        return sum(squared for known, (_, squared) in spent.items() if known != without.hex())
+
+    def spend(self, known: bytes, squared: float, now_unix_s: float) -> None:
+        """Note that something takes so much of the day's ε, once however often it is noted.
+
+        Args:
+            known: By what it is known: a session, or a training.
             squared: Its :func:`fedlearn.secagg.policy.squared_distance`.
             now_unix_s: Now.
         """
         spent = self._spent(now_unix_s)
-        spent.setdefault(session.hex(), (now_unix_s, squared))
+        spent.setdefault(known.hex(), (now_unix_s, squared))
         write_private(self.folder / "privacy.json", json.dumps(spent).encode())
 
     def _spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 from mmap import mmap
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Gt, Lt
 
+from fedlearn.algorithms.settings import transforms_from
+from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.core.codec import peek
 from fedlearn.core.messages import (
     SECURE_KIND,
@@ -20,14 +22,14 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole, out_of_range
-from fedlearn.errors import ConfigError, PolicyViolation, ProtocolError
+from fedlearn.errors import ConfigError, PolicyViolation, ProtocolError, SettingsRefused
 from fedlearn.identity.identity import Identity
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import MAX_LEVEL
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.policy import NoiseFloor, TermsPolicy
+from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, squared_distance_of
 
-PrivacyMode: TypeAlias = Literal["any", "distributed"]
+PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
 
 _ADVERSARIES: dict[AdversaryName, Adversary] = {
@@ -36,6 +38,11 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
 }
 #: Privacy in a sparse graph fails with at most 2^-40.
 _SIGMA_BITS = 40
+#: What a client sends where it demands noise.
+_NOISED: dict[PrivacyMode, str] = {
+    "distributed": "a sum with noise of each client alone",
+    "local": "an update with noise enough by itself alone",
+}
 #: Requests whose replies the coordinator can read.
 _IN_THE_CLEAR = {
     TrainRequest.kind: "an update that the coordinator could read",
@@ -115,14 +122,15 @@ class PrivacyPolicy:
     """What a client demands of differential privacy.
 
     Attributes:
-        mode: "any", also none; or "distributed": whatever it sends has noise of its own and is
-            seen in a sum alone. What the coordinator could read is then refused, evaluations too.
+        mode: "any", also none; "distributed": whatever it sends has noise of its own and is
+            seen in a sum alone; or "local": it is updates whose noise is enough without any sum.
+            Whatever else the coordinator could read is then refused, evaluations too.
         min_noise_share: Smallest standard deviation of its own noise by the largest norm of its
-            update, >= 0; only where the mode is "distributed".
+            update, >= 0; only where a mode is demanded.
         max_epsilon_per_day: Largest ε, against a coordinator that knows the rest, of what it takes
-            part in within 24 hours, > 0; ``None``: any. It is found from signed terms alone, with
-            the client's own secure_aggregation.corruption and adjacency by replacement; only where
-            the mode is "distributed".
+            part in within 24 hours, > 0; ``None``: any. It is found from what the client itself
+            carries out alone (signed terms with its own secure_aggregation.corruption, or the noise
+            of its update), and adjacency by replacement; only where a mode is demanded.
         target_delta: δ of that, in (0, 1).
 
     Raises:
@@ -140,12 +148,14 @@ class PrivacyPolicy:
 
     def __post_init__(self) -> None:
         wrong = out_of_range(self)
-        if self.mode not in ("any", "distributed"):
-            wrong = f"mode is {self.mode!r}; it is one of any, distributed"
+        if self.mode not in get_args(PrivacyMode):
+            wrong = f"mode is {self.mode!r}; it is one of {', '.join(get_args(PrivacyMode))}"
         elif self.mode == "any":
             for name in ("min_noise_share", "max_epsilon_per_day"):
                 if value := getattr(self, name):
-                    wrong = f'{name} is {value}, but mode is "any"; set it to "distributed"'
+                    wrong = (
+                        f'{name} is {value}, but mode is "any"; set it to "distributed" or "local"'
+                    )
         if wrong:
             raise ConfigError(f"policy.privacy.{wrong}")
 
@@ -160,14 +170,41 @@ class PrivacyPolicy:
         Args:
             spent: Squared distances of what it took part in within 24 hours.
         """
-        if not self.is_demanded:
-            return None
+        return self._floor(spent) if self.mode == "distributed" else None
+
+    def judge_update(self, settings: Settings, spent: float) -> None:
+        """Check the noise of an update that the coordinator could read.
+
+        Args:
+            settings: How to train, and what then to do to the update.
+            spent: As for :meth:`floor`.
+
+        Raises:
+            PolicyViolation: It has too little, or none.
+        """
+        share = noise_share(settings)
+        if share is None:
+            raise PolicyViolation(
+                rule="privacy.mode", asked="an update without noise", limit=_NOISED[self.mode]
+            )
+        self._floor(spent).judge(share, squared_distance_of(share))
+
+    def _floor(self, spent: float) -> NoiseFloor:
         return NoiseFloor(
             min_share=self.min_noise_share,
             max_epsilon=self.max_epsilon_per_day,
             target_delta=self.target_delta,
             spent=spent,
         )
+
+
+def noise_share(settings: Settings) -> float | None:
+    """Return the noise that an update gets by its largest norm; ``None``: it gets none."""
+    try:
+        transforms = transforms_from(settings)
+    except SettingsRefused:
+        return None  # nor is there an update: the session refuses them likewise
+    return next((e.noise_multiplier for e in transforms if isinstance(e, NoisedUpdates)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +270,16 @@ class Policy:
             num_threads=num_threads,
         )
 
-    def judge(self, kind: str, *, settings: Settings | None, num_tasks_today: int) -> None:
+    def judge(
+        self, kind: str, *, settings: Settings | None, num_tasks_today: int, spent: float = 0.0
+    ) -> None:
         """Check a request before it is worked on; terms of sessions are judged where they are read.
 
         Args:
             kind: Of the request, as it is announced.
             settings: How to train, now or later; ``None``: not known yet, or nothing to train.
             num_tasks_today: Trainings within the last 24 hours, without this one.
+            spent: Squared distances of what it took part in within 24 hours, without this one.
 
         Raises:
             PolicyViolation: It asks for more than this allows.
@@ -252,23 +292,21 @@ class Policy:
                 asked=_IN_THE_CLEAR[kind],
                 limit="secure aggregation alone",
             )
-        if kind in _IN_THE_CLEAR and self.privacy.is_demanded:
-            raise PolicyViolation(
-                rule="privacy.mode",
-                asked=_IN_THE_CLEAR[kind],
-                limit="a sum with noise of each client alone",
-            )
+        self._judge_noise(kind, settings, spent)
         if kind == TrainRequest.kind or (kind == SECURE_KIND and settings is not None):
             self._judge_training(
                 settings, num_tasks_today
             )  # a session's other messages ask for none
 
-    def judge_encoded(self, data: bytes | mmap, *, num_tasks_today: int) -> Request | None:
+    def judge_encoded(
+        self, data: bytes | mmap, *, num_tasks_today: int, spent: float
+    ) -> Request | None:
         """Check a whole request, whatever it was announced as, as :meth:`judge` does.
 
         Args:
             data: Its bytes; of a file that is mapped only the header is read.
             num_tasks_today: As for :meth:`judge`.
+            spent: Likewise.
 
         Returns:
             The request; ``None``: it is none, as the session will say.
@@ -283,12 +321,26 @@ class Policy:
                 | SecureTrainRequest(train=TrainRequest(settings=settings))
                 | SecureTermsRequest(notice=TrainingNotice(settings=settings))
             ):
-                self.judge(request.kind, settings=settings, num_tasks_today=num_tasks_today)
+                self.judge(
+                    request.kind, settings=settings, num_tasks_today=num_tasks_today, spent=spent
+                )
             case EvaluateRequest() | SecureStageRequest():
                 self.judge(request.kind, settings=None, num_tasks_today=num_tasks_today)
             case _:
                 return None
         return request
+
+    def _judge_noise(self, kind: str, settings: Settings | None, spent: float) -> None:
+        mode = self.privacy.mode
+        if mode == "local" and kind == TrainRequest.kind:
+            if settings is not None:  # else they are not known yet
+                self.privacy.judge_update(settings, spent)
+        elif kind in _IN_THE_CLEAR and mode != "any":
+            asked = _IN_THE_CLEAR[kind]
+            raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
+        elif kind == SECURE_KIND and mode == "local":
+            asked = "a sum to which each client adds a share of the noise, or none"
+            raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
 
     def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:
         if self.max_tasks_per_day is not None and num_tasks_today >= self.max_tasks_per_day:

@@ -15,13 +15,19 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MasksAhead
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
-from fedlearn.client.policy import Policy
+from fedlearn.client.policy import Policy, noise_share
 from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import WallClock
 from fedlearn.core.codec import encode
 from fedlearn.core.cores import num_cores
 from fedlearn.core.files import mapped, write_private
-from fedlearn.core.messages import EvaluateRequest, Failure, SecureTrainRequest, TrainRequest
+from fedlearn.core.messages import (
+    EvaluateRequest,
+    Failure,
+    Request,
+    SecureTrainRequest,
+    TrainRequest,
+)
 from fedlearn.errors import (
     Cancelled,
     ConnectionRefused,
@@ -30,7 +36,7 @@ from fedlearn.errors import (
     ProtocolError,
 )
 from fedlearn.secagg.client import SecureClient
-from fedlearn.secagg.policy import squared_distance
+from fedlearn.secagg.policy import squared_distance, squared_distance_of
 from fedlearn.session.secure import terms_to_mask_for
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
@@ -93,7 +99,7 @@ class Worker:
         if not await self._fetch(task, control) or control.is_called_off:
             return Ended()
         loop = asyncio.get_running_loop()
-        is_training = await loop.run_in_executor(self.thread, self._judge_in_full)
+        request = await loop.run_in_executor(self.thread, self._judge_in_full)
         is_evaluation = task.key.kind == EvaluateRequest.kind
         kind = EventKind.EVALUATING if is_evaluation else EventKind.TRAINING
         self.on_event(AgentEvent.of(kind, key=task.key))
@@ -109,7 +115,7 @@ class Worker:
             pin_file=self.home.keys.pin_file(enrolment),
             expanded=self.masks.take,
         )
-        work = partial(self._train, task, session, control, is_training=is_training)
+        work = partial(self._train, task, session, control, request)
         return await loop.run_in_executor(self.thread, work)
 
     def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
@@ -122,11 +128,14 @@ class Worker:
             spent=self.home.spent_today(self.clock.unix_s()),
         )
 
-    def _judge_in_full(self) -> bool:
-        """Judge the request on disk, in the training thread; return whether it asks to train."""
-        num_today = self.home.num_tasks_today(self.clock.unix_s())
-        request = self.policy.judge_encoded(mapped(self.home.request), num_tasks_today=num_today)
-        return isinstance(request, TrainRequest | SecureTrainRequest)
+    def _judge_in_full(self) -> Request | None:
+        """Judge the request on disk, in the training thread; return it, if it is one."""
+        now_unix_s = self.clock.unix_s()
+        return self.policy.judge_encoded(
+            mapped(self.home.request),
+            num_tasks_today=self.home.num_tasks_today(now_unix_s),
+            spent=self.home.spent_today(now_unix_s, without=self.home.training),
+        )
 
     async def _fetch(self, task: OpenTask, control: WorkControl) -> bool:
         """Have the whole request on disk; returns whether it is."""
@@ -158,14 +167,19 @@ class Worker:
         return True
 
     def _train(
-        self, task: OpenTask, session: ClientSession, control: WorkControl, *, is_training: bool
+        self,
+        task: OpenTask,
+        session: ClientSession,
+        control: WorkControl,
+        request: Request | None,
     ) -> Event:
         """Answer the request on disk; in the training thread."""
         data = self.home.request.read_bytes()
         before = self.home.state(task.key.run_id)
-        if is_training:  # whatever comes of it, the data are worked with from here on
+        if isinstance(request, TrainRequest | SecureTrainRequest):
+            # Whatever comes of it, the data are worked with from here on.
             self.home.count_task(self.clock.unix_s())
-            self._count_privacy(before)
+            self._count_privacy(request, before)
         self.home.begin_work()
         try:
             reply, state = session.handle(
@@ -182,8 +196,13 @@ class Worker:
             return failed(task, words)
         return Answered(task, reply, None if state == before else state)
 
-    def _count_privacy(self, before: bytes) -> None:
-        """Note what the sum takes of the day's ε to which the client is about to add."""
+    def _count_privacy(self, request: TrainRequest | SecureTrainRequest, before: bytes) -> None:
+        """Note what is taken of the day's ε by what the client is about to send."""
+        if isinstance(request, TrainRequest):
+            if share := noise_share(request.settings):
+                squared = squared_distance_of(share)
+                self.home.spend(self.home.training, squared, self.clock.unix_s())
+            return
         terms = terms_to_mask_for(before)
         if terms is not None and all(lane.noise for lane in terms.lanes):
             corruption = self.policy.secure_aggregation.corruption

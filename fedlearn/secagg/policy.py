@@ -35,6 +35,27 @@ class NoiseFloor:
     target_delta: float
     spent: float = 0.0
 
+    def judge(self, share: float, squared: float) -> None:
+        """Raise PolicyViolation if there is too little noise.
+
+        Args:
+            share: Standard deviation of the client's own noise by its largest norm.
+            squared: The squared distance of what it is asked to take part in.
+        """
+        _at_least("privacy.min_noise_share", share * (1.0 + 1e-9), self.min_share)
+        if self.max_epsilon is None:
+            return
+        # Only where it is asked: it takes scipy.
+        from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
+
+        epsilon = gaussian_epsilon(math.sqrt(self.spent + squared), self.target_delta)
+        _at_most("privacy.max_epsilon_per_day", epsilon, self.max_epsilon)
+
+
+def squared_distance_of(share: float) -> float:
+    """Return the squared distance of one lane with so much noise by its norm: (2 / share)²."""
+    return (2.0 / share) ** 2
+
 
 def squared_distance(terms: Terms, *, corruption: float) -> float:
     """Return how far one client's data move a sum, in standard deviations of its noise, squared.
@@ -50,7 +71,8 @@ def squared_distance(terms: Terms, *, corruption: float) -> float:
     num_noisy = max(1, terms.min_survivors - part_of(corruption, terms.num_clients))
     if not all(lane.noise for lane in terms.lanes):
         return math.inf
-    return sum((2.0 * lane.norm / lane.noise) ** 2 / num_noisy for lane in terms.lanes)
+    shares = [lane.noise / lane.norm for lane in terms.lanes]
+    return sum(squared_distance_of(share) for share in shares) / num_noisy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +132,8 @@ class TermsPolicy:
                 asked = f"a sum without noise, of {lane.name!r}"
                 limit = "noise of each client, in all that it sends"
                 raise PolicyViolation(rule="privacy.mode", asked=asked, limit=limit)
-            share = lane.noise / lane.norm
-            _at_least("privacy.min_noise_share", share * (1.0 + 1e-9), floor.min_share)
-        if floor.max_epsilon is None:
-            return
-        # Only where it is asked: it takes scipy.
-        from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
-
-        distance = math.sqrt(floor.spent + squared_distance(terms, corruption=self.corruption))
-        epsilon = gaussian_epsilon(distance, floor.target_delta)
-        _at_most("privacy.max_epsilon_per_day", epsilon, floor.max_epsilon)
+        share = min(lane.noise / lane.norm for lane in terms.lanes)
+        floor.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
         given = Assumptions(

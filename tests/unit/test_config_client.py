@@ -108,10 +108,10 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
             "[policy.secure_aggregation]\nmin_cohort = 9\nmax_cohort = 8",
             "client.toml:3: policy.secure_aggregation.max_cohort: is 8, below min_cohort (9)",
         ),
-        ('[policy.privacy]\nmode = "central"', 'give "any" or "distributed"'),
+        ('[policy.privacy]\nmode = "central"', 'give "any", "distributed" or "local"'),
         (
             "[policy.privacy]\nmax_epsilon_per_day = 2.0",
-            'max_epsilon_per_day: is 2.0, but mode is "any"; set it to "distributed"',
+            'max_epsilon_per_day: is 2.0, but mode is "any"; set it to "distributed" or "local"',
         ),
         ('[conditions]\nbetween = ["22:00"]', "give two times of day"),
         ('[conditions]\nbetween = ["22:00", "24:00"]', "give two times of day"),

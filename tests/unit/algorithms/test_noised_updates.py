@@ -11,6 +11,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of, transforms_from
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.core.messages import ClientId
+from fedlearn.errors import UnusableResult
 
 SIZE = 40_000
 
@@ -22,6 +23,14 @@ def noised(rows: Tensor, *, clip_norm: float = 0.5, noise_multiplier: float = 2.
     delta = found.lanes[DELTA.name]
     assert isinstance(delta, Tensor)
     return delta
+
+
+def test_what_would_leave_without_noise_is_refused() -> None:
+    """Whatever the coordinator asks for beside the update; control: the tests below."""
+    transform = NoisedUpdates(clip_norm=0.5, noise_multiplier=2.0)
+    rows = {DELTA.name: torch.ones(1, 2), "control": torch.ones(1, 2)}
+    with pytest.raises(UnusableResult, match="lane 'control' would leave this client without"):
+        transform(Updates([ClientId(0)], torch.ones(1), rows))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e6])

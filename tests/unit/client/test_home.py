@@ -412,6 +412,7 @@ def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
     home.spend(b"second", 0.25, 50_000.0)
     home.spend(b"second", 0.25, 51_000.0)
     assert home.spent_today(60_000.0) == 0.75
+    assert home.spent_today(60_000.0, without=b"first") == 0.25
     home.erase()
     assert home.spent_today(60_000.0) == 0.75
     assert home.spent_today(90_000.0) == 0.25

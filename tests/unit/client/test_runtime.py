@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client import runtime
 from fedlearn.client.conditions import Conditions, Device, Facts
 from fedlearn.client.events import AgentEvent, EventKind
@@ -198,13 +199,16 @@ def key(request: Request, round_num: int) -> wire_pb2.TaskKey:
     return wire_pb2.TaskKey(run_id="run", kind=request.kind, round_num=round_num)
 
 
-def train_request(*, size: int = 3, epochs: int = 1) -> TrainRequest:
+def train_request(*, size: int = 3, epochs: int = 1, noise: float | None = None) -> TrainRequest:
+    """Return a request; with ``noise`` in the update, of so many times its norm."""
+    local = LocalSgd(epochs=epochs, batch_size=1, learning_rate=0.1)
+    noised = [] if noise is None else [NoisedUpdates(clip_norm=1.0, noise_multiplier=noise)]
     return TrainRequest(
         round_num=0,
         attempt=0,
         tensors={"weight": torch.zeros(size)},
         order=("weight",),
-        settings=settings_of(LocalSgd(epochs=epochs, batch_size=1, learning_rate=0.1)),
+        settings=settings_of(local, noised),
         seed=1,
     )
 
@@ -654,6 +658,11 @@ def noised(**changes: Any) -> Policy:  # Any: of the fields
     return replace(secure(adversary=CURIOUS), privacy=privacy)
 
 
+def local(**changes: Any) -> Policy:  # Any: of the fields
+    """Return a policy that takes updates with noise enough alone, but for ``changes``."""
+    return Policy(privacy=PrivacyPolicy(**{"mode": "local", **changes}))
+
+
 CURIOUS = "honest-but-curious"
 EVALUATION = EvaluateRequest(round_num=0, tensors={})
 TRAINING = train_request(epochs=3)
@@ -736,6 +745,46 @@ RULES = [
         noised(max_epsilon_per_day=3.0),
         advert(noise_multiplier=3.0),
         noised(max_epsilon_per_day=3.1),
+    ),
+    Rule(
+        "privacy.mode",
+        "an update without noise",
+        "an update with noise enough by itself alone",
+        local(),
+        TRAINING,
+        Policy(),
+    ),
+    Rule(
+        "privacy.mode",
+        "an evaluation that the coordinator could read",
+        "an update with noise enough by itself alone",
+        local(),
+        EVALUATION,
+        Policy(),
+    ),
+    Rule(
+        "privacy.mode",
+        "a sum to which each client adds a share of the noise, or none",
+        "an update with noise enough by itself alone",
+        local(),
+        advert(noise_multiplier=3.0),
+        noised(),
+    ),
+    Rule(
+        "privacy.min_noise_share",
+        "3",
+        "at least 3.1",
+        local(min_noise_share=3.1),
+        train_request(noise=3.0),
+        local(min_noise_share=3.0),
+    ),
+    Rule(  # the same noise as the fewest clients of the session above have together
+        "privacy.max_epsilon_per_day",
+        "3.09764",
+        "at most 3",
+        local(max_epsilon_per_day=3.0),
+        train_request(noise=3.0),
+        local(max_epsilon_per_day=3.1),
     ),
     Rule("adversary", CURIOUS, "active-server", secure(), advert(), secure(adversary=CURIOUS)),
     Rule(
@@ -942,7 +991,7 @@ class Sized(Quick):
 
 def test_who_may_be_read_in_a_sum_alone_keeps_its_size(home: Home, door: ScriptedDoor) -> None:
     """Nothing of its own then goes out in the clear; by default it is told."""
-    for policy, told in ((Policy(), 7), (secure(required=True), 0), (noised(), 0)):
+    for policy, told in ((Policy(), 7), (secure(required=True), 0), (noised(), 0), (local(), 0)):
         with client(home, Sized(), policy=policy) as running:
             running.wait_for(EventKind.CONNECTED)
             assert door.hear("hello").eligibility.num_examples == told
@@ -1002,6 +1051,26 @@ def test_a_training_that_goes_on_is_not_refused_for_having_begun(
         assert isinstance(decode(door.hear("result").data), TrainReply)
         door.offer(train_request(), round_num=1)
         assert isinstance(decode(door.hear("result").data), Failure)
+
+
+def test_the_days_privacy_of_updates_adds_up(home: Home, door: ScriptedDoor) -> None:
+    """What is interrupted counts once.
+
+    Two updates with noise of 3 take ε 4.6 at δ 1e-6.
+    """
+    request, trainer = train_request(noise=3.0), Stepper()
+    policy = local(max_epsilon_per_day=4.7)
+    with client(home, trainer, policy=policy) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request)
+        trainer.begun.get(timeout=WAIT_S)
+    with client(home, Quick(), policy=policy) as running:
+        running.wait_for(EventKind.CONNECTED)
+        for round_num in range(2):
+            door.offer(request, round_num=round_num)
+            assert isinstance(decode(door.hear("result").data), TrainReply)
+        door.offer(request, round_num=2)
+        assert "`privacy.max_epsilon_per_day`" in running.wait_for(EventKind.POLICY).message
 
 
 def test_what_is_remembered_of_a_run_goes_with_the_next_run(home: Home, door: ScriptedDoor) -> None:
