@@ -29,19 +29,26 @@ def figures(folder: Path, *options: str) -> dict[str, dict[str, float]]:
 
 
 def test_every_part_measures_something(tmp_path: Path) -> None:
-    """Small: 20 clients, 4 MB models, and Flower left out."""
+    """Small: 20 clients, 4 MB models, and one round that counts beside one SuperNode."""
     found = figures(
         tmp_path,
-        *("--clients", "20", "--rounds", "2", "--idle-s", "0.5", "--nodes", "2"),
-        *("--message-rounds", "5", "--flower-rounds", "0", "--memory-mb", "4"),
+        *("--clients", "20", "--rounds", "2", "--idle-s", "0.5", "--nodes", "1"),
+        *("--message-rounds", "5", "--flower-rounds", "1", "--memory-mb", "4"),
         *("--memory-clients", "3", "--upload-mb", "4", "--turns", "2"),
     )
-    connected, memory, upload = (found[part] for part in ("connected", "memory", "upload"))
+    connected, messages, memory, upload = (
+        found[part] for part in ("connected", "messages", "memory", "upload")
+    )
     assert connected["clients"] == 20
     assert connected["memory for one idle client, kB"] > 0
     assert 0 < connected["overhead of a round with all, s"] < 60
     assert connected["updates a second"] > 1
-    assert found["messages"]["answers a second, 2 clients"] > 1
+    assert messages["answers a second, 1 clients"] > 1
+    assert messages["answers a second, SuperLink with 1 SuperNodes"] > 0
+    assert messages["ratio"] == pytest.approx(
+        messages["answers a second, 1 clients"]
+        / messages["answers a second, SuperLink with 1 SuperNodes"]
+    )
     assert memory["model, MB"] == 4.0
     assert memory["idle memory, MB, the model included"] > 50
     assert memory["highest memory over idle, models"] > 1
@@ -50,17 +57,3 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
         assert upload[f"plain gRPC stream, {tls}, MB/s"] > 0
         assert upload[f"the door, % of the stream, {tls}"] > 0
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
-
-
-def test_a_superlink_does_the_same_work(tmp_path: Path) -> None:
-    """One node and one round that counts."""
-    found = figures(
-        tmp_path,
-        *("--parts", "messages", "--nodes", "1", "--message-rounds", "3"),
-        *("--flower-rounds", "1"),
-    )["messages"]
-    assert found["answers a second, SuperLink with 1 SuperNodes"] > 0
-    assert found["ratio"] == pytest.approx(
-        found["answers a second, 1 clients"]
-        / found["answers a second, SuperLink with 1 SuperNodes"]
-    )

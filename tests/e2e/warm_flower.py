@@ -1,8 +1,9 @@
-"""Runs Flower's ``flwr-clientapp`` as forks of a process that has imported what it needs.
+"""Runs what Flower's processes start as forks of a process that has imported what these need.
 
-A SuperNode starts a process for each message, nearly all of whose time is imports. It looks for the
-command on the PATH, where :func:`standing_in` has put one that asks here for a fork: with the same
-arguments, environment, folder and streams, and Flower's own code from there on.
+A SuperNode starts a process for each message, and others beside it, nearly all of whose time is
+imports. It looks for their commands on the PATH, where :func:`standing_in` has put some that ask
+here for a fork: with the same arguments, environment, folder and streams, and Flower's own code
+from there on.
 """
 
 import gc
@@ -20,16 +21,21 @@ from pathlib import Path
 
 from tests.processes import until
 
-_COMMAND = "flwr-clientapp"
+#: By command, the module and the function of Flower that it runs.
+_COMMANDS = {
+    "flower-superexec": ("flwr.supercore.cli", "flower_superexec"),
+    "flwr-serverapp": ("flwr.superlink.cli", "flwr_serverapp"),
+    "flwr-clientapp": ("flwr.supernode.cli", "flwr_clientapp"),
+}
 
-#: What our app imports.
-_HEAVY = ("fedlearn.client.flower", "fedlearn.deployment.flower_config")
+#: What our apps import.
+_HEAVY = ("fedlearn.client.flower", "fedlearn.deployment.flower", "fedlearn.deployment.rounds")
 
 #: It imports no packages: a few hundredths of a second.
 _ASKS = """\
 #!{python} -SE
 import json, os, socket, sys
-request = {{"arguments": sys.argv[1:], "environ": dict(os.environ), "folder": os.getcwd()}}
+request = {{"arguments": sys.argv, "environ": dict(os.environ), "folder": os.getcwd()}}
 with socket.socket(socket.AF_UNIX) as asking:
     asking.connect({address!r})
     socket.send_fds(asking, [json.dumps(request).encode()], [1, 2])
@@ -38,10 +44,12 @@ with socket.socket(socket.AF_UNIX) as asking:
 
 @contextmanager
 def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) -> Iterator[None]:
-    """Have ``flwr-clientapp`` in ``folder``, which is to come first on the PATH, until it ends."""
-    address, command = folder / "socket", folder / _COMMAND
-    command.write_text(_ASKS.format(python=shlex.quote(sys.executable), address=str(address)))
-    command.chmod(0o700)
+    """Have the commands in ``folder``, which is to come first on the PATH, until the block ends."""
+    address = folder / "socket"
+    for name in _COMMANDS:
+        command = folder / name
+        command.write_text(_ASKS.format(python=shlex.quote(sys.executable), address=str(address)))
+        command.chmod(0o700)
     log = folder / "log"
     with (
         log.open("w") as out,
@@ -64,8 +72,11 @@ def serve(address: str) -> None:
     """Answer requests, each by a fork, until this process is stopped."""
     for name in _HEAVY:
         importlib.import_module(name)
-    from flwr.supernode.cli import flwr_clientapp  # noqa: PLC0415 (the test itself needs none)
-
+    # The test itself needs none of these.
+    functions = {
+        command: getattr(importlib.import_module(module), name)
+        for command, (module, name) in _COMMANDS.items()
+    }
     gc.collect()
     gc.freeze()  # a fork that collects would copy what it only looks at
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
@@ -78,7 +89,7 @@ def serve(address: str) -> None:
             with asking:
                 if os.fork() == 0:
                     become(asking)
-                    flwr_clientapp()
+                    functions[Path(sys.argv[0]).name]()
                     sys.exit()
 
 
@@ -94,7 +105,7 @@ def become(asking: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
-    sys.argv = [_COMMAND, *request["arguments"]]
+    sys.argv = request["arguments"]
 
 
 if __name__ == "__main__":
