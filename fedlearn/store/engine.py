@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from fedlearn.core.files import is_full, remedy
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
+from fedlearn.store import migrations
 
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
@@ -105,22 +102,29 @@ def migrate(engine: Engine) -> None:
     Raises:
         NewerStore: A later version of fedlearn has migrated it.
     """
-    scripts = ScriptDirectory.from_config(_alembic())
+    known = migrations.revisions()
     with _only_process(engine):
-        with engine.connect() as connection:
-            revision = MigrationContext.configure(connection).get_current_revision()
-        if revision == scripts.get_current_head():
+        revision = _revision(engine)
+        if revision == known[-1]:
             return
-        known = {script.revision for script in scripts.walk_revisions()}
         if revision is not None and revision not in known:
             raise NewerStore(
                 f"{engine.url!r} has schema revision {revision!r}, this version of fedlearn "
-                f"knows up to {scripts.get_current_head()!r}; upgrade fedlearn "
+                f"knows up to {known[-1]!r}; upgrade fedlearn "
                 "(`pip install --upgrade fedlearn`)"
             )
         with engine.execution_options(writes=True).begin() as connection:
             one_at_a_time(connection, _MIGRATION_LOCK)
-            command.upgrade(_alembic(connection=connection), "head")
+            migrations.upgrade(connection)
+
+
+def _revision(engine: Engine) -> str | None:
+    """Return the revision of the schema; ``None``: there is none yet."""
+    with engine.connect() as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        return found
 
 
 def _checked_url(url: str) -> URL:
@@ -166,13 +170,6 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
     if getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL:
         kind = NoSpace
     return kind, "check that the server runs and that the URL names a database this user may write"
-
-
-def _alembic(**attributes: object) -> Config:
-    config = Config(attributes=attributes)
-    config.set_main_option("script_location", "fedlearn.store:migrations")
-    config.set_main_option("path_separator", "os")
-    return config
 
 
 @contextmanager

@@ -1,1 +1,24 @@
-"""The history of the store's schema, as Alembic revisions."""
+"""The revisions of the store's schema, and the way from any of them to the latest."""
+
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+_FOLDER = Path(__file__).parent / "versions"
+
+
+def revisions() -> list[str]:
+    """Return the names of all revisions, the latest last, as their files are numbered."""
+    return sorted(path.name[1:5] for path in _FOLDER.glob("r*.py"))
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring a database's schema to the latest revision, in the caller's transaction."""
+    # Alembic takes half a second, and there is seldom anything to do.
+    from alembic import command  # noqa: PLC0415
+    from alembic.config import Config  # noqa: PLC0415
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", "fedlearn.store:migrations")
+    config.set_main_option("path_separator", "os")
+    command.upgrade(config, "head")

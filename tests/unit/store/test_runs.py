@@ -20,6 +20,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Column, Integer, MetaData, create_engine, inspect, text
@@ -35,6 +36,7 @@ from fedlearn.rounds.records import (
     RunStatus,
     RunStore,
 )
+from fedlearn.store import migrations
 from fedlearn.store.checkpoints import write_checkpoint
 from fedlearn.store.lease import deploy
 from fedlearn.store.names import memorable_names
@@ -589,6 +591,13 @@ def differences(url: str, metadata: MetaData) -> list[object]:
     return list(found)
 
 
+def alembic_config(**attributes: object) -> Config:
+    config = Config(attributes=attributes)
+    config.set_main_option("script_location", "fedlearn.store:migrations")
+    config.set_main_option("path_separator", "os")
+    return config
+
+
 def test_the_revisions_lead_to_the_tables_of_this_version(
     database_url: str, database: Database
 ) -> None:
@@ -599,6 +608,12 @@ def test_the_revisions_lead_to_the_tables_of_this_version(
         table.to_metadata(other)
     other.tables["rounds"].append_column(Column("more", Integer))
     assert len(differences(database_url, other)) == 1
+
+
+def test_the_revisions_are_those_that_lead_to_one_another() -> None:
+    """Their files' names say what each of them says itself."""
+    scripts = ScriptDirectory.from_config(alembic_config())
+    assert migrations.revisions()[::-1] == [each.revision for each in scripts.walk_revisions()]
 
 
 def test_opening_twice_changes_nothing(database_url: str, run: StoredRun, tmp_path: Path) -> None:
@@ -615,10 +630,7 @@ def test_a_database_of_the_version_before_is_migrated(
     advance(run, to=2)
     engine = create_engine(database_url)
     with engine.begin() as connection:
-        config = Config(attributes={"connection": connection})
-        config.set_main_option("script_location", "fedlearn.store:migrations")
-        config.set_main_option("path_separator", "os")
-        command.downgrade(config, "0001")
+        command.downgrade(alembic_config(connection=connection), "0001")
         assert "deployments" not in inspect(connection).get_table_names()
     engine.dispose()
     with Database.open(database_url, runs_dir=tmp_path / "runs") as again:
