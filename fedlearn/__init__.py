@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.recipes import FedSGD as FedSGD
     from fedlearn.algorithms.recipes import FedYogi as FedYogi
     from fedlearn.algorithms.sampling import CohortSampler as CohortSampler
+    from fedlearn.algorithms.sampling import CyclicSampler as CyclicSampler
     from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
     from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
     from fedlearn.algorithms.scaffold import Scaffold as Scaffold
@@ -84,7 +85,7 @@ _HOME = {
     "algorithms.recipes": (
         "Algorithm FedAdagrad FedAdam FedAvg FedAvgM FedMedian FedProx FedSGD FedYogi"
     ),
-    "algorithms.sampling": "CohortSampler PoissonSampler UniformSampler",
+    "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
     "algorithms.scaffold": "Scaffold",
     "algorithms.strategy": "Stepped Strategy",
     "algorithms.transforms": "ClippedUpdates",

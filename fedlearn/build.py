@@ -13,7 +13,12 @@ from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.per_client import PerClient
-from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import (
+    CohortSampler,
+    CyclicSampler,
+    PoissonSampler,
+    UniformSampler,
+)
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.data import NoData
@@ -27,8 +32,15 @@ from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
-from fedlearn.privacy.events import Cohorts, FixedCohorts, PoissonCohorts
-from fedlearn.privacy.plan import CentralPlan, DistributedPlan, LocalPlan, PrivacyPlan
+from fedlearn.privacy.banded_matrix import optimal
+from fedlearn.privacy.events import Cohorts, CyclicCohorts, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.plan import (
+    BandedPlan,
+    CentralPlan,
+    DistributedPlan,
+    LocalPlan,
+    PrivacyPlan,
+)
 from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
 from fedlearn.secagg.plan import SecurePlan
@@ -92,7 +104,7 @@ class Pieces:
     @property
     def num_needed(self) -> int:
         """How many clients a round would have there before it asks: those that it expects."""
-        return self.policy.num_asked if self.privacy is None else self.privacy.num_wanted
+        return self.policy.num_asked if self.privacy is None else self.privacy.num_needed
 
     @property
     def secure(self) -> SecurePlan | None:
@@ -267,11 +279,13 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
             'privacy.reproducible is true, but privacy.mode is "distributed", and the clients of a '
             "deployment draw secret noise; leave it out"
         )
-    if section.mode == "central" and not isinstance(pieces.sampler, PoissonSampler):
+    drawn_alone = isinstance(pieces.sampler, PoissonSampler | CyclicSampler)
+    if section.mode == "central" and not drawn_alone:
         raise ConfigError(
             f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
             "of few that are there each would be asked more often than is accounted for; set it to "
-            '"poisson", by whose coins who else is there does not matter'
+            '"poisson", by whose coins who else is there does not matter, or to "cyclic", with '
+            "privacy.bands"
         )
     if section.population == "auto":
         section = section.model_copy(update={"population": "enrolled"})
@@ -444,10 +458,10 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
     Raises:
         ValueError: Something in it would make the guarantee false.
     """
-    section, policy = pieces.config.privacy, pieces.policy
+    section, policy, cohorts = pieces.config.privacy, pieces.policy, _cohorts(pieces, num_users)
     assert section.clip_norm is not None  # the configuration makes sure
     common: dict[str, Any] = {  # Any: of several types
-        "cohorts": _cohorts(pieces, num_users),
+        "cohorts": cohorts,
         "clip_norm": section.clip_norm,
         "noise_multiplier": section.noise_multiplier or 1.0,
         "num_wanted": policy.num_wanted,
@@ -458,6 +472,11 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
         return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
     if section.mode == "local":
         return LocalPlan(**common)
+    if section.bands is not None:
+        assert isinstance(cohorts, CyclicCohorts)  # likewise
+        matrix = optimal(bands=section.bands, num_rounds=pieces.config.num_rounds)
+        mean_size = round(num_users / cohorts.num_groups)
+        return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
     if section.clip_quantile is None:
         return CentralPlan(**common)
     rate = section.clip_learning_rate
@@ -479,6 +498,12 @@ def _cohorts(pieces: Pieces, num_users: int) -> Cohorts:
                 "round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
             )
         return FixedCohorts(num_users, num_users)
+    if isinstance(pieces.sampler, CyclicSampler):
+        num_groups = max(1, num_users // policy.num_wanted)
+        # The ids of clients that may enrol have gaps where others were revoked.
+        even = -(-num_users // num_groups)
+        largest = num_users if isinstance(pieces, Deployment) else even
+        return CyclicCohorts(num_users, policy.num_wanted, largest)
     if not isinstance(pieces.sampler, PoissonSampler):
         return FixedCohorts(num_users, policy.num_asked)
     largest = math.ceil(pieces.sampler.cap * policy.num_wanted)

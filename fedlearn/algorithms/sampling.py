@@ -6,6 +6,7 @@ from typing import Annotated, Protocol
 
 import numpy as np
 from annotated_types import Gt
+from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -91,3 +92,55 @@ class PoissonSampler(Ranged, _Drawn):
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
         largest = int(np.ceil(self.cap * num_asked))
         return min(int(rng.binomial(population, num_asked / population)), largest, population)
+
+
+@dataclass(frozen=True)
+class CyclicSampler:
+    """All clients in turn: each is in one of ``len(available) // num_asked`` groups.
+
+    A group is asked as a whole, be it a client larger than what is asked for. A client's group
+    stays, as long as as many are available.
+
+    Example:
+        >>> how = {"num_asked": 2, "attempt": 0, "seed": Seed(0)}
+        >>> [CyclicSampler().sample(range(6), round_num=each, **how) for each in range(4)]
+        [(1, 3), (2, 4), (0, 5), (1, 3)]
+    """
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return the group whose turn it is."""
+        if num_asked > len(available):
+            raise CohortTooSmall(available=len(available), asked=num_asked)
+        num_groups = len(available) // num_asked
+        return whose_turn(available, num_groups=num_groups, turn=round_num + attempt, seed=seed)
+
+
+def whose_turn(
+    available: Sequence[ClientId], *, num_groups: int, turn: int, seed: Seed
+) -> tuple[ClientId, ...]:
+    """Return those of the available clients that are in group ``turn % num_groups``.
+
+    Args:
+        available: The clients that are there; a client's group does not depend on the others.
+        num_groups: Groups; of as many consecutive ids, one is in each, in an order by the seed.
+        turn: Index, from 0.
+        seed: Of the groups.
+    """
+    ids_N: NDArray[np.int64] = (
+        np.arange(available.start, available.stop, available.step, dtype=np.int64)
+        if isinstance(available, range)  # of which no list is made
+        else np.asarray(available, np.int64)
+    )
+    blocks_N, places_N = np.divmod(ids_N, num_groups)
+    turned_N = seed.derive("groups").hash(blocks_N) % np.uint64(num_groups)
+    groups_N = (places_N + turned_N.astype(np.int64)) % num_groups
+    chosen = np.flatnonzero(groups_N == turn % num_groups)
+    return tuple(available[index] for index in chosen.tolist())

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds
 from fedlearn.config.section import PathText, Section
@@ -38,7 +38,11 @@ class Cohort(DeclaredSection):
 
 
 COHORTS = kinds(
-    "sampling", Cohort, kind("uniform", UniformSampler), kind("poisson", PoissonSampler, cap=2.0)
+    "sampling",
+    Cohort,
+    kind("uniform", UniformSampler),
+    kind("poisson", PoissonSampler, cap=2.0),
+    kind("cyclic", CyclicSampler),
 )
 
 

@@ -34,6 +34,13 @@ class PrivacySection(Section):
         0.2,
         description="Step size of the logarithm of a clip norm that follows a quantile, > 0.",
     )
+    bands: Count | None = Field(
+        None,
+        description="Rounds over which noise is correlated, so that later ones take back a part "
+        "of it: it needs no sampling that is kept secret, but users that take turns "
+        '(cohort.sampling = "cyclic"), and at most as many bands as there are groups of them. 1: '
+        "noise is independent; without it, users are sampled.",
+    )
     noise_multiplier: Positive | None = Field(
         None,
         description="Standard deviation of the noise in a sum by the largest norm of one client's "
@@ -97,6 +104,7 @@ class PrivacySection(Section):
                 'norm for all of a run; leave it out, or set the mode to "central"'
             )
             yield Problem(("clip_quantile", "mode"), text)
+        yield from self._not_banded()
         if self.reproducible and self.mode == "local":
             text = 'is true, but privacy.mode is "local", whose clients draw secret noise'
             yield Problem(("reproducible", "mode"), f"{text}; leave it out")
@@ -106,3 +114,20 @@ class PrivacySection(Section):
         if self.noise_multiplier is None and self.epsilon is None:
             text = "is missing, and so is privacy.noise_multiplier; give one of them, or both"
             yield Problem(("epsilon", "noise_multiplier"), text)
+
+    def _not_banded(self) -> Iterator[Problem]:
+        """Refuse what noise cannot be correlated with."""
+        if self.bands is None:
+            return
+        if self.mode != "central":
+            text = (
+                f'is {self.bands}, but privacy.mode is "{self.mode}", where no one place has the '
+                'noise of several rounds; leave it out, or set the mode to "central"'
+            )
+            yield Problem(("bands", "mode"), text)
+        if self.clip_quantile is not None:
+            text = (
+                f"is {self.bands}, but with privacy.clip_quantile rounds have clip norms of their "
+                "own, and their noise does not cancel; leave one of the two out"
+            )
+            yield Problem(("bands", "clip_quantile"), text)

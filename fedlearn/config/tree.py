@@ -287,10 +287,10 @@ class Config(Section):
         if self.centralized:
             text = f"is {shown(self.secure_aggregation.mode)}, but centralized pools the examples"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
-        if self.cohort.sampling == "poisson":
+        if self.cohort.sampling != "uniform":
             text = (
-                'is "poisson", whose cohorts have no least size, but secure aggregation derives '
-                'its threshold from the number of clients asked; use "uniform"'
+                f"is {shown(self.cohort.sampling)}, whose cohorts have no least size, but secure "
+                'aggregation derives its threshold from the number of clients asked; use "uniform"'
             )
             yield Problem(("cohort.sampling", mode), text)
             return
@@ -320,6 +320,16 @@ class Config(Section):
         if self.centralized:
             text = f"is {shown(self.privacy.mode)}, but centralized pools the examples of all users"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
+        takes_turns, bands = self.cohort.sampling == "cyclic", self.privacy.bands
+        if self.privacy.mode == "central" and takes_turns != (bands is not None):
+            text = (
+                'is "cyclic", by which nobody is hidden, but privacy.bands is missing; give it, 1 '
+                'for independent noise, or sample by "poisson"'
+                if takes_turns
+                else f"is {shown(self.cohort.sampling)}, but privacy.bands is {bands}, whose ε "
+                'rests on users that take turns; set it to "cyclic", or leave privacy.bands out'
+            )
+            yield Problem(("cohort.sampling", "privacy.bands"), text)
         if self.privacy.mode == "local" and self.cohort.sampling != "uniform":
             text = (
                 f"is {shown(self.cohort.sampling)}, but updates that are seen are hidden by no "
@@ -476,8 +486,9 @@ def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
         if isinstance(engine, dict) and engine.get("transport", "engine") == "engine":
             brought["secure_aggregation"]["simulate_as"] = "modular_sum"
     else:
-        brought["cohort"] = {"sampling": "poisson"}
-        if isinstance(cohort, dict) and cohort.get("sampling", "poisson") == "poisson":
+        sampling = "poisson" if privacy.get("bands") is None else "cyclic"
+        brought["cohort"] = {"sampling": sampling}
+        if isinstance(cohort, dict) and cohort.get("sampling", sampling) != "uniform":
             brought["stragglers"] = {"over_selection": 1.0}
     for key, values in brought.items():
         table = raw.get(key, {})

@@ -13,7 +13,7 @@ import resource
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
@@ -40,11 +40,12 @@ from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.assemble import Identities, require_plain, standing_of
 from fedlearn.experiment.comparison import summarize
-from fedlearn.experiment.privacy import promise
+from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
 from fedlearn.privacy.ledger import Charging
+from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.opening import ChargedOpening, Opening
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.simulation.cluster import one_thread
@@ -53,6 +54,7 @@ from fedlearn.store.lease import Lease, deployment
 from fedlearn.store.patience import Patience, PatientJournal
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.transport.base import Channel
 
 #: How long the database may be away in the middle of a run.
 _DATABASE_AWAY_S = 3600.0
@@ -144,6 +146,17 @@ def _holder() -> str:
 def _charge(charging: Charging, *, patiently: Patience, round_num: int, attempt: int) -> None:
     """Charge a round, however long the database is away."""
     patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
+
+
+def _present(pieces: build.Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
+    """Return the clients that are there; where they take turns, those whose turn it is."""
+    there = channel.available()
+    if not isinstance(pieces.privacy, BandedPlan):
+        return there
+    num_asked, seed = pieces.policy.num_asked, pieces.seed
+    return pieces.sampler.sample(
+        there, num_asked=num_asked, round_num=round_num, attempt=0, seed=seed
+    )
 
 
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
@@ -322,10 +335,11 @@ class Coordinator:
         )
         checkpoint = self._patiently(stored.load)
         self.live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        policy, is_secure = self.pieces.policy, self.pieces.secure is not None
-        first = first_attempts(journal.last(), record.status, policy, is_secure=is_secure)
+        policy = self.pieces.policy
+        begins_anew = self.pieces.secure is not None or isinstance(self.pieces.privacy, BandedPlan)
+        first = first_attempts(journal.last(), record.status, policy, begins_anew=begins_anew)
         channel = door.channel(check=self.interruption.check)
-        notes, charging = self._patiently(
+        notes, charging, num_lost = self._patiently(
             lambda: promise(
                 self.pieces,
                 stored,
@@ -334,9 +348,10 @@ class Coordinator:
             )
         )
         self.progress.start(record, stored.path, (f"clients are served at {door.address}", *notes))
+        pieces = gone_on(self.pieces, num_lost=num_lost)
         opening: Opening = DurableOpening(
-            sampler=self.pieces.sampler,
-            available=channel.available,
+            sampler=pieces.sampler,
+            available=partial(_present, pieces, channel),
             policy=policy,
             seed=self.pieces.seed,
             num_needed=self.pieces.num_needed,
@@ -354,7 +369,7 @@ class Coordinator:
         with nullcontext() if charging is None else closing(charging):
             run_over(
                 channel,
-                self.pieces,
+                pieces,
                 opening=opening,
                 store=ForgettingStore(
                     store=stored,

@@ -85,7 +85,7 @@ def run(
     with site.database() as database, one_thread():
         stored = begin(record, database, seed=config.seed)
         with outcome_told(stored, progress):
-            promised, charging = promise(pieces, stored, num_finished=0, clock=clock)
+            promised, charging, _ = promise(pieces, stored, num_finished=0, clock=clock)
             progress.start(stored.record, stored.path, [*notes, *promised])
             opening: Opening = SampledOpening(
                 sampler=pieces.sampler,

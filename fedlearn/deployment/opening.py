@@ -23,7 +23,7 @@ class DurableOpening:
 
     Attributes:
         sampler: Chooses.
-        available: Returns the clients that can be asked now.
+        available: Returns, of the clients that can be asked now, those that a round may ask.
         policy: How many are asked, and without how many no round begins.
         seed: Of the choice.
         num_needed: Clients that a round would have there.
@@ -37,7 +37,7 @@ class DurableOpening:
     """
 
     sampler: CohortSampler
-    available: Callable[[], Sequence[ClientId]]
+    available: Callable[[int], Sequence[ClientId]]
     policy: StragglerPolicy
     seed: Seed
     num_needed: int
@@ -62,7 +62,7 @@ class DurableOpening:
         self.live_status.attempt = attempt
         opened = self.journal.find(round_num, attempt)
         if opened is None:
-            present = self._awaited()  # not while the run is paused
+            present = self._awaited(round_num)  # not while the run is paused
             self.check()  # an early fence; what counts is that of the journal's transaction
             cohort = self.sampler.sample(
                 present,
@@ -81,7 +81,7 @@ class DurableOpening:
         self.live_status.phase = Phase.ROUND
         return opened.cohort
 
-    def _awaited(self) -> Sequence[ClientId]:
+    def _awaited(self, round_num: int) -> Sequence[ClientId]:
         """Return who is there: all that would be asked or, after patience, enough for a round."""
         while True:
             while self.is_paused():
@@ -91,7 +91,7 @@ class DurableOpening:
             while not self.is_paused():  # a pause here begins the waiting anew
                 is_patient = self.clock.now_s() < ends_s
                 num_needed = self.num_needed if is_patient else self.policy.min_reports
-                present = self.available()
+                present = self.available(round_num)
                 if len(present) >= num_needed:
                     return present
                 self.live_status.num_needed = num_needed

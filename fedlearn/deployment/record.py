@@ -71,18 +71,18 @@ def _text(leaves: Mapping[str, object], key: str) -> str:
 
 
 def first_attempts(
-    last: OpenRound | None, status: RunStatus, policy: StragglerPolicy, *, is_secure: bool = False
+    last: OpenRound | None, status: RunStatus, policy: StragglerPolicy, *, begins_anew: bool = False
 ) -> dict[int, int]:
     """Return with which attempt the next round begins after a restart, if not with 0.
 
     A run that failed for want of reports, and is started again, tries as often as at first:
     with attempts of its own, since those before are over. One that was killed among these
-    goes on among these. An attempt of secure aggregation ended with the process that led it, and
-    is not begun again with the same number.
+    goes on among these. An attempt of secure aggregation, or a turn of a cohort, ended with the
+    process that led it, and is not begun again with the same number.
     """
     if last is None:
         return {}
-    if is_secure:
+    if begins_anew:
         return {last.round_num: last.attempt + 1}
     retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
     tried = last.attempt // (retries + 1)

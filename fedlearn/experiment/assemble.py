@@ -12,7 +12,12 @@ import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.algorithms.collecting import Collector, further_bytes
-from fedlearn.algorithms.sampling import CohortSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import (
+    CohortSampler,
+    CyclicSampler,
+    PoissonSampler,
+    UniformSampler,
+)
 from fedlearn.algorithms.settings import own_classes
 from fedlearn.build import Pieces, Simulation
 from fedlearn.core.clock import Clock
@@ -24,7 +29,7 @@ from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, EngineError
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
-from fedlearn.privacy.plan import CentralPlan, LocalPlan
+from fedlearn.privacy.plan import BandedPlan, CentralPlan, LocalPlan
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
@@ -319,7 +324,7 @@ def release_of(
         return None
     noise = SharedNoise(plan.noise, cluster)
     try:
-        if isinstance(plan, CentralPlan):
+        if isinstance(plan, CentralPlan | BandedPlan):
             return plan.release(pieces.algorithm, params.layout, noise)
         secure = pieces.secure
         assert secure is not None  # building it would have failed
@@ -413,7 +418,7 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     given = simulation.sampler
     if simulation.privacy is not None:
         return SharedSampler(given, cluster)
-    is_ours = isinstance(given, UniformSampler | PoissonSampler)
+    is_ours = isinstance(given, UniformSampler | PoissonSampler | CyclicSampler)
     return given if is_ours else SharedSampler(UserSampler(given), cluster)
 
 

@@ -14,8 +14,9 @@ from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.comparison import aligned
 from fedlearn.experiment.plot import RUN_COLOURS
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
-from fedlearn.privacy.events import Adjacency, PoissonCohorts, Spent
-from fedlearn.privacy.plan import PrivacyPlan
+from fedlearn.privacy.banded_matrix import BandedMatrix
+from fedlearn.privacy.events import Adjacency, Cohorts, CyclicCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.plan import BandedPlan, PrivacyPlan
 
 #: Shares of the rounds at which ε is found; each takes about a second.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -66,6 +67,7 @@ class Outlook:
             "clip_norm": self.plan.clip_norm,
             "clip_quantile": self.plan.clip_quantile,
             "noise_multiplier": self.plan.noise_multiplier,
+            "bands": self._bands,
             "target_delta": self.target_delta,
             "epsilon": self.epsilon,
             "rounds_before": self.num_before,
@@ -88,26 +90,57 @@ class Outlook:
         ]
         return "\n".join([*self._promised(), "", aligned(rows, values_right=True)])
 
+    @property
+    def _bands(self) -> int | None:
+        """Rounds over which noise is correlated, where it is."""
+        return len(self.plan.matrix.diagonals) if isinstance(self.plan, BandedPlan) else None
+
     def _promised(self) -> Iterator[str]:
         plan, cohorts = self.plan, self.plan.cohorts
         yield f"mode       {plan.mode_text}"
-        if isinstance(cohorts, PoissonCohorts):
-            rate = f"each of {cohorts.population} users at rate {cohorts.rate:.4g}"
-            yield f"sampling   Poisson: {rate}, at most {cohorts.largest} a round"
-        elif cohorts.size == cohorts.population:
-            yield f"sampling   all {cohorts.population} users: that one is not asked hides nothing"
-        else:
-            yield f"sampling   {cohorts.size} of {cohorts.population} users, without replacement"
+        yield f"sampling   {_sampling(cohorts)}"
         is_added = cohorts.adjacency is Adjacency.ADD_OR_REMOVE
         user = "is there or not" if is_added else "has other data"
         yield f"adjacency  {cohorts.adjacency}: one user {user}"
         yield f"clip       {plan.clip_text}"
         yield f"noise      {plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
+        if isinstance(plan, BandedPlan):
+            num_rounds, independent = self.costs[-1].num_rounds, BandedMatrix((1,))
+            yield (
+                f"bands      {self._bands}: on average, a model's noise is that of "
+                f"{plan.matrix.error(num_rounds) ** 2:.4g} rounds, without bands that of "
+                f"{independent.error(num_rounds) ** 2:.4g}"
+            )
         yield f"delta      {self.target_delta:g}"
         if self.epsilon is not None:
             yield f"budget     ε {self.epsilon:g} of the release"
         if self.num_before:
             yield f"before     {self.num_before} rounds were charged to these clients; they count"
+
+
+def _sampling(cohorts: Cohorts) -> str:
+    """Return who is asked, in words."""
+    users = cohorts.population
+    match cohorts:
+        case PoissonCohorts():
+            rate = f"each of {users} users at rate {cohorts.rate:.4g}"
+            return f"Poisson: {rate}, at most {cohorts.largest} a round"
+        case CyclicCohorts():
+            groups = f"{users} users in {cohorts.num_groups} groups, which are asked in turn"
+            return f"cyclic: {groups}: that one is not asked hides nothing"
+        case _ if cohorts.size == users:
+            return f"all {users} users: that one is not asked hides nothing"
+        case _:
+            return f"{cohorts.size} of {users} users, without replacement"
+
+
+def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
+    """Return after how many rounds ε is found: where users take turns, as they begin."""
+    counts = {max(1, round(share * num_rounds)) for share in _SHARES}
+    if isinstance(cohorts, CyclicCohorts):
+        every = cohorts.num_groups
+        counts = {(count - 1) // every * every + 1 for count in counts} | {num_rounds}
+    return sorted(counts)
 
 
 def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
@@ -122,7 +155,7 @@ def outlook(pieces: Pieces, *, before: Spent) -> Outlook:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
     delta, num_rounds = section.target_delta, pieces.config.num_rounds
     costs = []
-    for count in sorted({max(1, round(share * num_rounds)) for share in _SHARES}):
+    for count in _looked_at(plan.cohorts, num_rounds):
         spent = {**before, plan.event: before.get(plan.event, 0) + count}
         try:
             cost = Cost(
@@ -156,8 +189,10 @@ def picture(outlook: Outlook, path: Path) -> Path:
         "of the release": [each.epsilon for each in outlook.costs],
         "for who sees the cohorts": [each.epsilon_with_cohorts for each in outlook.costs],
     }
+    in_turn = isinstance(outlook.plan.cohorts, CyclicCohorts)
+    style = "steps-post" if in_turn else "default"
     for colour, (label, values) in zip(RUN_COLOURS, lines.items(), strict=False):
-        axes.plot(rounds, values, marker="o", color=colour, label=label)
+        axes.plot(rounds, values, marker="o", color=colour, label=label, drawstyle=style)
     if outlook.epsilon is not None:
         axes.axhline(outlook.epsilon, color="#555555", linestyle="--", label="budget")
     axes.set_yscale("log")

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from fedlearn.core.features import named
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.events import Adjacency, Event
 from fedlearn.privacy.ledger import Budget, Charging
+from fedlearn.privacy.plan import BandedPlan
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.population import Population
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
+
+PiecesT = TypeVar("PiecesT", bound=Pieces)
 
 #: Clients whose examples tell a population from others.
 _LOOKED_AT = 16
@@ -83,10 +87,22 @@ def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
     return StoredLedger(stored.database, population=population, run=stored.name)
 
 
-def promise(
-    pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Clock
-) -> tuple[list[str], Charging | None]:
-    """Return what a reader should know of a run's privacy, and what charges its rounds, if any.
+class Promise(NamedTuple):
+    """What a run's privacy comes to as it begins, or goes on.
+
+    Attributes:
+        notes: What a reader should know.
+        charging: Charges its rounds; ``None``: nothing does.
+        num_lost: Charges of the run that no committed round stands for.
+    """
+
+    notes: list[str]
+    charging: Charging | None
+    num_lost: int
+
+
+def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Clock) -> Promise:
+    """Return what a run's privacy comes to, of which so many rounds are committed.
 
     Raises:
         ConfigError: There is no common guarantee with what was spent before.
@@ -94,10 +110,11 @@ def promise(
     """
     plan, section = pieces.privacy, pieces.config.privacy
     if plan is None:
-        return [], None
+        return Promise([], None, 0)
     noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
     if section.reproducible:
-        return [f"{noise}, from a public seed: nothing is private, and no ε is claimed"], None
+        note = f"{noise}, from a public seed: nothing is private, and no ε is claimed"
+        return Promise([note], None, 0)
     from fedlearn.privacy.accounting import epsilon_of_release  # noqa: PLC0415 (takes a second)
 
     delta, budget = section.target_delta, None
@@ -114,7 +131,7 @@ def promise(
         )
     charging = Charging(
         ledger,
-        plan.event,
+        plan.event.charged_by(stored.name),
         clip_norm=plan.clip_norm,
         budget=budget,
         epsilon_of=partial(epsilon_of_release, target_delta=delta),
@@ -125,7 +142,22 @@ def promise(
     affordable = charging.foresee(due) if due > 0 else due
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
-    return notes, charging
+    num_lost = sum(ledger.spent_by_run().values()) - num_finished
+    if num_lost > 0 and isinstance(plan, BandedPlan):
+        notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")
+    return Promise(notes, charging, num_lost)
+
+
+def gone_on(pieces: PiecesT, *, num_lost: int) -> PiecesT:
+    """Return the pieces of a run that goes on, of which so many charges no committed round is for.
+
+    Where users take turns, those turns are over: what was asked of whom in them counts.
+    """
+    plan = pieces.privacy
+    if not isinstance(plan, BandedPlan):
+        return pieces
+    plan = replace(plan, num_lost=num_lost)
+    return replace(pieces, privacy=plan, sampler=plan.sampler)
 
 
 def section_of(record: RunRecord) -> PrivacySection:

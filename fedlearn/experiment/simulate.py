@@ -29,7 +29,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import leaves, summarize
-from fedlearn.experiment.privacy import known, promise, spending
+from fedlearn.experiment.privacy import gone_on, known, promise, spending
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin, open_database
 from fedlearn.experiment.user_code import AfterRound
@@ -352,18 +352,22 @@ def _execute(
     def body(cluster: Cluster) -> Run | None:
         stored = opened(site.database()) if cluster.rank == 0 else None
         with nullcontext() if stored is None else outcome_told(stored, site.progress):
-            checkpoint, charging = None, None
+            checkpoint, charging, num_lost = None, None, 0
             if stored is not None:
                 checkpoint = stored.rewind() if from_previous else stored.load()
                 num_finished = 0 if checkpoint is None else checkpoint.round_num
-                promised, charging = promise(
+                promised, charging, num_lost = promise(
                     pieces, stored, num_finished=num_finished, clock=site.clock
                 )
                 site.progress.start(stored.record, stored.path, (*pieces.notes, *promised))
-            checkpoint = cluster.broadcast((checkpoint,))[0]
+            checkpoint, num_lost = cluster.broadcast((checkpoint, num_lost))
             device = device_of(pieces.config.engine.device, site.environ)
             plan, params = assemble(
-                pieces, cluster, device=device, clock=site.clock, charging=charging
+                gone_on(pieces, num_lost=num_lost),
+                cluster,
+                device=device,
+                clock=site.clock,
+                charging=charging,
             )
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
             store: RunStore = stored or _Follower()

@@ -3,7 +3,8 @@ r"""What rounds of noisy sums cost: :math:`(\varepsilon, \delta)` of one user's 
 Two figures, for two adversaries, and never one for both. Who sees the released models, and not who
 was asked, faces *amplification by sampling*: a user is in few rounds, and nobody knows in which.
 Who sees the cohorts, as the coordinator does, does not: for a user that was asked in every round
-of a run it is the plain Gaussian mechanism. That bound holds whoever was asked.
+of a run it is the plain Gaussian mechanism. That bound holds whoever was asked. Where users take
+turns and noise is correlated over rounds, nobody is hidden by not being asked, and both are one.
 
 The arithmetic of the first figure is dp-accounting's, whose accountants read "replace" differently:
 the Rényi accountant takes the noise by the distance that it is to hide, 2C, the other one does so
@@ -25,7 +26,7 @@ from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutRe
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 
-from fedlearn.privacy.events import Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.events import Adjacency, Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
 from fedlearn.privacy.gaussian import gaussian_epsilon
 
 #: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
@@ -144,7 +145,7 @@ def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds
         else:
             high = middle
     one = Event(cohorts, 1.0)
-    return math.sqrt(num_rounds) * one.distance / low
+    return math.sqrt(one.squared_distance(num_rounds)) / low
 
 
 def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -> float:
@@ -168,7 +169,10 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
 
 def _amplified_epsilon(spent: Spent, target_delta: float, interval: float) -> float:
     """Return ε of cohorts that nobody has seen, by the distribution of the privacy loss."""
-    parts = [_loss(event, interval).self_compose(count) for event, count in spent.items()]
+    parts = [
+        _loss(event, interval).self_compose(event.cohorts.participations(count))
+        for event, count in spent.items()
+    ]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
@@ -177,18 +181,18 @@ def _amplified_epsilon(spent: Spent, target_delta: float, interval: float) -> fl
 
 def _distance(spent: Spent) -> float:
     """Return how far one user that was asked each time moves all sums, by their noise."""
-    return math.sqrt(sum(count * event.distance**2 for event, count in spent.items()))
+    return math.sqrt(sum(event.squared_distance(count) for event, count in spent.items()))
 
 
 @lru_cache(maxsize=64)
 def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
     """Return the privacy loss of one release to a user that is there or not."""
     cohorts = event.cohorts
-    assert isinstance(cohorts, PoissonCohorts)  # what else is composed by its Rényi divergences
-    if cohorts.expected == cohorts.population:
+    if cohorts.rate == 1.0 and cohorts.adjacency is Adjacency.ADD_OR_REMOVE:
         return pld.from_gaussian_mechanism(
             event.noise_multiplier, value_discretization_interval=interval
         )
+    assert isinstance(cohorts, PoissonCohorts)  # what else is composed by its Rényi divergences
     return pld.from_truncated_subsampled_gaussian_mechanism(
         dataset_size=cohorts.population,
         sampling_probability=cohorts.rate,

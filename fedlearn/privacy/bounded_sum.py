@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Rows, Updates
-from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.algorithms.strategy import State, Strategy, Wrapped
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import MAX_SIGMA
 from fedlearn.core.params import Layout
@@ -42,7 +42,7 @@ _TOGETHER = 32
 #: Levels of a bound: the sum of so many rows is exact.
 _LEVELS = 2.0**24 / _TOGETHER
 #: Float64, in which all of a round is summed, holds every integer up to it.
-_EXACT = 2.0**53
+EXACT = 2.0**53
 #: Numbers of each row that are summed at a time, in the cache.
 _SPAN = 1 << 12
 #: More than what rounding does to a norm; clipping is so much stricter.
@@ -177,7 +177,7 @@ class BoundedSum(Ranged):
     def lanes(self, lanes: Sequence[LaneSpec], layout: Layout) -> dict[str, BoundedLane]:
         """Return how each lane of models of ``layout`` is cut; raises ValueError if none fits."""
         for lane in lanes:
-            if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > _EXACT / 2.0:
+            if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > EXACT / 2.0:
                 raise ValueError(
                     f"a sum of {self.largest} clients with {self.multipliers[lane.name]:g} times "
                     "the noise of their bound is beyond exact integers; ask fewer, or lower the "
@@ -241,15 +241,17 @@ class NoisyMean:
         *,
         strategy: Strategy,
         layout: Layout,
+        state: State,
         round_num: int,
         attempt: int,
-    ) -> Aggregate:
-        """Return the noisy means, of as many clients as are expected.
+    ) -> tuple[Aggregate, State]:
+        """Return the noisy means, of as many clients as are expected, and the state.
 
         Args:
             aggregate: Sums of levels; overwritten.
             strategy: Of the round, whose aggregation is a :class:`BoundedSum`.
             layout: Of the model.
+            state: The strategy's, which stays.
             round_num: Index, from 0.
             attempt: 0, or how often the round was retried.
         """
@@ -260,4 +262,4 @@ class NoisyMean:
             noise = self.noise.draw(summed.sigma(name), len(total), labels=labels)
             noisy = total.add_(noise.to(total.device))
             means[name] = noisy.mul_(lane.step / self.expected).to(layout.dtype)
-        return Aggregate(lanes=means, num_clients=max(1, round(self.expected)))
+        return Aggregate(lanes=means, num_clients=max(1, round(self.expected))), state

@@ -1,7 +1,7 @@
 """What is accounted for: releases of noisy sums, and how the users in them were drawn."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,6 +49,10 @@ class PoissonCohorts(Ranged):
         """How probable it is that a user is asked in a round."""
         return self.expected / self.population
 
+    def participations(self, num_rounds: int) -> int:
+        """Return in how many of so many rounds one user may be: all."""
+        return num_rounds
+
 
 @dataclass(frozen=True)
 class FixedCohorts(Ranged):
@@ -85,8 +89,66 @@ class FixedCohorts(Ranged):
         """One user's data are others': the number of users is public."""
         return Adjacency.REPLACE
 
+    def participations(self, num_rounds: int) -> int:
+        """Return in how many of so many rounds one user may be: all."""
+        return num_rounds
 
-Cohorts: TypeAlias = PoissonCohorts | FixedCohorts
+
+@dataclass(frozen=True)
+class CyclicCohorts(Ranged):
+    """Users are in groups, which are asked in turn: nobody is hidden by not being asked.
+
+    Attributes:
+        population: Users there are, N.
+        expected: Users that a cohort shall have, m: there are as many groups as have so many.
+        largest: Users in a group at the most, >= m.
+
+    Raises:
+        ValueError: They contradict each other, or there is one group.
+    """
+
+    population: Count
+    expected: Count
+    largest: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_groups < 2:  # noqa: PLR2004 - it takes two to take turns
+            raise ValueError(
+                f"expected is {self.expected}, and of {self.population} users not two groups can "
+                f"be made that large; lower cohort.num_wanted to {max(1, self.population // 2)}, "
+                "or have more users"
+            )
+        if not self.expected <= self.largest:
+            raise ValueError(f"largest is {self.largest}, below what is expected: {self.expected}")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups, G: a user is in one of so many consecutive rounds."""
+        return self.population // self.expected
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """A user is there or not: what the others' groups are does not depend on it."""
+        return Adjacency.ADD_OR_REMOVE
+
+    @property
+    def rate(self) -> float:
+        """How probable it is that a user is asked when its turn comes."""
+        return 1.0
+
+    def participations(self, num_rounds: int) -> int:
+        """Return in how many of so many consecutive rounds one user may be.
+
+        Example:
+            >>> cohorts = CyclicCohorts(population=60, expected=15, largest=15)
+            >>> [cohorts.participations(each) for each in (1, 4, 5, 8, 9)]
+            [1, 1, 2, 2, 3]
+        """
+        return -(-num_rounds // self.num_groups)
+
+
+Cohorts: TypeAlias = PoissonCohorts | FixedCohorts | CyclicCohorts
 
 
 @dataclass(frozen=True)
@@ -96,17 +158,35 @@ class Event(Ranged):
     Attributes:
         cohorts: How the cohort was drawn.
         noise_multiplier: Standard deviation of the noise by the largest norm of one user's
-            contribution, z > 0.
+            contribution, z > 0; of all that one taking part adds to, where that is several rounds.
+        run: Name of the run whose turns these are, where users take turns; else empty.
     """
 
     cohorts: Cohorts
     noise_multiplier: Positive
+    run: str = ""
 
     @property
     def distance(self) -> float:
         """How far one user moves the sum, in standard deviations of the noise: 1/z or 2/z."""
         moved = 2.0 if self.cohorts.adjacency is Adjacency.REPLACE else 1.0
         return moved / self.noise_multiplier
+
+    def squared_distance(self, count: int) -> float:
+        """Return how far one user moves so many releases, squared: at most."""
+        return self.cohorts.participations(count) * self.distance**2
+
+    def charged_by(self, run: str) -> "Event":
+        """Return the event of a run: where users take turns, those of two runs are apart.
+
+        Each run begins with turns of its own, so a user may be in the first round of each.
+
+        Example:
+            >>> event = Event(CyclicCohorts(population=60, expected=15, largest=15), 1.0)
+            >>> event.charged_by("a") == event.charged_by("b")
+            False
+        """
+        return replace(self, run=run) if isinstance(self.cohorts, CyclicCohorts) else self
 
 
 #: By event how often.

@@ -17,10 +17,12 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.algorithms.transforms import BELOW, NoisedUpdates, Transform
 from fedlearn.core.params import Layout
-from fedlearn.core.ranges import Count, Positive, Ranged
+from fedlearn.core.ranges import Count, Positive, Ranged, Whole
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
+from fedlearn.privacy.banded_matrix import BandedMatrix
+from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
 from fedlearn.privacy.bounded_sum import BoundedSum, BoundedUpdates, Noise, NoisyMean
-from fedlearn.privacy.events import Cohorts, Event, PoissonCohorts
+from fedlearn.privacy.events import Cohorts, CyclicCohorts, Event, FixedCohorts, PoissonCohorts
 from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohortSampler, Streams
 
 
@@ -63,10 +65,16 @@ class PrivacyPlan(Ranged, ABC):
         return None
 
     @property
+    def num_needed(self) -> int:
+        """How many clients a deployed round would have there, of those that it may ask."""
+        return self.num_wanted
+
+    @property
     def sampler(self) -> CohortSampler:
         """Who is asked, drawn as is accounted for."""
         if isinstance(self.cohorts, PoissonCohorts):
             return PoissonCohortSampler(self.cohorts, self.streams)
+        assert isinstance(self.cohorts, FixedCohorts)  # else the plan says who is asked
         return FixedCohortSampler(self.cohorts, self.streams)
 
     @property
@@ -158,20 +166,95 @@ class CentralPlan(PrivacyPlan):
         return NoisyMean(expected=self.num_wanted, noise=noise)
 
     def _summed(self, inner: Strategy) -> BoundedSum:
-        bounds = {
-            lane.name: self.clip_norm if lane is DELTA else _bound(lane) for lane in inner.lanes
-        }
+        if self.adaptive is None:
+            return _bounded(self, inner)
         # One user more or less moves a sum by its norm; one that is replaced by twice that,
         # which the event accounts for.
-        multiplier, multipliers = self.noise_multiplier, dict[str, float]()
-        if self.adaptive is not None:
-            multiplier, count = divided(multiplier, expected=self.num_wanted)
-            multipliers[BELOW.name] = count
-        # All of these lanes together are as long as the root of their number, in bounds.
-        multipliers |= dict.fromkeys(bounds, multiplier * math.sqrt(len(bounds)))
-        if self.adaptive is not None:
-            bounds[BELOW.name] = _bound(BELOW)
-        return BoundedSum(bounds=bounds, multipliers=multipliers, largest=self.cohorts.largest)
+        multiplier, count = divided(self.noise_multiplier, expected=self.num_wanted)
+        summed = _bounded(replace(self, noise_multiplier=multiplier), inner)
+        return replace(
+            summed,
+            bounds={**summed.bounds, BELOW.name: _bound(BELOW)},
+            multipliers={BELOW.name: count, **summed.multipliers},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedPlan(PrivacyPlan):
+    """Central differential privacy without sampling: users take turns, and noise is correlated.
+
+    Attributes:
+        cohorts: The groups of users.
+        matrix: By which noise is correlated, over no more rounds than there are groups.
+        num_lost: Turns of the run that were lost with the process that led them.
+
+    Raises:
+        ValueError: A user might be in two of the rounds that a taking part is spread over.
+
+    References:
+        Choquette-Choo et al., 2023, `(Amplified) Banded Matrix Factorization: A unified approach to
+        private training <https://arxiv.org/abs/2306.08153>`_.
+    """
+
+    cohorts: CyclicCohorts
+    matrix: BandedMatrix
+    num_lost: Whole = 0
+
+    mode_text = CentralPlan.mode_text
+    noise_text = "correlated over rounds"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bands, cohorts = len(self.matrix.diagonals), self.cohorts
+        if bands > cohorts.num_groups:
+            raise ValueError(
+                f"noise is correlated over {bands} rounds (privacy.bands), but of "
+                f"{cohorts.population} users in cohorts of {cohorts.expected} each takes part once "
+                f"in {cohorts.num_groups}; lower privacy.bands to {cohorts.num_groups}, or "
+                f"cohort.num_wanted to {cohorts.population // bands}"
+            )
+
+    @property
+    def num_needed(self) -> int:
+        """The size of a group, of which some may have a user more."""
+        return self.cohorts.population // self.cohorts.num_groups
+
+    @property
+    def sampler(self) -> CohortSampler:
+        """The group whose turn it is."""
+        return CyclicCohortSampler(self.cohorts, self.num_lost)
+
+    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+        """Return when rounds close: with whoever reports, of all that are asked.
+
+        Raises:
+            ValueError: With it, one user could displace another.
+        """
+        if policy.over_selection > 1.0:
+            raise ValueError(
+                f"stragglers.over_selection is {policy.over_selection}, but a group is asked as a "
+                "whole, and one user must not displace another; set it to 1"
+            )
+        return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
+
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return the strategy around which each client's part is bounded by the sum itself.
+
+        Raises:
+            ValueError: See :meth:`PrivacyPlan.strategy`.
+        """
+        _require_suitable(inner)
+        return BandedUpdates(inner, _bounded(self, inner), self.matrix)
+
+    def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> BandedMean:
+        """Return what is released of the sums of :meth:`strategy`.
+
+        Raises:
+            ValueError: The sums of models of ``layout`` do not fit into exact numbers.
+        """
+        assert isinstance(strategy, BandedUpdates)  # what :meth:`strategy` returned
+        strategy.require_exact(layout)
+        return BandedMean(expected=self.num_wanted, noise=noise, num_lost=self.num_lost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +343,15 @@ class LocallyNoised(Wrapped):
     def transforms(self) -> Sequence[Transform]:
         """Those of the inner strategy, then the noise."""
         return (*self.inner.transforms, self.noised)
+
+
+def _bounded(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:
+    """Return the sum of which each lane of a client is bounded; ValueError if one has no bound."""
+    bounds = {lane.name: plan.clip_norm if lane is DELTA else _bound(lane) for lane in inner.lanes}
+    # All of these lanes together are as long as the root of their number, in bounds.
+    multiplier = plan.noise_multiplier * math.sqrt(len(bounds))
+    multipliers = dict.fromkeys(bounds, multiplier)
+    return BoundedSum(bounds=bounds, multipliers=multipliers, largest=plan.cohorts.largest)
 
 
 def _bound(lane: LaneSpec) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.params import Layout
 from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.secagg.fixed_point import Lane
@@ -40,15 +40,17 @@ class DistributedMean:
         *,
         strategy: Strategy,  # noqa: ARG002 - its lanes are in the plan
         layout: Layout,
+        state: State,
         round_num: int,
         attempt: int,
-    ) -> Aggregate:
-        """Return what the round releases.
+    ) -> tuple[Aggregate, State]:
+        """Return what the round releases, and the state.
 
         Args:
             aggregate: Sums of levels, of clients that each have a share of noise; overwritten.
             strategy: Of the round.
             layout: Of the model.
+            state: The strategy's, which stays.
             round_num: Index, from 0.
             attempt: 0, or how often the round was retried.
         """
@@ -62,7 +64,7 @@ class DistributedMean:
                 for lane, part in zip(lanes, parts, strict=True)
             ]
             means[name] = torch.cat(scaled).to(layout.dtype)
-        return Aggregate(lanes=means, num_clients=aggregate.num_clients)
+        return Aggregate(lanes=means, num_clients=aggregate.num_clients), state
 
     def _noised(
         self, lane: Lane, levels: Tensor, num_clients: int, labels: tuple[int, int]

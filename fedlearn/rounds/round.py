@@ -53,15 +53,20 @@ class Release(Protocol):
         *,
         strategy: Strategy,
         layout: Layout,
+        state: State,
         round_num: int,
         attempt: int,
-    ) -> Aggregate:
+    ) -> tuple[Aggregate, State]:
         """Return what is released of an attempt at a round, the same in every process.
+
+        With it comes the strategy's state, as its step shall find it: noise that is correlated over
+        rounds needs to know what was released before.
 
         Args:
             aggregate: What the aggregation made; may be overwritten.
             strategy: Of the round.
             layout: Of the model.
+            state: The strategy's; not written to.
             round_num: Index, from 0.
             attempt: 0, or how often the round was tried before.
         """
@@ -141,15 +146,17 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
     aggregate = collected.aggregate
     if aggregate is None:
         return Ran(state, collected, {})
+    strategy_state = state.strategy_state
     if plan.release is not None:
-        aggregate = plan.release(
+        aggregate, strategy_state = plan.release(
             aggregate,
             strategy=strategy,
             layout=state.params.layout,
+            state=strategy_state,
             round_num=state.round_num,
             attempt=attempt,
         )
-    stepped = stepped_by(strategy, state.params, aggregate, state.strategy_state)
+    stepped = stepped_by(strategy, state.params, aggregate, strategy_state)
     next_state = replace(
         state,
         round_num=state.round_num + 1,

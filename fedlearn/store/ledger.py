@@ -3,12 +3,19 @@
 from sqlalchemy import func, select, update
 
 from fedlearn.core.clock import utc_now
-from fedlearn.privacy.events import Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.events import (
+    Cohorts,
+    CyclicCohorts,
+    Event,
+    FixedCohorts,
+    PoissonCohorts,
+    Spent,
+)
 from fedlearn.privacy.ledger import Charge
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ChargeRow
 
-_POISSON, _FIXED = "poisson", "fixed"
+_POISSON, _FIXED, _CYCLIC = "poisson", "fixed", "cyclic"
 #: Of transactions that charge: each sees what the others have charged.
 _LOCK = 4_113_302_127
 
@@ -54,9 +61,9 @@ class StoredLedger:
                 round_num=charge.round_num,
                 attempt=charge.attempt,
                 count=charge.count,
-                sampling=_POISSON if isinstance(cohorts, PoissonCohorts) else _FIXED,
+                sampling=_sampling(cohorts),
                 num_users=cohorts.population,
-                expected=cohorts.expected if isinstance(cohorts, PoissonCohorts) else cohorts.size,
+                expected=cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected,
                 largest=cohorts.largest,
                 noise_multiplier=charge.event.noise_multiplier,
                 clip_norm=charge.clip_norm,
@@ -79,6 +86,7 @@ class StoredLedger:
             ChargeRow.expected,
             ChargeRow.largest,
             ChargeRow.noise_multiplier,
+            ChargeRow.run,
         )
         query = select(*what, func.sum(ChargeRow.count)).where(
             ChargeRow.population == self.population
@@ -87,13 +95,28 @@ class StoredLedger:
             query = query.where(ChargeRow.run == self.run)
         counted = dict[Event, int]()
         with self.database.reading() as session:
-            for sampling, users, expected, largest, noise, count in session.execute(
+            for sampling, users, expected, largest, noise, run, count in session.execute(
                 query.group_by(*what)
             ):
-                cohorts: Cohorts = (
-                    PoissonCohorts(users, expected, largest)
-                    if sampling == _POISSON
-                    else FixedCohorts(users, largest)
-                )
-                counted[Event(cohorts, noise)] = int(count)
+                event = Event(_cohorts(sampling, users, expected, largest), noise).charged_by(run)
+                counted[event] = counted.get(event, 0) + int(count)
         return counted
+
+
+def _sampling(cohorts: Cohorts) -> str:
+    """Return how a row says the kind of cohorts."""
+    match cohorts:
+        case PoissonCohorts():
+            return _POISSON
+        case CyclicCohorts():
+            return _CYCLIC
+        case FixedCohorts():
+            return _FIXED
+
+
+def _cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
+    """Return the cohorts of a row."""
+    if sampling == _FIXED:
+        return FixedCohorts(users, largest)
+    drawn = CyclicCohorts if sampling == _CYCLIC else PoissonCohorts
+    return drawn(users, expected, largest)

@@ -4,14 +4,17 @@ import math
 import os
 from collections.abc import Iterator
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedlearn.algorithms.sampling import whose_turn
 from fedlearn.build import deployment
 from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.privacy import ledger_of, section_of, spending
 from fedlearn.experiment.progress import progress_to
@@ -24,6 +27,7 @@ from tests.e2e.deployed import Site, site_in
 from tests.processes import Launcher
 
 NUM_CLIENTS, NUM_ROUNDS = 3, 8
+TURNS = '{sampling="cyclic", num_wanted=1}'
 BUDGET_SPENT = 4
 
 pytestmark = pytest.mark.slow
@@ -55,6 +59,22 @@ def test_a_deployed_run_is_the_simulation_of_the_same_configuration(site: Site) 
     The clip norm follows them, so they tell by a further lane whether they were within it.
     """
     site.change("privacy.reproducible=true", "privacy.clip_quantile=0.5")
+    assert_as_simulated(site)
+
+
+def test_clients_that_take_turns_are_those_of_the_simulation(site: Site) -> None:
+    """Each is a group of its own; noise that is taken back is the same."""
+    site.change("privacy.reproducible=true", "privacy.bands=3", f"cohort={TURNS}")
+    assert_as_simulated(site)
+    with site.database() as database:
+        rounds = database.run("federation").rounds()
+    asked = [each.participations.client_ids.tolist() for each in rounds]
+    assert sorted(asked[:NUM_CLIENTS]) == [[0], [1], [2]]
+    assert asked == (asked[:NUM_CLIENTS] * NUM_ROUNDS)[:NUM_ROUNDS]
+
+
+def assert_as_simulated(site: Site) -> None:
+    """Run a deployment of all clients, and a simulation: their models are one."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -73,6 +93,33 @@ def test_a_deployed_run_is_the_simulation_of_the_same_configuration(site: Site) 
         deployed = database.run("federation").weights(best=False)
     assert deployed.keys() == simulated.keys()
     assert all(torch.equal(deployed[name], simulated[name]) for name in deployed)
+
+
+def test_turns_go_on_when_a_coordinator_is_killed(site: Site) -> None:
+    """What it had charged is over: nobody is asked again before all others had their turn."""
+    site.change("num_rounds=12", "privacy.bands=3", f"cohort={TURNS}")
+    first = site.serving()
+    for number in range(NUM_CLIENTS):
+        site.join(number)
+    site.until_round(first, NUM_CLIENTS)
+    first.kill()
+    second = site.serving()
+    assert second.wait() == 0, second.tail()
+    with site.database() as database:
+        run = database.run("federation")
+        rounds = run.rounds()
+        charged = sum(ledger_of(run, section_of(run.record)).spent_by_run().values())
+    available = [ClientId(number) for number in range(NUM_CLIENTS)]
+    of_turns = [
+        whose_turn(available, num_groups=NUM_CLIENTS, turn=turn, seed=Seed(site.config.seed))
+        for turn in range(NUM_CLIENTS)
+    ]
+    groups = [of_turns.index(tuple(each.participations.client_ids.tolist())) for each in rounds]
+    assert groups[0] == 0
+    skipped = [(after - before - 1) % NUM_CLIENTS for before, after in pairwise(groups)]
+    assert len(rounds) == 12
+    assert sum(each > 0 for each in skipped) <= 1  # where it was killed
+    assert (charged - 12 - sum(skipped)) % NUM_CLIENTS == 0
 
 
 def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> None:

@@ -69,10 +69,11 @@ def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
     aggregate, expected = collected.aggregate, len(cohort)
     assert aggregate is not None
     if plan.release is not None:
-        aggregate = plan.release(
+        aggregate, _ = plan.release(
             aggregate,
             strategy=plan.strategy,
             layout=request.params.layout,
+            state={},
             round_num=request.round_num,
             attempt=0,
         )

@@ -26,7 +26,7 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
-from fedlearn.algorithms.sampling import PoissonSampler, UniformSampler
+from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.build import Simulation, around, simulation
 from fedlearn.config import Config, from_mapping
@@ -658,7 +658,8 @@ def test_every_kind_of_sampling_has_its_sampler() -> None:
     assert _built({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
     poisson = {"sampling": "poisson", "cap": 1.5}
     assert _built({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
-    assert _kinds(COHORTS) == {"uniform", "poisson"}
+    assert _built({"cohort": {"sampling": "cyclic"}}).sampler == CyclicSampler()
+    assert _kinds(COHORTS) == {"uniform", "poisson", "cyclic"}
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:

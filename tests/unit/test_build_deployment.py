@@ -8,8 +8,11 @@ from torch import nn
 
 from fedlearn.build import Deployment, deployment, simulation
 from fedlearn.config import from_mapping
+from fedlearn.core.messages import ClientId
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.experiment.privacy import gone_on
+from fedlearn.privacy.plan import BandedPlan
 
 _USER_FILE = """
 from torch import nn
@@ -106,3 +109,35 @@ def test_the_eligibility_table_becomes_requirements() -> None:
     pieces = built({"coordinator": {"eligibility": eligibility}})
     expected = Requirements(tags=("a=b",), min_examples=5, devices=("cuda",), idle=True)
     assert pieces.requirements == expected
+
+
+def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str, object]) -> None:
+    """Of those that may enrol: their numbers have gaps where others were revoked."""
+    privacy = {
+        "mode": "central",
+        "bands": 3,
+        "clip_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-4,
+        "num_users": 50,
+    }
+    values = without_data | {"privacy": privacy, "cohort": {"num_wanted": 15}}
+    pieces = built(values)
+    assert isinstance(pieces.privacy, BandedPlan)
+    assert (pieces.privacy.cohorts.num_groups, pieces.privacy.cohorts.largest) == (3, 50)
+    assert (pieces.policy.num_wanted, pieces.policy.min_reports) == (50, 0)
+    assert (pieces.num_needed, pieces.privacy.num_wanted) == (16, 17)
+    plan = pieces.privacy
+    assert pieces.sampler == plan.sampler == gone_on(pieces, num_lost=0).sampler
+    later, available = gone_on(pieces, num_lost=2), [ClientId(each) for each in range(0, 100, 2)]
+    cohorts = [
+        sampler.sample(available, num_asked=50, round_num=turn, attempt=0, seed=pieces.seed)
+        for sampler, turn in [(pieces.sampler, 7), (later.sampler, 5), (later.sampler, 7)]
+    ]
+    assert cohorts[0] == cohorts[1] != cohorts[2]
+    sampled = values | {"cohort": {"num_wanted": 15, "sampling": "uniform"}}
+    with pytest.raises(ConfigError, match=r'is "uniform", but privacy\.bands is 3'):
+        built(sampled)
+    del privacy["bands"]
+    with pytest.raises(ConfigError, match=r'or to "cyclic", with privacy\.bands'):
+        built(sampled)

@@ -133,6 +133,16 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
     assert heard.summary is not None
     assert heard.summary.privacy is not None
     assert heard.summary.privacy.num_charged == 2
+    in_turn = table.replace("clip_quantile=0.5", "bands=3")
+    cohort = 'cohort={sampling="cyclic", num_wanted=1}; algorithm.weight_by_examples=false'
+    turns = f"{in_turn}; {cohort}"
+    run_of(
+        federation(3, **settings | {"num-rounds": 3}, overrides=turns), tmp_path / "turns", heard
+    )
+    asked = [each.participations.client_ids.tolist() for each in heard.rounds[-3:]]
+    assert sorted(map(len, asked)) == [1, 1, 1]
+    assert len({client_id for cohort in asked for client_id in cohort}) == 3
+    assert heard.summary.privacy.num_charged == 3
     by_clients = (
         'privacy={mode="distributed", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
         "num_users=3}"

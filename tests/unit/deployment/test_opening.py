@@ -96,7 +96,7 @@ def durable(
 ) -> DurableOpening:
     return DurableOpening(
         sampler=UniformSampler(),
-        available=clients.available,
+        available=lambda _: clients.available(),
         policy=replace(POLICY, num_wanted=num_asked),
         seed=Seed(1),
         num_needed=num_asked,

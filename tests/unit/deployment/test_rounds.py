@@ -250,5 +250,5 @@ def test_a_run_that_failed_tries_again_as_often_as_at_first(
     last = OpenRound(round_num=7, attempt=attempt, cohort=(), opened_unix_s=0.0)
     assert first_attempts(last, status, config.straggler_policy()) == expected
     assert first_attempts(None, status, config.straggler_policy()) == {}
-    after = first_attempts(last, status, config.straggler_policy(), is_secure=True)
+    after = first_attempts(last, status, config.straggler_policy(), begins_anew=True)
     assert after == {last.round_num: last.attempt + 1}  # a session is never gone on with

@@ -19,11 +19,13 @@ from fedlearn.privacy.accounting import (
     epsilon_against_coordinator,
     epsilon_of_release,
 )
-from fedlearn.privacy.events import Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import CyclicCohorts, Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.gaussian import gaussian_epsilon
 
 DELTA = 1e-6
 POISSON = PoissonCohorts(population=10_000, expected=100, largest=200)
 FIXED = FixedCohorts(population=10_000, size=100)
+FIXED_EVENT = Event(FIXED, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,62 @@ def test_what_is_spent_adds_up_over_runs_of_different_noise() -> None:
     assert epsilon_of_release({first: 10, second: 0}, target_delta=DELTA) == each[0]
     assert epsilon_of_release({}, target_delta=DELTA) == 0.0
     assert epsilon_against_coordinator({}, target_delta=DELTA) == 0.0
+
+
+TURNS = Event(CyclicCohorts(population=60, expected=15, largest=15), 2.0)
+
+
+@pytest.mark.parametrize(("num_rounds", "turns"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_users_that_take_turns_are_in_one_round_of_so_many(num_rounds: int, turns: int) -> None:
+    """Of 4 groups; who sees the cohorts knows no more, and sampling helps nobody."""
+    expected = gaussian_epsilon(math.sqrt(turns) / 2.0, DELTA)
+    for figure in (epsilon_of_release, epsilon_against_coordinator):
+        assert figure({TURNS: num_rounds}, target_delta=DELTA) == pytest.approx(expected, rel=1e-9)
+    everybody = Event(PoissonCohorts(population=60, expected=60, largest=60), 2.0)
+    assert epsilon_of_release({everybody: turns}, target_delta=DELTA) == pytest.approx(expected)
+
+
+def test_the_turns_of_two_runs_are_rounded_up_apart() -> None:
+    """A user may be in the first round of each; rounds of one run add up before."""
+    apart = {TURNS.charged_by("a"): 5, TURNS.charged_by("b"): 3}
+    expected = gaussian_epsilon(math.sqrt(2 + 1) / 2.0, DELTA)
+    for figure in (epsilon_of_release, epsilon_against_coordinator):
+        assert figure(apart, target_delta=DELTA) == pytest.approx(expected, rel=1e-9)
+    together = {TURNS.charged_by("a"): 5 + 3}
+    assert epsilon_of_release(together, target_delta=DELTA) < expected
+    assert FIXED_EVENT.charged_by("a") == FIXED_EVENT
+
+
+def test_turns_add_up_with_sampled_rounds_and_not_with_replaced_users() -> None:
+    """Of users that are there or not; by the losses, and at most as if all were asked."""
+    sampled = Event(PoissonCohorts(population=60, expected=15, largest=60), 2.0)
+    both = {TURNS.charged_by("a"): 8, sampled: 4}
+    found = epsilon_of_release(both, target_delta=DELTA)
+    turns_alone = epsilon_of_release({TURNS: 8}, target_delta=DELTA)
+    assert turns_alone < found < gaussian_epsilon(math.sqrt(2 + 4) / 2.0, DELTA)
+    # The losses of the turns alone, by the other accountant.
+    loss = from_gaussian_mechanism(2.0, value_discretization_interval=1e-4).self_compose(2)
+    assert turns_alone == pytest.approx(loss.get_epsilon_for_delta(DELTA), rel=1e-3)
+    with pytest.raises(ValueError, match="no common guarantee"):
+        epsilon_of_release({TURNS: 1, FIXED_EVENT: 1}, target_delta=DELTA)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4, 5, 17])
+def test_noise_is_found_for_users_that_take_turns(num_rounds: int) -> None:
+    """It is enough, and a hundredth less is not."""
+    found = calibrated(TURNS.cohorts, epsilon=3.0, target_delta=DELTA, num_rounds=num_rounds)
+    turns = -(-num_rounds // 4)
+    assert gaussian_epsilon(math.sqrt(turns) / found, DELTA) <= 3.0
+    assert gaussian_epsilon(math.sqrt(turns) / (0.99 * found), DELTA) > 3.0
+
+
+@pytest.mark.parametrize(("population", "expected"), [(60, 31), (1, 1)])
+def test_one_group_takes_no_turns(population: int, expected: int) -> None:
+    """Its users would be in every round."""
+    with pytest.raises(ValueError, match=rf"expected is {expected}.*lower cohort.num_wanted"):
+        CyclicCohorts(population=population, expected=expected, largest=population)
+    with pytest.raises(ValueError, match="largest is 14, below what is expected: 15"):
+        CyclicCohorts(population=60, expected=15, largest=14)
 
 
 def test_adjacencies_do_not_mix() -> None:

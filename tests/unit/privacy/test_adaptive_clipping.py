@@ -74,10 +74,11 @@ def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds
         summed = now.aggregation
         assert isinstance(summed, BoundedSum)
         sums = summed.init(now.lanes, MODEL.layout, device=torch.device("cpu"))
-        aggregate = release(
+        aggregate, state = release(
             summed.finalize(summed.accumulate(sums, given)),
             strategy=now,
             layout=MODEL.layout,
+            state=state,
             round_num=round_num,
             attempt=0,
         )

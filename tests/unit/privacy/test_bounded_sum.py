@@ -157,7 +157,8 @@ def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> 
     aggregate = aggregation.finalize(aggregation.init(specs, layout, device=CPU))
     release = NoisyMean(expected=4, noise=DrawnNoise(ReproducibleStreams(Seed(8))))
     strategy = summing(aggregation)
-    return release(aggregate, strategy=strategy, layout=layout, round_num=2, attempt=0)
+    made, _ = release(aggregate, strategy=strategy, layout=layout, state={}, round_num=2, attempt=0)
+    return made
 
 
 @pytest.mark.parametrize(("noise_multiplier", "is_told"), [(1e-6, True), (1.0, False)])
@@ -180,8 +181,8 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
             [ClientId(c) for c in cohort], torch.ones(len(cohort)), {"delta": rows[cohort]}
         )
         aggregate = aggregation.finalize(aggregation.accumulate(state, some))
-        released = release(
-            aggregate, strategy=strategy, layout=layout, round_num=round_num, attempt=0
+        released, _ = release(
+            aggregate, strategy=strategy, layout=layout, state={}, round_num=round_num, attempt=0
         )
         means.append(released.lanes["delta"])
     guess = 10 * (means[0] - means[1])

@@ -7,7 +7,7 @@ import pytest
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.errors import BudgetExhausted
-from fedlearn.privacy.events import Event, PoissonCohorts, Spent
+from fedlearn.privacy.events import CyclicCohorts, Event, PoissonCohorts, Spent
 from fedlearn.privacy.ledger import Budget, Charge, Charging
 
 EVENT = Event(PoissonCohorts(100, 10, 20), 1.0)
@@ -81,6 +81,31 @@ def test_a_run_stops_before_its_budget_is_exceeded(
     assert open_rounds(charges, clock, count=12, lasting_s=lasting_s) == affordable
     charges.close()
     assert ledger.counts[EVENT] == before + affordable
+
+
+@pytest.mark.parametrize("lasting_s", [0.0, 0.003, 10.0])
+@pytest.mark.parametrize(("mine", "others", "affordable"), [(0, 0, 12), (2, 0, 10), (0, 1, 8)])
+def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
+    lasting_s: float, mine: int, others: int, affordable: int
+) -> None:
+    """Each 4 rounds cost 1, of 3; the rounds of another run are rounded up apart."""
+    own, other = (Event(CyclicCohorts(60, 15, 15), 1.0).charged_by(run) for run in ("a", "b"))
+    clock, ledger = VirtualClock(), InMemory({own: mine, other: others})
+    charges = Charging(
+        ledger,
+        own,
+        clip_norm=0.5,
+        budget=Budget(epsilon=3.0, target_delta=1e-5),
+        epsilon_of=lambda spent: sum(e.squared_distance(n) for e, n in spent.items()),
+        clock=clock,
+    )
+    assert charges.foresee(20) == affordable
+    assert open_rounds(charges, clock, count=3, lasting_s=lasting_s) == 3
+    charges.close()
+    assert ledger.counts == {own: mine + 3, other: others}
+    assert open_rounds(charges, clock, count=20, lasting_s=lasting_s) == affordable - 3
+    charges.close()
+    assert ledger.counts == {own: mine + affordable, other: others}
 
 
 def test_rounds_that_were_not_foreseen_are_charged_too() -> None:

@@ -1,21 +1,26 @@
 """A plan: what one client can do, in deviations of the noise, is what is accounted for."""
 
 import math
+from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
+from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
+from fedlearn.privacy.banded_noise import BandedUpdates
 from fedlearn.privacy.bounded_sum import BoundedSum
-from fedlearn.privacy.events import PoissonCohorts
-from fedlearn.privacy.plan import CentralPlan
+from fedlearn.privacy.events import CyclicCohorts, PoissonCohorts
+from fedlearn.privacy.plan import BandedPlan, CentralPlan
 from fedlearn.privacy.secret import ReproducibleStreams
 
 SGD = LocalSgd(epochs=1, batch_size=8, learning_rate=0.5)
@@ -68,3 +73,87 @@ def test_a_strategy_without_a_norm_that_moves_is_the_same_in_all_rounds() -> Non
     strategy = plan().strategy(PLAIN)
     assert strategy.at({}) is strategy
     assert [lane for lane in strategy.lanes if lane is not DELTA] == []
+
+
+# ---- Noise that is correlated over rounds -------------------------------------------------
+
+
+def banded(bands: int, *, noise_multiplier: float = 0.8) -> BandedPlan:
+    """Return a plan of 4 groups."""
+    return BandedPlan(
+        cohorts=CyclicCohorts(100, 25, 25),
+        clip_norm=0.2,
+        noise_multiplier=noise_multiplier,
+        num_wanted=25,
+        streams=ReproducibleStreams(Seed(0)),
+        matrix=optimal(bands=bands, num_rounds=30),
+    )
+
+
+@pytest.mark.parametrize("inner", [PLAIN, TWO_LANES], ids=["fedavg", "scaffold"])
+@pytest.mark.parametrize("bands", [1, 3, 4])
+@pytest.mark.parametrize("noise_multiplier", [0.05, 0.8, 30.0])
+def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
+    inner: Strategy, bands: int, noise_multiplier: float
+) -> None:
+    """All lanes at their bounds, in all rows of a column, in deviations of their noise."""
+    made = banded(bands, noise_multiplier=noise_multiplier)
+    strategy, drawn = made.strategy(inner), dict[str, float]()
+    assert isinstance(strategy, BandedUpdates)
+    params = Params.of(nn.Linear(3, 2))
+    layout = params.layout
+
+    class Seen:
+        def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
+            drawn[str(labels[0])] = sigma
+            return torch.zeros(size, dtype=torch.float64)
+
+    lanes = strategy.summed.lanes(strategy.lanes, layout)
+    sums = {name: torch.zeros(lane.size, dtype=torch.float64) for name, lane in lanes.items()}
+    made.release(strategy, layout, Seen())(
+        Aggregate(lanes=sums, num_clients=0),
+        strategy=strategy,
+        layout=layout,
+        state=strategy.init(params),
+        round_num=0,
+        attempt=0,
+    )
+    column = made.matrix.diagonals
+    moved = [c * lane.levels / drawn[name] for name, lane in lanes.items() for c in column]
+    assert math.hypot(*moved) == pytest.approx(1.0 / noise_multiplier, rel=1e-9)
+
+
+def test_noise_reaches_no_further_than_a_user_stays_away() -> None:
+    """Of 4 groups, over 4 rounds at the most."""
+    assert len(banded(4).matrix.diagonals) == 4
+    with pytest.raises(ValueError, match=r"over 5 rounds .*once in 4; lower privacy.bands to 4,"):
+        banded(5)
+    with pytest.raises(ValueError, match=r"or cohort.num_wanted to 20"):
+        banded(5)
+
+
+def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
+    """A round that closed with some of it would let one user displace another."""
+    policy = StragglerPolicy(
+        num_wanted=20,
+        over_selection=1.0,
+        deadline_s=5.0,
+        min_reports=10,
+        below_minimum=BelowMinimum.RETRY,
+        max_retries=3,
+    )
+    made = banded(2).policy(policy)
+    assert (made.num_wanted, made.num_asked, made.min_reports) == (25, 25, 0)
+    with pytest.raises(ValueError, match=r"over_selection is 1.2.*must not displace another"):
+        banded(2).policy(replace(policy, over_selection=1.2))
+
+
+def test_clip_norm_and_lanes_are_bounded_as_without_bands() -> None:
+    """And what has no bound is refused."""
+    strategy, without = banded(3).strategy(TWO_LANES), plan().strategy(TWO_LANES).aggregation
+    assert isinstance(strategy, BandedUpdates)
+    assert isinstance(without, BoundedSum)
+    assert strategy.summed == replace(without, largest=25)
+    with pytest.raises(ValueError, match="weighted by their examples"):
+        banded(3).strategy(FedAvg(SGD))
+    assert BandedMatrix((1,)) == banded(1).matrix

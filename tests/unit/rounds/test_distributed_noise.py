@@ -54,13 +54,15 @@ def test_the_sum_is_divided_by_who_was_expected_and_not_by_who_came(simulated: O
     mean = DistributedMean(plan(), expected=10, simulated=simulated)
     (lane,) = plan().vector_lanes(LAYOUT)[DELTA.name]
     levels = torch.full((LAYOUT.size,), 1e6, dtype=torch.float64)
-    found = mean(
+    released, _ = mean(
         Aggregate(lanes={DELTA.name: levels}, num_clients=7),
         strategy=STRATEGY,
         layout=LAYOUT,
+        state={},
         round_num=3,
         attempt=1,
-    ).lanes[DELTA.name]
+    )
+    found = released.lanes[DELTA.name]
     noise = lane.noise * 7**0.5 if simulated is not None else 0.0
     expected = torch.full_like(found, (1e6 + noise) * lane.step / 10)
     torch.testing.assert_close(found, expected)

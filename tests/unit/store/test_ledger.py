@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.privacy.events import Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import CyclicCohorts, Event, FixedCohorts, PoissonCohorts
 from fedlearn.privacy.ledger import Charge
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database
 
 POISSON = Event(PoissonCohorts(10_000_000_000, 100, 200), 0.75)
 FIXED = Event(FixedCohorts(50, 5), 1.5)
+TURNS = Event(CyclicCohorts(50, 5, 7), 1.5)
 
 
 @pytest.fixture
@@ -39,6 +40,21 @@ def test_charges_add_up_over_runs_by_population(database: Database) -> None:
     assert first.spent_by_run() == {POISSON: 3}
     assert second.spent_by_run() == {POISSON: 1, FIXED: 2}
     assert other.spent() == {FIXED: 1}
+
+
+def test_turns_of_two_runs_stay_apart(database: Database) -> None:
+    """Each run rounds its own up; what a run charged in several processes is one."""
+    first = StoredLedger(database, population="wards", run="a")
+    second = StoredLedger(database, population="wards", run="b")
+    of_first, of_second = TURNS.charged_by("a"), TURNS.charged_by("b")
+    assert first.charge(charge(of_first, count=3), known={})
+    assert second.charge(charge(of_second, count=2), known={of_first: 3})
+    again = StoredLedger(database, population="wards", run="a")
+    assert again.charge(charge(of_first, count=4), known=again.spent())
+    assert first.charge(charge(POISSON), known=first.spent())
+    assert second.charge(charge(POISSON), known=second.spent())
+    assert first.spent() == second.spent() == {of_first: 7, of_second: 2, POISSON: 2}
+    assert first.spent_by_run() == {of_first: 7, POISSON: 1}
 
 
 def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:

@@ -1,0 +1,230 @@
+r"""Noise that is correlated over rounds, and users that take turns: no sampling to be kept secret.
+
+Users are in G groups, which are asked in turn. With a matrix C of b <= G diagonals
+(:mod:`fedlearn.privacy.banded_matrix`), a round releases one row of :math:`C x + z`: of the exact
+sums x of the last b rounds, with discrete Gaussian noise. All else is made of these numbers alone:
+:math:`\hat{x} = C^{-1}(C x + z) = x + C^{-1} z` row by row, in floating point.
+
+**Turns.** Each time that clients are asked is a turn, be the round committed or lost; its number is
+that of the charges that a run has made before, so that it is never too low. A turn that was lost,
+with the process that led it, counts as one in which nobody took part: its sum is forgotten, and the
+numbers that followed from it may have been seen or not. Either way a user has added one column of C
+at the most, or a part of it, in each G turns, and to rows that no other column of that user
+reaches.
+
+========================= ==================================================
+symbol                    here
+========================= ==================================================
+:math:`c_0 .. c_{b-1}`    ``matrix.diagonals``, then in the strategy's state
+:math:`x, \hat{x}`        ``_SUMS``, ``_ESTIMATES``, in levels
+:math:`z`                 noise of ``noise_multiplier`` times a whole column
+========================= ==================================================
+
+References:
+    Choquette-Choo et al., 2023, `(Amplified) Banded Matrix Factorization: A unified approach to
+    private training <https://arxiv.org/abs/2306.08153>`_ (the sensitivity of banded matrices).
+    Kairouz et al., 2021, `Practical and Private (Deep) Learning without Sampling or Shuffling
+    <https://arxiv.org/abs/2103.00039>`_ (DP-FTRL).
+    Denisov, McMahan, Rush, Smith and Thakurta, 2022, `Improved Differential Privacy for SGD via
+    Optimal Private Linear Operators on Adaptive Streams <https://arxiv.org/abs/2202.08312>`_
+    (updates may depend on what was released before).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.sampling import whose_turn
+from fedlearn.algorithms.strategy import State, Strategy
+from fedlearn.core.messages import ClientId
+from fedlearn.core.noise import MAX_SIGMA
+from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError, StoreError
+from fedlearn.privacy.banded_matrix import BandedMatrix
+from fedlearn.privacy.bounded_sum import EXACT, BoundedUpdates, Noise
+from fedlearn.privacy.events import CyclicCohorts
+
+_DIAGONALS, _TURN = "banded_diagonals", "banded_turn"
+_SUMS, _ESTIMATES = "banded_sums", "banded_estimates"
+
+
+@dataclass(frozen=True)
+class CyclicCohortSampler:
+    """Asks the group whose turn it is: all of it that are there.
+
+    Attributes:
+        cohorts: The groups.
+        num_lost: Turns of the run that were lost with the process that led them.
+    """
+
+    cohorts: CyclicCohorts
+    num_lost: int
+
+    def sample(
+        self,
+        available: Sequence[ClientId],
+        *,
+        num_asked: int,  # noqa: ARG002 - a group is asked as a whole
+        round_num: int,
+        attempt: int,  # noqa: ARG002 - turns are counted over all attempts
+        seed: Seed,
+    ) -> tuple[ClientId, ...]:
+        """Return the group, which may be empty.
+
+        Raises:
+            ConfigError: More clients are available than were accounted for.
+        """
+        if len(available) > self.cohorts.population:
+            raise ConfigError(
+                f"privacy.num_users is {self.cohorts.population}, but {len(available)} clients are "
+                "there; revoke some, or begin another run"
+            )
+        num_groups, turn = self.cohorts.num_groups, round_num + self.num_lost
+        return whose_turn(available, num_groups=num_groups, turn=turn, seed=seed)
+
+
+@dataclass(frozen=True)
+class BandedUpdates(BoundedUpdates):
+    """A strategy of which each client's part is bounded, and whose state knows the last rounds.
+
+    The state holds the exact sums of the last b - 1 rounds, without noise, and what was released of
+    them: 16 bytes a round for each number of a contribution.
+
+    Attributes:
+        inner: The strategy otherwise.
+        summed: The bounded sum of a round.
+        matrix: By which noise is correlated.
+    """
+
+    matrix: BandedMatrix
+
+    own = frozenset({_DIAGONALS, _TURN, _SUMS, _ESTIMATES})
+
+    def init(self, params: Params) -> State:
+        """Return the inner strategy's state, and that of a mechanism without a past.
+
+        The diagonals are part of it: another machine may find others, and must go on with these.
+        """
+        device, diagonals = params.vector.device, self.matrix.diagonals
+        size = sum(lane.size(params.layout) for lane in self.lanes)
+        past = torch.zeros(len(diagonals) - 1, size, dtype=torch.float64, device=device)
+        return {
+            **self.inner.init(params),
+            _DIAGONALS: torch.tensor(diagonals),
+            _TURN: torch.tensor(0),
+            _SUMS: past,
+            _ESTIMATES: past.clone(),
+        }
+
+    def require_exact(self, layout: Layout) -> None:
+        """Raise ValueError if rows of models of ``layout`` do not fit into exact numbers."""
+        matrix, largest = self.matrix, self.summed.largest
+        for name, lane in self.summed.lanes(self.lanes, layout).items():
+            reach = matrix.reach * largest * lane.levels
+            if reach > EXACT / 2.0 or self.summed.sigma(name) * matrix.norm > MAX_SIGMA:
+                raise ValueError(
+                    f"sums of {largest} clients over {len(matrix.diagonals)} rounds with "
+                    f"{self.summed.multipliers[name]:g} times the noise of their bound are beyond "
+                    "exact integers; lower privacy.bands or the noise, or ask fewer"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedMean:
+    """Releases sums of levels with noise that later rounds take back in part.
+
+    Attributes:
+        expected: The public denominator.
+        noise: Where noise comes from.
+        num_lost: Turns of the run that were lost with the process that led them.
+
+    Guarantees:
+        What is released is made of integers with discrete Gaussian noise of ``noise_multiplier``
+        times the L2 norm of what one user's taking part adds to all of them.
+    """
+
+    expected: float
+    noise: Noise
+    num_lost: int
+
+    def __call__(
+        self,
+        aggregate: Aggregate,
+        *,
+        strategy: Strategy,
+        layout: Layout,
+        state: State,
+        round_num: int,
+        attempt: int,
+    ) -> tuple[Aggregate, State]:
+        """Return the noisy means, of as many clients as are expected, and the state after them.
+
+        Args:
+            aggregate: Sums of levels.
+            strategy: Of the round, a :class:`BandedUpdates`.
+            layout: Of the model.
+            state: The strategy's.
+            round_num: Index, from 0.
+            attempt: 0, or how often the round was retried.
+
+        Raises:
+            StoreError: The ledger has fewer charges than the run has had turns.
+        """
+        assert isinstance(strategy, BandedUpdates)  # a plan makes both
+        first, *others = (int(each) for each in state[_DIAGONALS])
+        turn = round_num + self.num_lost
+        num_lost = turn - int(state[_TURN])
+        if num_lost < 0:
+            raise StoreError(
+                f"the privacy ledger has {turn} charges of this run, whose model is of "
+                f"{int(state[_TURN])} turns: it was taken back, or is another one; put it back"
+            )
+        sums = _later(state[_SUMS], num_lost)
+        estimates = _later(state[_ESTIMATES], num_lost)
+        summed, norm = strategy.summed, math.hypot(first, *others)
+        lanes = summed.lanes(strategy.lanes, layout)
+        exact = torch.cat([aggregate.lanes[name] for name in lanes])
+        row = first * exact
+        for diagonal, before in zip(others, sums, strict=True):
+            row.add_(before, alpha=diagonal)  # integers, and exact
+        parts = dict(zip(lanes, row.split([lane.size for lane in lanes.values()]), strict=True))
+        for name, part in parts.items():
+            labels = (name, round_num, attempt)
+            noise = self.noise.draw(summed.sigma(name) * norm, len(part), labels=labels)
+            part.add_(noise.to(part.device))
+        # From here on, all is made of what has noise. Products are rounded apart from sums, so that
+        # any number of threads comes to the same.
+        product = torch.empty_like(row)
+        for diagonal, before in zip(others, estimates, strict=True):
+            row.sub_(torch.mul(before, diagonal, out=product))
+        row.div_(first)
+        means = {
+            name: (part * (lanes[name].step / self.expected)).to(layout.dtype)
+            for name, part in parts.items()
+        }
+        after = {
+            _TURN: torch.tensor(turn + 1),
+            _SUMS: _followed(sums, exact),
+            _ESTIMATES: _followed(estimates, row),
+        }
+        released = Aggregate(lanes=means, num_clients=max(1, round(self.expected)))
+        return released, {**state, **after}
+
+
+def _later(past: Tensor, num_turns: int) -> Tensor:
+    """Return what the past is so many turns later in which there was nothing: last one first."""
+    if num_turns == 0:
+        return past
+    later = torch.zeros_like(past)
+    later[num_turns:] = past[: max(0, len(past) - num_turns)]
+    return later
+
+
+def _followed(past: Tensor, last: Tensor) -> Tensor:
+    """Return the past with one more turn in it, and the first one forgotten."""
+    return torch.cat([last[None], past[:-1]]) if len(past) else past
