@@ -33,11 +33,12 @@ from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.banded_matrix import optimal
-from fedlearn.privacy.events import Cohorts, CyclicCohorts, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.privacy.plan import (
     BandedPlan,
     CentralPlan,
     DistributedPlan,
+    ExampleLevelPlan,
     LocalPlan,
     PrivacyPlan,
 )
@@ -437,7 +438,7 @@ def _private(pieces: PiecesT, num_users: int) -> PiecesT:
         policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
-    section = _calibrated(pieces.config, plan.cohorts)  # takes seconds: what is wrong is told first
+    section = _calibrated(pieces.config, plan)  # takes seconds: what is wrong is told first
     assert section.noise_multiplier is not None
     plan = replace(plan, noise_multiplier=section.noise_multiplier)
     made = replace(
@@ -477,6 +478,13 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
         matrix = optimal(bands=section.bands, num_rounds=pieces.config.num_rounds)
         mean_size = round(num_users / cohorts.num_groups)
         return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
+    if section.mode == "example":
+        if not pieces.objective.per_example:
+            raise ValueError(
+                "the loss couples the examples of a batch, so that none has a gradient of its own "
+                "to clip; take a loss that is a mean over examples"
+            )
+        return ExampleLevelPlan(**common, epochs=pieces.algorithm.local.work.epochs)
     if section.clip_quantile is None:
         return CentralPlan(**common)
     rate = section.clip_learning_rate
@@ -484,14 +492,16 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
     return CentralPlan(**common, adaptive=adaptive)
 
 
-def _cohorts(pieces: Pieces, num_users: int) -> Cohorts:
+def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
     """Return how users are drawn, as is accounted for; raises ValueError if there are too few.
 
     Of the clients that are there, asking some does not make it less likely that one is asked; nor
     is anybody hidden by it from who sees single updates.
     """
     policy, mode = pieces.policy, pieces.config.privacy.mode
-    if mode == "local" or (isinstance(pieces, Deployment) and mode == "distributed"):
+    is_poisson = isinstance(pieces.sampler, PoissonSampler)
+    is_fixed = mode == "distributed" or (mode == "example" and not is_poisson)
+    if mode == "local" or (isinstance(pieces, Deployment) and is_fixed):
         if policy.num_asked > num_users:
             raise ValueError(
                 f"privacy.num_users is {num_users}, but {policy.num_asked} clients are asked in a "
@@ -510,8 +520,12 @@ def _cohorts(pieces: Pieces, num_users: int) -> Cohorts:
     return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
 
 
-def _calibrated(config: Config, cohorts: Cohorts) -> PrivacySection:
-    """Return the section with a noise multiplier; without a given one, the least that is enough."""
+def _calibrated(config: Config, plan: PrivacyPlan) -> PrivacySection:
+    """Return the section with a noise multiplier; without a given one, the least that is enough.
+
+    Raises:
+        ConfigError: No noise is.
+    """
     section = config.privacy
     if section.noise_multiplier is not None:
         return section
@@ -520,12 +534,13 @@ def _calibrated(config: Config, cohorts: Cohorts) -> PrivacySection:
     assert section.epsilon is not None  # the configuration makes sure that one of them is given
     assert section.target_delta is not None
     multiplier = calibrated(
-        cohorts,
+        plan.accounted,
         epsilon=section.epsilon,
         target_delta=section.target_delta,
         num_rounds=config.num_rounds,
     )
-    return section.model_copy(update={"noise_multiplier": multiplier})
+    each = multiplier * math.sqrt(plan.num_releases)
+    return section.model_copy(update={"noise_multiplier": each})
 
 
 def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn.Module]:

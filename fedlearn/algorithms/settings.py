@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, pieces_of
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
@@ -35,6 +36,7 @@ UPDATES: Mapping[str, _Kind] = {
     "clipped": ClippedGradients,
     "scheduled": ScheduledRate,
     "control_variates": ControlVariates,
+    "noised_gradients": NoisedGradients,
 }
 
 #: Likewise the transforms.
@@ -43,6 +45,9 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
     "told_below": ToldBelow,
     "noised_update": NoisedUpdates,
 }
+
+#: Pieces by which a client adds noise of its own to all that it sends.
+_NOISED = frozenset({"noised_gradients", "noised_update"})
 
 _INNER = "inner"
 
@@ -111,6 +116,11 @@ def transforms_from(settings: Settings) -> tuple[Transform, ...]:
     """Return the transforms that ``settings`` describe; raise as :func:`update_from`."""
     kinds = [TRANSFORMS[name] for name in _names(settings) if name in TRANSFORMS]
     return tuple(_made(kind, _read(settings, kind)) for kind in kinds)
+
+
+def has_own_noise(settings: Settings) -> bool:
+    """Whether what a client sends has noise of its own, so that nothing may go out without."""
+    return not _NOISED.isdisjoint(_names(settings))
 
 
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:

@@ -1,4 +1,4 @@
-"""Differential privacy: off, or what is promised to each user, and for how long."""
+"""Differential privacy: off, or what is promised to users or of examples, and for how long."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,19 +10,21 @@ from fedlearn.core.ranges import Count, Positive
 
 
 class PrivacySection(Section):
-    """Whether the released models hide each user's taking part, and how well."""
+    """Whether the released models hide each user's taking part, or its examples, and how well."""
 
-    mode: Literal["off", "central", "distributed", "local"] = Field(
+    mode: Literal["off", "central", "distributed", "local", "example"] = Field(
         "off",
         description='"off"; "central": the coordinator, which sees each update, adds noise to '
         'their sum before anything is made of it; "distributed": each client adds a share of the '
         "noise, and by secure aggregation the coordinator sees the noisy sum alone; "
-        '"local": each client adds so much that its update may be seen.',
+        '"local": each client adds so much that its update may be seen; "example": each client '
+        "adds noise to each step of its training, which hides single examples, not the client.",
     )
     clip_norm: Positive | None = Field(
         None,
-        description="What each update is clipped to: its largest L2 norm, > 0. Too large drowns "
-        "the model in noise, too small slows it down; needed unless privacy.mode is off.",
+        description="What each update is clipped to: its largest L2 norm, > 0; in the mode "
+        '"example" the gradient of each example. Too large drowns the model in noise, too small '
+        "slows it down; needed unless privacy.mode is off.",
     )
     clip_quantile: Fraction | None = Field(
         None,
@@ -44,7 +46,8 @@ class PrivacySection(Section):
     noise_multiplier: Positive | None = Field(
         None,
         description="Standard deviation of the noise in a sum by the largest norm of one client's "
-        "part, > 0; without it, the least that keeps num_rounds within privacy.epsilon.",
+        'part, or in the mode "example" of one example\'s, > 0; without it, the least that keeps '
+        "num_rounds within privacy.epsilon.",
     )
     epsilon: Positive | None = Field(
         None,
@@ -53,7 +56,8 @@ class PrivacySection(Section):
     )
     target_delta: Fraction | None = Field(
         None,
-        description="δ, well below one by the number of users; needed unless privacy.mode is off.",
+        description="δ, well below one by the number of users, or of all their examples; needed "
+        "unless privacy.mode is off.",
     )
     population: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "auto",
@@ -105,8 +109,8 @@ class PrivacySection(Section):
             )
             yield Problem(("clip_quantile", "mode"), text)
         yield from self._not_banded()
-        if self.reproducible and self.mode == "local":
-            text = 'is true, but privacy.mode is "local", whose clients draw secret noise'
+        if self.reproducible and self.mode in ("local", "example"):
+            text = f'is true, but privacy.mode is "{self.mode}", whose clients draw secret noise'
             yield Problem(("reproducible", "mode"), f"{text}; leave it out")
         for name in ("clip_norm", "target_delta"):
             if getattr(self, name) is None:

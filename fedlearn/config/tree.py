@@ -476,6 +476,8 @@ def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
         del brought["algorithm"]
     if privacy["mode"] == "local":
         brought["cohort"] = {"sampling": "uniform"}  # it hides nothing, so it need not be secret
+    elif privacy["mode"] == "example":
+        brought["cohort"] = {"sampling": "uniform"}  # how clients are drawn makes no difference
     elif privacy["mode"] == "distributed":
         # Its threshold follows from the clients asked, so that there is a number of them.
         brought["cohort"] = {"sampling": "uniform"}

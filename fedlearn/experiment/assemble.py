@@ -26,10 +26,10 @@ from fedlearn.core.features import moved
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
-from fedlearn.errors import ConfigError, EngineError
+from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
-from fedlearn.privacy.plan import BandedPlan, CentralPlan, LocalPlan
+from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
@@ -57,6 +57,8 @@ from fedlearn.simulation.evaluation import (
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.simulation.sources import Examples
+from fedlearn.training.example_gradients import require_separable
+from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 from fedlearn.transport.memory import MemoryChannel
@@ -317,11 +319,13 @@ def release_of(
         has_sessions: Whether there are clients that add their noise themselves.
 
     Raises:
-        ConfigError: Noise does not fit the model.
+        ConfigError: Noise does not fit the model, or the model couples examples that it is to hide.
     """
     plan = pieces.privacy
-    if plan is None or isinstance(plan, LocalPlan):  # what has noise may be released as it is
-        return None
+    if isinstance(plan, ExampleLevelPlan):
+        _require_separable(pieces)
+    if plan is None or isinstance(plan, ExampleLevelPlan | LocalPlan):
+        return None  # what has noise may be released as it is
     noise = SharedNoise(plan.noise, cluster)
     try:
         if isinstance(plan, CentralPlan | BandedPlan):
@@ -332,6 +336,16 @@ def release_of(
         return DistributedMean(secure, plan.num_wanted, None if has_sessions else noise)
     except (ValueError, ConfigError) as error:
         raise ConfigError(f'privacy.mode is "{pieces.config.privacy.mode}": {error}') from error
+
+
+def _require_separable(pieces: Pieces) -> None:
+    """Raise ConfigError if the model couples the examples of a batch, before a client refuses."""
+    with untouched(torch.default_generator):
+        model = pieces.make_model()
+    try:
+        require_separable(model, pieces.objective)
+    except SettingsRefused as error:
+        raise ConfigError(f'privacy.mode is "example": {error}') from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,9 +15,22 @@ from fedlearn.experiment.comparison import aligned
 from fedlearn.experiment.plot import RUN_COLOURS
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
 from fedlearn.privacy.banded_matrix import BandedMatrix
-from fedlearn.privacy.events import Adjacency, Cohorts, CyclicCohorts, PoissonCohorts, Spent
+from fedlearn.privacy.events import (
+    Adjacency,
+    Cohorts,
+    CyclicCohorts,
+    PoissonCohorts,
+    Spent,
+    UserCohorts,
+)
 from fedlearn.privacy.plan import BandedPlan, PrivacyPlan
 
+#: By adjacency what two data sets differ by.
+_TOLD_APART = {
+    Adjacency.ADD_OR_REMOVE: "one user is there or not",
+    Adjacency.REPLACE: "one user has other data",
+    Adjacency.ZERO_OUT: "one example of one user counts or not; that the user takes part shows",
+}
 #: Shares of the rounds at which ε is found; each takes about a second.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -60,7 +73,7 @@ class Outlook:
         cohorts = self.plan.cohorts
         return {
             "mode": self.plan.mode_text.partition(":")[0],
-            "adjacency": cohorts.adjacency.value,
+            "adjacency": self.plan.accounted.adjacency.value,
             "users": cohorts.population,
             "cohort": self.plan.num_wanted,
             "largest_cohort": cohorts.largest,
@@ -99,9 +112,8 @@ class Outlook:
         plan, cohorts = self.plan, self.plan.cohorts
         yield f"mode       {plan.mode_text}"
         yield f"sampling   {_sampling(cohorts)}"
-        is_added = cohorts.adjacency is Adjacency.ADD_OR_REMOVE
-        user = "is there or not" if is_added else "has other data"
-        yield f"adjacency  {cohorts.adjacency}: one user {user}"
+        adjacency = plan.accounted.adjacency
+        yield f"adjacency  {adjacency}: {_TOLD_APART[adjacency]}"
         yield f"clip       {plan.clip_text}"
         yield f"noise      {plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
         if isinstance(plan, BandedPlan):
@@ -118,7 +130,7 @@ class Outlook:
             yield f"before     {self.num_before} rounds were charged to these clients; they count"
 
 
-def _sampling(cohorts: Cohorts) -> str:
+def _sampling(cohorts: UserCohorts) -> str:
     """Return who is asked, in words."""
     users = cohorts.population
     match cohorts:

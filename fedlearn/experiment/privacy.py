@@ -125,9 +125,10 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
     kinds = {event.cohorts.adjacency.value for event in [*ledger.spent(), plan.event]}
     if len(kinds) > 1:
         raise ConfigError(
-            f"cohort.sampling: earlier runs on the clients {ledger.population!r} were accounted "
-            f"for otherwise ({' and '.join(sorted(kinds))}), and both have no common guarantee; "
-            "sample as they did, or, if the data are others', say so in privacy.other_data_because"
+            f"cohort.sampling, privacy.mode: earlier runs on the clients {ledger.population!r} "
+            f"were accounted for otherwise ({' and '.join(sorted(kinds))}), and both have no "
+            "common guarantee; sample as they did, in the same mode, or, if the data are others', "
+            "say so in privacy.other_data_because"
         )
     charging = Charging(
         ledger,

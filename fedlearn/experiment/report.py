@@ -114,7 +114,8 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     yield "real time", duration_text(summary.seconds), "of all rounds"
     if summary.privacy is not None:
         spent = summary.privacy
-        note = f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts; δ {spent.target_delta:g}"
+        cohorts, delta = f"{spent.epsilon_with_cohorts:.3g}", f"{spent.target_delta:g}"
+        note = f"{cohorts} for who saw the cohorts; δ {delta}; {spent.hidden}"
         yield "ε of the models", f"{spent.epsilon:.3g}", note
     yield "clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"
     share = f"{100 * counts.reported / asked:.0f} % reported in time" if asked else ""

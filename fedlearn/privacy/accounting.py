@@ -6,9 +6,14 @@ Who sees the cohorts, as the coordinator does, does not: for a user that was ask
 of a run it is the plain Gaussian mechanism. That bound holds whoever was asked. Where users take
 turns and noise is correlated over rounds, nobody is hidden by not being asked, and both are one.
 
-The arithmetic of the first figure is dp-accounting's, whose accountants read "replace" differently:
-the Rényi accountant takes the noise by the distance that it is to hide, 2C, the other one does so
-itself. To import this takes a second.
+Of a single *example* of a user, sampling users hides nothing: the user's other examples show in the
+model, and so who was asked. What is left of it is that an example is used by chance, and seldom:
+:math:`\delta(\varepsilon)` is the mean of what K releases cost, over the times K that its user is
+asked. The second figure is that of a user that is asked each time.
+
+Otherwise the arithmetic of the first figure is dp-accounting's, whose accountants read "replace"
+differently: the Rényi accountant takes the noise by the distance that it is to hide, 2C, the other
+one does so itself. To import this takes a second.
 
 References:
     Balle and Wang, 2018, `Improving the Gaussian Mechanism for Differential Privacy
@@ -22,17 +27,30 @@ References:
 import math
 from functools import lru_cache
 
+import numpy as np
 from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
+from numpy.typing import NDArray
+from scipy.stats import binom
 
-from fedlearn.privacy.events import Adjacency, Cohorts, Event, FixedCohorts, PoissonCohorts, Spent
-from fedlearn.privacy.gaussian import gaussian_epsilon
+from fedlearn.privacy.events import (
+    Adjacency,
+    Cohorts,
+    Event,
+    ExampleCohorts,
+    FixedCohorts,
+    PoissonCohorts,
+    Spent,
+)
+from fedlearn.privacy.gaussian import gaussian_epsilon, mixed_epsilon
 
 #: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
 _FINE, _ROUGH = 1e-4, 4e-3
 #: The same as a share of ε, for a figure and in a search.
 _EXACT_SHARE, _COARSE_SHARE = 2e-4, 1e-3
+#: Sums of squared distances that are told apart; each is rounded up.
+_SUMS = 1 << 14
 #: How close to the budget a calibrated multiplier comes, relatively.
 _CLOSE = 1e-3
 
@@ -111,6 +129,13 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
         raise ValueError(f"epsilon is {epsilon}; give a finite number above 0")
     if num_rounds < 1:
         raise ValueError(f"num_rounds is {num_rounds}; there is at least one release")
+    if isinstance(cohorts, ExampleCohorts):
+        chance = 1.0 - (1.0 - cohorts.rate) ** num_rounds
+        if target_delta >= chance:
+            raise ValueError(
+                f"target_delta is {target_delta:g}, and that a user is asked at all is no more "
+                f"probable ({chance:.2g}), so that no noise would do; give a smaller one"
+            )
 
     coarse = max(_FINE, _COARSE_SHARE * epsilon)
 
@@ -157,6 +182,8 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
     unsampled = gaussian_epsilon(_distance(spent), target_delta)
     if all(event.cohorts.rate == 1.0 for event in spent):
         return unsampled
+    if all(isinstance(event.cohorts, ExampleCohorts) for event in spent):
+        return mixed_epsilon(*_squares(spent), target_delta)
     if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
         return min(unsampled, _renyi_epsilon(spent, target_delta))
     if interval is None:
@@ -165,6 +192,23 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
         enough = max(_FINE, _EXACT_SHARE * rough)
         interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))  # few, so losses are kept
     return min(unsampled, _amplified_epsilon(spent, target_delta, interval))
+
+
+def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return sums of squared distances of the releases that an example is in, and their chances."""
+    squares: NDArray[np.float64] = np.zeros(1)
+    chances: NDArray[np.float64] = np.ones(1)
+    for event, count in spent.items():
+        times = np.arange(count + 1)
+        own = binom.pmf(times, count, event.cohorts.rate)
+        squares = np.add.outer(squares, times * event.distance**2).ravel()
+        chances = np.multiply.outer(chances, own).ravel()
+        if len(squares) > _SUMS:
+            unit = squares.max() / _SUMS
+            cells = np.ceil(squares / unit).astype(np.int64)
+            chances = np.bincount(cells, weights=chances).astype(np.float64)
+            squares = np.linspace(0.0, unit * (len(chances) - 1), len(chances))
+    return squares, chances
 
 
 def _amplified_epsilon(spent: Spent, target_delta: float, interval: float) -> float:
@@ -222,6 +266,7 @@ def _require_delta(target_delta: float) -> None:
 def _require_one_adjacency(spent: Spent) -> None:
     if len({event.cohorts.adjacency for event in spent}) > 1:
         raise ValueError(
-            "releases by Poisson sampling (a user is there or not) and by cohorts of a fixed size "
-            "(a user's data are others') have no common guarantee; keep to one of the two"
+            "releases by Poisson sampling (a user is there or not), by cohorts of a fixed size (a "
+            "user's data are others') and with noise by example (of a user one example) have no "
+            "common guarantee; keep to one of them"
         )

@@ -9,10 +9,11 @@ from fedlearn.core.ranges import Count, Positive, Ranged
 
 
 class Adjacency(StrEnum):
-    """Which data sets a guarantee cannot tell apart: by the one user that is in it or not."""
+    """Which data sets a guarantee cannot tell apart: by one user, or by one example of a user."""
 
     ADD_OR_REMOVE = "add_or_remove"
     REPLACE = "replace"
+    ZERO_OUT = "zero_out"
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,60 @@ class CyclicCohorts(Ranged):
         return -(-num_rounds // self.num_groups)
 
 
-Cohorts: TypeAlias = PoissonCohorts | FixedCohorts | CyclicCohorts
+#: How users are asked.
+UserCohorts: TypeAlias = PoissonCohorts | FixedCohorts | CyclicCohorts
+
+
+@dataclass(frozen=True)
+class ExampleCohorts(Ranged):
+    """What is hidden of a user is one example; that the user was asked is not.
+
+    A user's other examples show in the release, and by them who was asked. So sampling users hides
+    no example that was used: an example is used as seldom as its user is asked, and that is all.
+
+    Attributes:
+        population: Users there are, N.
+        expected: Mean size of a cohort, m <= N: each user is asked with probability m / N, in each
+            round anew.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+
+    population: Count
+    expected: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.expected <= self.population:
+            raise ValueError(f"expected is {self.expected}, above the population {self.population}")
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """What one example adds is there or not; all else stays in its place."""
+        return Adjacency.ZERO_OUT
+
+    @property
+    def rate(self) -> float:
+        """How probable it is that a user is asked in a round."""
+        return self.expected / self.population
+
+    def participations(self, num_rounds: int) -> int:
+        """Return in how many of so many rounds one example may be: all."""
+        return num_rounds
+
+
+Cohorts: TypeAlias = UserCohorts | ExampleCohorts
 
 
 @dataclass(frozen=True)
 class Event(Ranged):
-    """One release of the sum over a cohort with Gaussian noise.
+    """One release with Gaussian noise of what users, or their examples, add.
 
     Attributes:
-        cohorts: How the cohort was drawn.
-        noise_multiplier: Standard deviation of the noise by the largest norm of one user's
-            contribution, z > 0; of all that one taking part adds to, where that is several rounds.
+        cohorts: How the cohort was drawn, and what is hidden in it.
+        noise_multiplier: Standard deviation of the noise by the largest norm of one contribution,
+            z > 0; of all that one taking part adds to, where that is several rounds.
         run: Name of the run whose turns these are, where users take turns; else empty.
     """
 
@@ -168,7 +212,7 @@ class Event(Ranged):
 
     @property
     def distance(self) -> float:
-        """How far one user moves the sum, in standard deviations of the noise: 1/z or 2/z."""
+        """How far one contribution moves it, in standard deviations of the noise: 1/z or 2/z."""
         moved = 2.0 if self.cohorts.adjacency is Adjacency.REPLACE else 1.0
         return moved / self.noise_multiplier
 

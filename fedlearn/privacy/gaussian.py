@@ -7,6 +7,8 @@ References:
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 
@@ -37,6 +39,43 @@ def gaussian_epsilon(distance: float, target_delta: float) -> float:
     while high - low > 1e-9 * high:
         middle = (low + high) / 2.0
         if log_delta(middle) > math.log(target_delta):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def mixed_epsilon(
+    squares: NDArray[np.float64], chances: NDArray[np.float64], target_delta: float
+) -> float:
+    """Return ε of a Gaussian that is moved by a distance that comes about by chance, and is seen.
+
+    Args:
+        squares: Of the distances, each at least 0: shape [n].
+        chances: Of each, in all at most 1: shape [n].
+        target_delta: δ, in (0, 1).
+
+    Example:
+        >>> round(mixed_epsilon(np.array([0.0, 1.0]), np.array([0.9, 0.1]), 1e-6), 3)
+        4.377
+    """
+    is_moved = squares > 0.0
+    distances, chances = np.sqrt(squares[is_moved]), chances[is_moved]
+
+    def delta(epsilon: float) -> float:
+        above = log_ndtr(distances / 2.0 - epsilon / distances)
+        below = epsilon + log_ndtr(-distances / 2.0 - epsilon / distances)
+        # Where rounding leaves nothing of the difference, it is none.
+        return float(chances @ (np.exp(above) * -np.expm1(np.minimum(0.0, below - above))))
+
+    if delta(0.0) <= target_delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta(high) > target_delta:
+        low, high = high, high * 2.0
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2.0
+        if delta(middle) > target_delta:
             low = middle
         else:
             high = middle

@@ -12,34 +12,48 @@ from typing import ClassVar
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
+from fedlearn.algorithms.local import LocalUpdate, pieces_of
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.settings import UPDATES
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.algorithms.transforms import BELOW, NoisedUpdates, Transform
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Count, Positive, Ranged, Whole
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
 from fedlearn.privacy.banded_matrix import BandedMatrix
 from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
 from fedlearn.privacy.bounded_sum import BoundedSum, BoundedUpdates, Noise, NoisyMean
-from fedlearn.privacy.events import Cohorts, CyclicCohorts, Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import (
+    Cohorts,
+    CyclicCohorts,
+    Event,
+    ExampleCohorts,
+    FixedCohorts,
+    PoissonCohorts,
+    UserCohorts,
+)
 from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohortSampler, Streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan(Ranged, ABC):
-    """What hides one user's taking part, whoever adds the noise.
+    """What hides one user's taking part, or one of its examples, whoever adds the noise.
 
     Attributes:
         cohorts: How users are drawn.
-        clip_norm: Largest L2 norm of one user's update, > 0.
-        noise_multiplier: Standard deviation of the noise by the largest norm of one user's
-            contribution, > 0.
+        clip_norm: Largest L2 norm of one user's update, > 0; of what hides examples, of one
+            example's gradient.
+        noise_multiplier: Standard deviation of the noise by the largest norm of one contribution,
+            > 0.
         num_wanted: Reports that a round expects: the public denominator of the mean.
         streams: Where cohorts and noise come from.
     """
 
-    cohorts: Cohorts
+    cohorts: UserCohorts
     clip_norm: Positive
     noise_multiplier: Positive
     num_wanted: int
@@ -50,9 +64,19 @@ class PrivacyPlan(Ranged, ABC):
     noise_text: ClassVar[str] = "in the sum of a round"
 
     @property
+    def accounted(self) -> Cohorts:
+        """What a round is in the accountant's terms."""
+        return self.cohorts
+
+    @property
+    def num_releases(self) -> int:
+        """How often a round uses, with noise of its own, what is to be hidden; once."""
+        return 1
+
+    @property
     def event(self) -> Event:
-        """What one round costs."""
-        return Event(self.cohorts, self.noise_multiplier)
+        """What one round costs: k Gaussians with noise z are one with z / √k."""
+        return Event(self.accounted, self.noise_multiplier / math.sqrt(self.num_releases))
 
     @property
     def clip_text(self) -> str:
@@ -314,11 +338,7 @@ class LocalPlan(PrivacyPlan):
         Raises:
             ValueError: Clients would send what has no noise.
         """
-        if getattr(inner.aggregation, "by_examples", False):
-            raise ValueError(
-                "clients are weighted by their examples, whose number has no noise and is not "
-                "told; set weight_by_examples to false"
-            )
+        _require_untold_examples(inner)
         if further := [lane.name for lane in inner.lanes if lane is not DELTA]:
             raise ValueError(
                 f"its lane {further[0]!r} has no noise; take an algorithm whose clients send "
@@ -343,6 +363,120 @@ class LocallyNoised(Wrapped):
     def transforms(self) -> Sequence[Transform]:
         """Those of the inner strategy, then the noise."""
         return (*self.inner.transforms, self.noised)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleLevelPlan(PrivacyPlan):
+    """Example-level differential privacy: each step of a client's training has noise.
+
+    What is hidden is one example of one client: that its gradients are in the sums of the batches
+    that it is in, or zero in their place, so that batches and denominators stay as they are. It
+    holds against whoever sees the update of that client.
+
+    An example is in one batch of an epoch, so that E epochs are E Gaussians. Batches are of a
+    public order, and their sampling amplifies nothing; nor does that of clients, see
+    :class:`~fedlearn.privacy.events.ExampleCohorts`.
+
+    Attributes:
+        epochs: Passes over its examples that a client makes in a round at the most, E.
+
+    References:
+        Abadi et al., 2016, `Deep Learning with Differential Privacy
+        <https://arxiv.org/abs/1607.00133>`_, algorithm 1.
+    """
+
+    epochs: Count
+
+    mode_text = "example: each client adds noise to each step, which hides one of its examples"
+    noise_text = "in each step of a client's training"
+
+    @property
+    def accounted(self) -> Cohorts:
+        """An example is used as often as its user is asked."""
+        cohorts = self.cohorts
+        size = cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected
+        return ExampleCohorts(cohorts.population, size)
+
+    @property
+    def num_releases(self) -> int:
+        """Steps that an example is in."""
+        return self.epochs
+
+    @property
+    def clip_text(self) -> str:
+        """What is clipped, and to what."""
+        return f"{self.clip_norm:g}, the gradient of each example"
+
+    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+        """Return when rounds close: as they would."""
+        return policy
+
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Return the strategy whose clients add noise; what is made of it is of no importance.
+
+        Raises:
+            ValueError: Clients would send what has no noise, or train by rules of which that is not
+                known.
+        """
+        _require_untold_examples(inner)
+        made = ExampleNoised(inner, self)
+        _ = made.local  # raises
+        return made
+
+    def rule(self, local: LocalUpdate) -> NoisedGradients:
+        """Return a local update with noise in its gradients.
+
+        Raises:
+            ValueError: It takes more epochs than are accounted for, or is not fedlearn's own.
+        """
+        if local.work.epochs > self.epochs:
+            raise ValueError(
+                f"a client is to take {local.work.epochs} epochs, but {self.epochs} are accounted "
+                "for; let none take more than the algorithm's own local update"
+            )
+        for piece in pieces_of(local):
+            if isinstance(piece, OwnTraining) or type(piece) not in UPDATES.values():
+                raise ValueError(
+                    f"the local update {type(piece).__name__} may do with the examples what it "
+                    "likes, without clip and noise; take one of fedlearn's own, such as LocalSgd"
+                )
+        return NoisedGradients(
+            inner=local,
+            example_clip_norm=self.clip_norm,
+            example_noise_multiplier=self.noise_multiplier,
+        )
+
+
+@dataclass(frozen=True)
+class ExampleNoised(Wrapped):
+    """A strategy whose clients add noise to the steps of their training.
+
+    Attributes:
+        inner: The strategy otherwise.
+        plan: How they do.
+    """
+
+    plan: ExampleLevelPlan
+
+    @property
+    def local(self) -> LocalUpdate:
+        """The inner strategy's, with noise; raises ValueError as :meth:`ExampleLevelPlan.rule`."""
+        return self.plan.rule(self.inner.local)
+
+    def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
+        """Return what each client does, with noise; clients that do the same share one object."""
+        updates = self.inner.locals_for(client_ids)
+        rules = {id(update): self.plan.rule(update) for update in updates}
+        return [rules[id(update)] for update in updates]
+
+
+def _require_untold_examples(inner: Strategy) -> None:
+    """Raise ValueError if the number of a client's examples has to be known."""
+    if getattr(inner.aggregation, "by_examples", False):
+        raise ValueError(
+            "clients are weighted by their examples, whose number has no noise and is not told; "
+            "set weight_by_examples to false"
+        )
 
 
 def _bounded(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:

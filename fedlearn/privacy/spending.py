@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 from fedlearn.privacy.events import Adjacency
 
+#: By adjacency what is hidden.
+_HIDDEN = {
+    Adjacency.ADD_OR_REMOVE: "one user added or removed",
+    Adjacency.REPLACE: "one user replaced",
+    Adjacency.ZERO_OUT: "one example of a user taken away",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
@@ -13,7 +20,7 @@ class Spending:
         epsilon: Of what was released, against whoever does not see the cohorts.
         epsilon_with_cohorts: The same against whoever sees them, and not the updates.
         target_delta: δ of both.
-        adjacency: What one user's taking part means.
+        adjacency: What is hidden.
         num_charged: Rounds charged, those of other runs included.
         num_own: Rounds that this run charged.
     """
@@ -25,13 +32,17 @@ class Spending:
     num_charged: int
     num_own: int
 
+    @property
+    def hidden(self) -> str:
+        """What is hidden, in words."""
+        return _HIDDEN[self.adjacency]
+
     def text(self) -> str:
         """Return it in words."""
-        user = "added or removed" if self.adjacency is Adjacency.ADD_OR_REMOVE else "replaced"
         others = self.num_charged - self.num_own
         more = f" and {others} of other runs" if others else ""
         return (
             f"ε {self.epsilon:.3g} of the models released, {self.epsilon_with_cohorts:.3g} for who "
-            f"saw the cohorts, at δ {self.target_delta:g}, one user {user}; "
+            f"saw the cohorts, at δ {self.target_delta:g}, {self.hidden}; "
             f"{self.num_own} rounds charged{more}"
         )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Updates
-from fedlearn.algorithms.settings import require_honoured, transforms_from
-from fedlearn.algorithms.transforms import NoisedUpdates, Transform
+from fedlearn.algorithms.settings import has_own_noise, require_honoured, transforms_from
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.collecting import is_sound, unsound
 from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
@@ -23,7 +23,7 @@ def trained(
     """Have a trainer answer a request; return the reply, and what the client keeps.
 
     Floating-point values of another precision and numpy's are converted, and the request's
-    transforms are applied. Where these add noise, the reply tells neither examples nor metrics.
+    transforms are applied. Where clients add noise, the reply tells neither examples nor metrics.
 
     Raises:
         SettingsRefused: The trainer would ignore how it is asked to train.
@@ -48,7 +48,7 @@ def trained(
         if not is_sound(vector):
             raise Diverged(unsound(name))
     num_examples, metrics = _count(result.num_examples), _metrics(result.metrics)
-    if any(isinstance(each, NoisedUpdates) for each in transforms):
+    if has_own_noise(request.settings):
         num_examples, metrics = 1, {}  # they have no noise
     reply = TrainReply(
         round_num=request.round_num, lanes=lanes, num_examples=num_examples, metrics=metrics

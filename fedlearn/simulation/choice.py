@@ -21,9 +21,10 @@ from torch import nn
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.clock import Clock
-from fedlearn.core.params import Layout, Params
+from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors import sequential, stacked
@@ -142,7 +143,11 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     if reason is not None:
         raise EngineError(f'engine.executor "compiled": {reason}; use "vmap"')
     gradient = BlockGradient(
-        job.make_model, job.objective, device=job.params.vector.device, precision=job.precision
+        job.make_model,
+        job.objective,
+        device=job.params.vector.device,
+        precision=job.precision,
+        by_example=isinstance(job.local, NoisedGradients),
     )
     return StackedExecutor(gradient, is_compiled=kind is ExecutorKind.COMPILED)
 
@@ -245,11 +250,14 @@ def _by_trainers(job: Job) -> Choice:
 
 
 def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
-    preferred: dict[ExecutorKind, Callable[[Layout], int]] = {
-        ExecutorKind.SEQUENTIAL: sequential.preferred_block,
-        ExecutorKind.FUSED: fused.preferred_block,
-    }
-    block_size = preferred.get(kind, stacked.preferred_block)(job.params.layout)
+    layout = job.params.layout
+    match kind:
+        case ExecutorKind.SEQUENTIAL:
+            block_size = sequential.preferred_block(layout)
+        case ExecutorKind.FUSED:
+            block_size = fused.preferred_block(layout)
+        case _:
+            block_size = stacked.preferred_block(layout, job.local)
     return Choice(kind=kind, block_size=block_size, reason=reason)
 
 
@@ -266,6 +274,8 @@ def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
 
 
 def _chain(job: Job) -> Chain:
+    if isinstance(job.local, NoisedGradients):
+        raise EngineError("each example's gradient is clipped, and it has those of batches alone")
     model = job.resident_model()
     chain = as_chain(model.module, model.layout)
     if isinstance(chain, NotAChain):
@@ -306,7 +316,7 @@ def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
 
 
 def _probe(job: Job, clock: Clock) -> _Speed:
-    work = job.work(min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout)))
+    work = job.work(min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout, job.local)))
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
     in_a_block = make_executor(job, ExecutorKind.VMAP)
     return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))

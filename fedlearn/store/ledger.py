@@ -7,6 +7,7 @@ from fedlearn.privacy.events import (
     Cohorts,
     CyclicCohorts,
     Event,
+    ExampleCohorts,
     FixedCohorts,
     PoissonCohorts,
     Spent,
@@ -15,7 +16,7 @@ from fedlearn.privacy.ledger import Charge
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ChargeRow
 
-_POISSON, _FIXED, _CYCLIC = "poisson", "fixed", "cyclic"
+_POISSON, _FIXED, _CYCLIC, _EXAMPLE = "poisson", "fixed", "cyclic", "example"
 #: Of transactions that charge: each sees what the others have charged.
 _LOCK = 4_113_302_127
 
@@ -46,7 +47,7 @@ class StoredLedger:
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
         """Write a charge down, unless there are others than are known."""
-        cohorts = charge.event.cohorts
+        sampling, users, expected, largest = _columns(charge.event.cohorts)
         mine = ChargeRow.population == self.population
         with self.database.writing(lock=_LOCK) as session:
             total, position = session.execute(
@@ -61,10 +62,10 @@ class StoredLedger:
                 round_num=charge.round_num,
                 attempt=charge.attempt,
                 count=charge.count,
-                sampling=_sampling(cohorts),
-                num_users=cohorts.population,
-                expected=cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected,
-                largest=cohorts.largest,
+                sampling=sampling,
+                num_users=users,
+                expected=expected,
+                largest=largest,
                 noise_multiplier=charge.event.noise_multiplier,
                 clip_norm=charge.clip_norm,
                 charged_utc=utc_now(),
@@ -103,20 +104,27 @@ class StoredLedger:
         return counted
 
 
-def _sampling(cohorts: Cohorts) -> str:
-    """Return how a row says the kind of cohorts."""
+def _columns(cohorts: Cohorts) -> tuple[str, int, int, int]:
+    """Return how cohorts are written down: sampling, users, expected and largest size."""
     match cohorts:
-        case PoissonCohorts():
-            return _POISSON
-        case CyclicCohorts():
-            return _CYCLIC
-        case FixedCohorts():
-            return _FIXED
+        case PoissonCohorts(population, expected, largest):
+            return _POISSON, population, expected, largest
+        case FixedCohorts(population, size):
+            return _FIXED, population, size, size
+        case CyclicCohorts(population, expected, largest):
+            return _CYCLIC, population, expected, largest
+        case ExampleCohorts(population, expected):
+            return _EXAMPLE, population, expected, population
 
 
 def _cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
-    """Return the cohorts of a row."""
-    if sampling == _FIXED:
-        return FixedCohorts(users, largest)
-    drawn = CyclicCohorts if sampling == _CYCLIC else PoissonCohorts
-    return drawn(users, expected, largest)
+    """Return what :func:`_columns` has written down."""
+    match sampling:
+        case "poisson":
+            return PoissonCohorts(users, expected, largest)
+        case "cyclic":
+            return CyclicCohorts(users, expected, largest)
+        case "example":
+            return ExampleCohorts(users, expected)
+        case _:
+            return FixedCohorts(users, largest)

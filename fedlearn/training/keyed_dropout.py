@@ -117,6 +117,16 @@ class KeyedDropouts:
             self.key = torch.tensor(key)
 
 
+def example_keys(keys: Tensor | int, places: Tensor) -> Tensor:
+    """Return the keys of examples that go through the model one by one, in int64.
+
+    Args:
+        keys: Of their steps: int64, any shape.
+        places: Of the examples in their batches: int64, a shape that goes with it.
+    """
+    return _scramble(keys ^ _scramble(places + 1))
+
+
 def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:
     """Return the 32-bit keys of the steps of some clients: shape [len(seeds), num_steps].
 

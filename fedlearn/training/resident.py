@@ -34,16 +34,25 @@ from fedlearn.algorithms.local import (
     written,
 )
 from fedlearn.algorithms.metrics import Measures, Metric
+from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
 from fedlearn.algorithms.objectives import Objective, mean_loss, require_fitting
 from fedlearn.core.features import Features, arguments, called, cut, in_dtype, mapped, one_tensor
 from fedlearn.core.params import Layout, Params
 from fedlearn.training import memory_format
-from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, untouched
+from fedlearn.training.example_gradients import ExampleGradients
+from fedlearn.training.keyed_dropout import (
+    KeyedDropouts,
+    example_keys,
+    global_generator,
+    untouched,
+)
 
 ValueT = TypeVar("ValueT")
 
 #: Examples on which a format is tried out, at the most.
 _TRIAL_EXAMPLES = 32
+#: Bytes that the gradients of examples may take together, unless one alone takes more.
+_EXAMPLE_BYTES = 64 << 20
 
 
 class Precision(StrEnum):
@@ -150,6 +159,7 @@ class ResidentModel:
         self._trainable_stack: list[Tensor] = []
         self._untried = memory_format.convolution_weights(self.module, device=device)
         self._is_objective_tried = False
+        self._by_example: ExampleGradients | None = None
 
     def load(self, params: Params) -> None:
         """Take the values of a global model.
@@ -214,6 +224,49 @@ class ResidentModel:
             grads = list(map(_sum, grads, further)) if grads else further
             losses.append(loss.detach())
         return grads, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def noised_gradients(
+        self, parts: Iterable[Part], *, num_examples: int, rule: NoisedGradients
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the mean of the examples' gradients, clipped and with noise, and their mean loss.
+
+        Along :attr:`trainable_stack`: of a parameter that the loss does not depend on there is the
+        noise alone, since what it depends on may tell of an example.
+
+        Args:
+            parts: As for :meth:`gradients`, as is ``num_examples``.
+            num_examples: Examples of all parts together.
+            rule: How.
+
+        Raises:
+            SettingsRefused: Examples have no gradients of their own: see
+                :class:`~fedlearn.training.example_gradients.ExampleGradients`.
+        """
+        if self._by_example is None:
+            self._by_example = ExampleGradients(
+                self.module, self._objective, dropouts=self._dropouts
+            )
+        stack = self.trainable_stack
+        sums = [torch.zeros_like(value, dtype=torch.float64) for value in stack]
+        total = sums[0].new_zeros(())
+        size = sum(value.numel() for value in stack)
+        num_together = min(TOGETHER, max(1, _EXAMPLE_BYTES // (self.vector_P.itemsize * size)))
+        for part in parts:
+            self._seed_masks(part.key)
+            places = torch.arange(len(part.labels), device=self.device)
+            keys, features = example_keys(part.key, places), self._cast(part.features)
+            for first in range(0, len(places), num_together):
+                now = slice(first, first + num_together)
+                with autocast(self._precision, self.device):
+                    grads, losses = self._by_example(
+                        cut(features, now), part.labels[now], keys=keys[now]
+                    )
+                is_real = torch.ones(1, len(losses), dtype=torch.bool, device=self.device)
+                clipped = rule.clipped([grad.unsqueeze(0) for grad in grads], is_real)
+                for value, more in zip(sums, clipped, strict=True):
+                    value.add_(more)
+                total += losses.sum(dtype=torch.float64)
+        return rule.noised(sums, [num_examples], like=stack), total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what :meth:`restore` continues from: views, which the next step changes."""
@@ -374,8 +427,10 @@ class Training:
         told: Lanes,
         round_num: int,
     ) -> None:
-        self._model, self._params, self._local = model, params, local
-        self._round_num, self._short_cut = round_num, short_cut(local)
+        self._model, self._params = model, params
+        self._noised = local if isinstance(local, NoisedGradients) else None
+        self._local = local if self._noised is None else self._noised.inner
+        self._round_num, self._short_cut = round_num, short_cut(self._local)
         self._told: Memory = {
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
             for name, values in along_trainable(params.layout, params.vector, told).items()
@@ -406,9 +461,16 @@ class Training:
             parts: The batch, whole or cut.
             num_examples: Examples of all parts together.
         """
-        grads, loss = self._model.gradients(parts, num_examples=num_examples)
-        with torch.no_grad():
-            self._update(grads)
+        if self._noised is not None:
+            with torch.no_grad():
+                noised, loss = self._model.noised_gradients(
+                    parts, num_examples=num_examples, rule=self._noised
+                )
+                self._update([grad[0] for grad in noised])
+        else:
+            grads, loss = self._model.gradients(parts, num_examples=num_examples)
+            with torch.no_grad():
+                self._update(grads)
         self.num_steps += 1
         return loss
 

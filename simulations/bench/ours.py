@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from gate import gated
 from numpy.typing import NDArray
 
 import fedlearn as fl
+from fedlearn.algorithms import noised_gradients
 from fedlearn.build import around
 from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
+from fedlearn.core.noise import SecretStream
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.progress import PlainProgress
@@ -105,6 +108,11 @@ def federated(workload: ModuleType, arguments: argparse.Namespace) -> FederatedD
     return FederatedData(population=population, test=test)
 
 
+def no_noise(sigma: float, size: int, *, source: SecretStream) -> NDArray[np.int64]:  # noqa: ARG001
+    """Return zeros in the place of samples."""
+    return np.zeros(size, np.int64)
+
+
 def main() -> None:
     """Run the workload and print one JSON line."""
     peers_dir = Path(os.environ.get("PEERS_DIR", "../shared/peers"))
@@ -115,6 +123,8 @@ def main() -> None:
         parser.add_argument("--executor", default="auto")
         parser.add_argument("--block", type=int, default=0)
         parser.add_argument("--private", action="store_true")
+        parser.add_argument("--level", choices=["client", "example"], default="client")
+        parser.add_argument("--without-noise", action="store_true")
 
     arguments: Any = workload.parse(extra)  # the peers' own namespace
     settings = {
@@ -132,11 +142,13 @@ def main() -> None:
     }
     if arguments.private:  # the cohorts are the peers': what is measured is clip, noise and ledger
         settings["privacy"] = {
-            "mode": "central",
+            "mode": "central" if arguments.level == "client" else "example",
             "clip_norm": 1.0,
             "noise_multiplier": 1.0,
             "target_delta": 1e-6,
         }
+    if arguments.without_noise:  # by example, what is left is the clip
+        mock.patch.object(noised_gradients, "discrete_gaussian", no_noise).start()
     config = config_around(settings, source="the benchmark")
     local = fl.LocalSgd(
         epochs=arguments.epochs,

@@ -1,12 +1,16 @@
 """Central differential privacy beside the plain simulation: round by round.
 
     python simulations/bench/private.py
+    python simulations/bench/private.py --level example [--without-noise]
     python simulations/bench/private.py --beside pfl
 
 Whole rounds on both sides, with store, validation and progress, on the same clients; the private
 side clips, sums integers, draws discrete Gaussian noise and charges its ledger on top. The two are
 let through by turns, one round each; the median ratio of neighbouring rounds stands in the table,
 in seconds: 1.3 is what it should not exceed.
+
+With `--level example` the private side is that of single examples, whose gradients are clipped and
+have noise in each step; without noise, the clip alone should not exceed 2.
 
 Beside pfl-research, both are private: whole programs by turns, and the median ratio of their rates.
 """
@@ -34,12 +38,14 @@ def ratios(model: str, arguments: argparse.Namespace) -> list[float]:
         *(sys.executable, str(HERE / "ours.py"), "--model", model, "--warmup", "0"),
         *("--rounds", str(num_rounds + 1), "--cohort", str(arguments.cohort)),
         *("--procs", str(arguments.procs), "--executor", arguments.executor),
+        *("--level", arguments.level),
     ]
+    quiet = ["--without-noise"] if arguments.without_noise else []
     environ = {**os.environ, "PEERS_DIR": str(arguments.peers_dir)}
     programs: list[Gated] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, more in (("private", ["--private"]), ("plain", [])):
+            for name, more in (("private", ["--private", *quiet]), ("plain", [])):
                 programs.append(
                     Gated((*command, *more), name=name, folder=Path(folder), environ=environ)
                 )
@@ -79,6 +85,8 @@ def main() -> None:
     parser.add_argument("--procs", type=int, default=1)
     parser.add_argument("--executor", default="auto")
     parser.add_argument("--peers-dir", default="../shared/peers", type=Path)
+    parser.add_argument("--level", choices=["client", "example"], default="client")
+    parser.add_argument("--without-noise", action="store_true", help="with --level example")
     parser.add_argument("--beside", choices=["plain", "pfl"], default="plain")
     parser.add_argument("--turns", type=int, default=5, help="of whole programs, beside pfl")
     parser.add_argument("--pfl-python", help="of an environment with pfl[pytorch]")

@@ -14,6 +14,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import FedAvg, FedMedian
 from fedlearn.algorithms.scaffold import Scaffold
@@ -21,6 +22,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone, Cluster, launch
 from fedlearn.simulation.engine import Engine
@@ -44,6 +46,10 @@ KEEPING_ADAMW = replace(ADAM, decoupled=True, weight_decay=0.1, keep_moments=Tru
 CLIPPED = ScheduledRate(
     inner=ClippedGradients(inner=SGD, max_gradient_norm=0.5), rate_decay=0.5, warmup_steps=3
 )
+#: So little noise that it rounds to none: what is left is the clip of each example.
+BY_EXAMPLE = NoisedGradients(
+    inner=replace(SGD, momentum=0.9), example_clip_norm=0.5, example_noise_multiplier=1e-9
+)
 #: Nobody clips these updates, these gradients or keeps these moments.
 CONTROLS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
@@ -51,6 +57,9 @@ CONTROLS: Mapping[str, Strategy] = {
     "scaffold": FedAvg(SGD, weight_by_examples=False),
     "median": FedAvg(SGD, weight_by_examples=False),
     "clipped updates": FedAvg(SGD),
+    "clipped by example": FedAvg(
+        ClippedGradients(inner=BY_EXAMPLE.inner, max_gradient_norm=0.5), weight_by_examples=False
+    ),
 }
 ALGORITHMS: Mapping[str, Strategy] = {
     "adam": FedAvg(ADAM),
@@ -59,6 +68,7 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "scaffold": Scaffold(sgd=SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
     "median": FedMedian(SGD),
     "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(max_update_norm=0.05)]),
+    "clipped by example": FedAvg(BY_EXAMPLE, weight_by_examples=False),
 }
 WORKERS = (1, 2, 4)
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
@@ -114,8 +124,12 @@ def test_the_engine_and_flower_equal_sessions_in_memory_bit_for_bit(name: str) -
 @every_algorithm
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_blocks_of_clients_give_the_same_model(name: str, kind: ExecutorKind) -> None:
-    """To 1e-6, whatever steps for them."""
+    """To 1e-6, whatever steps for them; the fused executor has no gradients by example."""
     strategy = ALGORITHMS[name]
+    if kind is ExecutorKind.FUSED and isinstance(strategy.local, NoisedGradients):
+        with pytest.raises(EngineError, match="each example's gradient is clipped"):
+            engine(strategy, kind, cluster=Alone())
+        return
     one_by_one = engine(strategy, ExecutorKind.SEQUENTIAL, cluster=Alone(), block_size=1)
     expected, _ = flower.run(strategy, one_by_one)
     found, _ = flower.run(strategy, engine(strategy, kind, cluster=Alone()))

@@ -624,7 +624,7 @@ def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
 def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
     """Down to two at a time; others are limited by their parameters alone."""
     blocks = [
-        stacked.preferred_block(Layout.of(nn.Sequential(first, nn.Linear(width, 10))))
+        stacked.preferred_block(Layout.of(nn.Sequential(first, nn.Linear(width, 10))), PLAIN)
         for first, width in (
             (nn.Linear(64, 200), 200),
             (nn.Conv2d(1, 32, 5), 20_000),

@@ -34,9 +34,11 @@ from fedlearn.algorithms.local import (
     new_memory,
     report_of,
 )
+from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
 from fedlearn.core.features import mapped
 from fedlearn.core.params import Layout
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors.base import Trained, Work, block_within
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.stacked_gradient import (
     Batch,
@@ -47,15 +49,21 @@ from fedlearn.simulation.executors.stacked_gradient import (
 )
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 
+#: Bytes that the gradients of examples may take together.
+_EXAMPLE_BYTES = 64 << 20
 #: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
 
 
-def preferred_block(layout: Layout) -> int:
+def preferred_block(layout: Layout, local: LocalUpdate) -> int:
     """Return how many clients to train at once: as many as the fused executor.
 
-    Fewer with convolutions, whose activations are not reused here from one step to the next.
+    Fewer with convolutions, whose activations are not reused here from one step to the next; and
+    where each example has a gradient.
     """
+    if isinstance(local, NoisedGradients):
+        together = min(TOGETHER, local.work.batch_size or TOGETHER)
+        return block_within(_EXAMPLE_BYTES, each=layout.dtype.itemsize * layout.size * together)
     return fused.preferred_block(layout, bytes_of_images=8 << 20)
 
 
@@ -123,6 +131,8 @@ class StackedExecutor:
             raise ValueError("the weights are of another model than the one that is stacked")
         if self._mixes is None:
             self._mixes = self._gradient.mixes_examples(work.features, work.labels)
+        if isinstance(work.local, NoisedGradients):
+            self._require_examples()
         with torch.no_grad(), warnings.catch_warnings():
             # Operations that are vectorised by a loop are slow, not wrong.
             warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -130,6 +140,19 @@ class StackedExecutor:
             for step in range(work.schedule.num_steps):
                 self._step(run, step)
             return self._trained(run)
+
+    def _require_examples(self) -> None:
+        """Refuse a model whose examples have no gradients of their own.
+
+        Raises:
+            EngineError: It is one, or was made for gradients of whole batches.
+        """
+        if self._mixes or not self._gradient.by_example:
+            raise EngineError(
+                "the examples of a batch affect each other, so that none has a gradient of its "
+                "own to clip; take a model whose examples are apart, with GroupNorm or LayerNorm "
+                "in the place of statistics of a batch"
+            )
 
     # --- before and after the steps -----------------------------------------------------
 
@@ -239,7 +262,9 @@ class StackedExecutor:
         """Take one step of all clients that still have a batch."""
         active = int(run.work.schedule.active_T[step])
         sizes_k = run.work.schedule.counts_TK[step, :active]
-        if not self._mixes:
+        if isinstance(run.work.local, NoisedGradients):
+            self._step_by_example(run, step, sizes_k, rule=run.work.local)
+        elif not self._mixes:
             self._step_together(run, step, active=active, size=run.rows_TKB.shape[2])
         elif (sizes_k == sizes_k[0]).all():
             self._step_together(run, step, active=active, size=int(sizes_k[0]))
@@ -259,6 +284,31 @@ class StackedExecutor:
         )
         run.means_TK[step, :active] = outcome.losses
         run.shared = replace(run.shared, constants=outcome.constants)
+
+    def _step_by_example(
+        self, run: _Run, step: int, sizes_k: NDArray[np.int64], *, rule: NoisedGradients
+    ) -> None:
+        """Step by the examples' gradients, clipped and with noise, some examples at a time."""
+        active, size = len(sizes_k), run.rows_TKB.shape[2]
+        height = _bucketed_height(active, self._height)
+        batch = run.batch(step, slice(height), size=size)
+        stack, own = self._prefix(height), self._prefix(active)
+        sums: dict[str, Tensor] = {}
+        for first in range(0, size, TOGETHER):
+            some = batch.examples(slice(first, first + TOGETHER))
+            outcome = self._traced(stack, run.shared, some).first(active)
+            clipped = rule.clipped(
+                list(outcome.grads.values()),
+                some.weights[:active] > 0,
+                products=list(outcome.factors.values()),
+            )
+            found = dict(zip([*outcome.grads, *outcome.factors], clipped, strict=True))
+            sums = {n: sums[n].double() + found[n] for n in sums} if sums else found
+            run.means_TK[step, :active] += outcome.losses
+        x = list(own.trainable.values())
+        noised = rule.noised([sums[name] for name in own.trainable], sizes_k.tolist(), like=x)
+        told, moment = run.shared.told, run.moment(step)
+        rule.inner.step(x, noised, own.memory, told=told, moment=moment)
 
     def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
         """Step clients with equally large batches together: padding would change others."""

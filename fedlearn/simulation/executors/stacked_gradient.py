@@ -20,6 +20,7 @@ from fedlearn.core.features import (
     Features,
     arguments,
     in_dtype,
+    mapped,
     one_tensor,
     rebuilt,
     taken,
@@ -27,7 +28,12 @@ from fedlearn.core.features import (
 )
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
-from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, untouched
+from fedlearn.training.keyed_dropout import (
+    KeyedDropouts,
+    example_keys,
+    global_generator,
+    untouched,
+)
 from fedlearn.training.resident import Precision, autocast
 
 Named = dict[str, Tensor]
@@ -85,7 +91,7 @@ class Batch(NamedTuple):
         features: Shape [h, b, ...], or several such.
         labels: Shape [h, b, ...].
         weights: 1 / (size of the batch), 0 where padded: [h, b].
-        keys: Of the dropout masks: int64 [h].
+        keys: Of the dropout masks: int64 [h]; by example, [h, b].
     """
 
     features: Features
@@ -97,6 +103,16 @@ class Batch(NamedTuple):
         """Return all tensors, always in the same order."""
         return [*tensors_of(self.features), self.labels, self.weights, self.keys]
 
+    def examples(self, places: slice) -> "Batch":
+        """Return some examples of a batch whose keys are those of steps, with keys of their own."""
+        index = torch.arange(self.labels.shape[1], device=self.keys.device)[places]
+        return Batch(
+            mapped(lambda tensor: tensor[:, places], self.features),
+            self.labels[:, places],
+            self.weights[:, places],
+            example_keys(self.keys[:, None], index),
+        )
+
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Batch":
         """Return such a batch of other :meth:`tensors`."""
         *inputs, labels, weights, keys = tensors
@@ -107,8 +123,10 @@ class StepResult(NamedTuple):
     """What one vectorised computation returns.
 
     Attributes:
-        grads: By name, [h, ...]; none of parameters that the loss does not reach.
-        factors: The other gradients, as two matrices to be multiplied: [h, m, b], [h, b, n].
+        grads: By name, [h, ...]; none of parameters that the loss does not reach. By example, of
+            all that train: [h, b, ...].
+        factors: The other gradients, as two matrices to be multiplied: [h, m, b], [h, b, n]. By
+            example, of each the two vectors.
         losses: Of the batches, before the step: [h].
         statistics: After the step, [h, ...].
         constants: After the step.
@@ -175,6 +193,7 @@ class BlockGradient:
         objective: The loss.
         device: Where to compute.
         precision: Of the forward and backward pass.
+        by_example: Whether gradients are those of each example, which has a key of its own.
     """
 
     def __init__(
@@ -184,6 +203,7 @@ class BlockGradient:
         *,
         device: torch.device,
         precision: Precision,
+        by_example: bool = False,
     ) -> None:
         with untouched(torch.default_generator):
             self.module = make_model()
@@ -203,6 +223,11 @@ class BlockGradient:
             out_dims=out_dims,
             randomness="error",
         )
+        self.by_example = by_example
+        examples = vmap(
+            grad_and_value(self._example_loss), in_dims=(None, None, None, None, 0, 0, 0)
+        )
+        self._by_example = vmap(examples, in_dims=(0, 0, None, None, 0, 0, 0))
 
     def constants(self, params: Params) -> Named:
         """Return the buffers that are not averaged, as every client starts with them."""
@@ -224,15 +249,28 @@ class BlockGradient:
 
         Only the gradients of the parameters in ``names``.
         """
+        if self.by_example:
+            grads, losses = self._by_example(*parts, batch.features, batch.labels, batch.keys)
+            return grads, ((losses * batch.weights).sum(1), (parts[1], parts[3]))
         grads, rest = self._vectorised(*parts, *batch)
         return {name: grads[name] for name in names}, rest
+
+    def together(self, parts: Parts, batch: Batch) -> Any:
+        """Return as :meth:`vectorised` by example, but of all examples of a batch the sums."""
+        is_real = (batch.weights > 0).to(batch.weights)
+        examples = (batch.features, batch.labels, is_real, batch.keys[:, 0])
+        grads, (losses, _) = self._vectorised(*parts, *examples)
+        return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
     def reached(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
         """Return the names of the parameters that the loss of such a batch depends on.
 
         The others have no gradient, which is not a gradient of zero: they do not decay. ``vmap``
-        does not tell the two apart, so one client is asked without it, once a shape.
+        does not tell the two apart, so one client is asked without it, once a shape. By example,
+        all: on which of them a loss depends may tell of an example.
         """
+        if self.by_example:
+            return tuple(self.trainable)
         shape = tuple(tensor.shape[1:] for tensor in tensors_of(batch.features))
         if shape not in self._reached:
             trainable, statistics, frozen, constants = parts
@@ -269,6 +307,22 @@ class BlockGradient:
         is_mean = self._objective.per_example
         loss = (losses * weights).sum() if is_mean else losses
         return loss, (statistics, constants)
+
+    def _example_loss(
+        self,
+        trainable: Named,
+        statistics: Named,
+        frozen: Named,
+        constants: Named,
+        *example: Any,  # features, label and key
+    ) -> Tensor:
+        """Return one example's loss; what it does to buffers is forgotten."""
+        features, label, key = example
+        alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
+        weights = torch.ones(1, dtype=self.layout.dtype, device=self.device)
+        batch = (alone, label.unsqueeze(0), weights, key)
+        loss, _ = self._loss(trainable, statistics, frozen, constants, *batch)
+        return loss
 
     def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
         # As the reference does, where the module has but one dtype.

@@ -8,6 +8,7 @@ factors instead, so that plain SGD multiplies and steps in one operation.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ class TracedSteps:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about itself
-                step: _Step = self._traced(parts, batch, tensors)
+                step: _Step = self._by_products(parts, batch, tensors) or self._traced(
+                    parts, batch, tensors
+                )
                 if self._is_compiled:
                     step = torch.compile(step, dynamic=False, fullgraph=True)
                     step(*tensors)
@@ -83,9 +86,54 @@ class TracedSteps:
             ) from error
         return step
 
+    def _by_products(
+        self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]
+    ) -> GraphModule | None:
+        """Return the step by example in which no gradient is written down, if there is one.
+
+        Where each example's gradient is a vector or the outer product of two, a batch that goes
+        through the model as one has them all. That its rows are examples is tried: their norms are
+        those of gradients that are found one by one.
+        """
+        gradient = self._gradient
+        if not gradient.by_example or gradient.dropouts:  # whose masks are of each example
+            return None
+        trace = self._graph(gradient.together, parts, batch, tensors)
+        if not _return_products(trace.graph, num_examples=batch.labels.shape[1]):
+            return None
+        trace.graph.eliminate_dead_code()
+        trace.recompile()
+        found = StepResult(*trace(*tensors))
+        one_by_one, _ = gradient.vectorised(gradient.trainable, parts, batch)
+        for name, grad in one_by_one.items():
+            if name in found.factors:
+                left, right = found.factors[name]
+                norms_hb = left.norm(dim=1) * right.norm(dim=2)
+            else:
+                norms_hb = found.grads[name].norm(dim=2)
+            expected_hb = torch.where(batch.weights > 0, grad.flatten(2).norm(dim=2), 0.0)
+            if not torch.allclose(norms_hb, expected_hb, rtol=1e-3, atol=1e-6):
+                return None
+        return trace
+
     def _traced(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
         """Return the trace: flat tensors to the fields of an outcome."""
         names = self._gradient.reached(parts, batch)
+        trace = self._graph(partial(self._gradient.vectorised, names), parts, batch, tensors)
+        whole = self._gradient.by_example  # of which there is no product
+        _return_factors(trace.graph, num_trainable=len(parts[0]), leave_whole=whole)
+        trace.graph.eliminate_dead_code()
+        trace.recompile()
+        return trace
+
+    def _graph(
+        self,
+        gradient: Callable[[Parts, Batch], Any],
+        parts: Parts,
+        batch: Batch,
+        tensors: Sequence[Tensor],
+    ) -> GraphModule:
+        """Return the trace of a gradient, nested as that is."""
 
         def flat(*values: Tensor) -> object:
             rest = iter(values)
@@ -93,20 +141,51 @@ class TracedSteps:
                 {name: next(rest) for name in part} for part in parts
             )
             named = (trainable, statistics, frozen, constants)
-            return self._gradient.vectorised(names, named, batch.rebuilt(list(rest)))
+            return gradient(named, batch.rebuilt(list(rest)))
 
         # The shapes that a trace notes down are kept by one mode for all its operations; left to
         # itself torch makes one for each, which takes as long as all the rest.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-            trace = make_fx(flat)(*tensors)
-        _return_factors(trace.graph, num_trainable=len(parts[0]))
-        trace.graph.eliminate_dead_code()
-        trace.recompile()
-        return trace
+            return make_fx(flat)(*tensors)
 
 
-def _return_factors(graph: Graph, *, num_trainable: int) -> None:
-    """Let the graph return an outcome's fields, and the factors of gradients that are products."""
+def _return_products(graph: Graph, *, num_examples: int) -> bool:
+    """Let the graph return gradients by example in place of their sums; whether it can, for all."""
+    output = graph.output_node()
+    result: Any = output.args[0]  # nodes, nested as the traced function nests its results
+    grads, (losses, (statistics, constants)) = result
+    whole, factors = {}, {}
+    for name, grad in grads.items():
+        with graph.inserting_before(output):
+            pair = _factors(graph, grad, num_terms=num_examples)
+        terms = _terms(grad, num_terms=num_examples)
+        if pair is not None:
+            factors[name] = pair
+        elif terms is not None:
+            whole[name] = terms
+        else:
+            return False
+    output.args = ((whole, factors, losses, statistics, constants),)
+    return True
+
+
+def _terms(grad: Node, *, num_terms: int) -> Node | None:
+    """Return what ``grad``, [h, m], is the sum of: [h, terms, m], if it is one."""
+    node, shape = grad, grad.meta["val"].shape
+    while node.target in _RESHAPING and node.meta["val"].numel() == shape.numel():
+        node = node.all_input_nodes[0]
+    if node.target is not _ATEN.sum.dim_IntList or node.args[1] != [1]:
+        return None
+    source = node.all_input_nodes[0]
+    is_fit = tuple(source.meta["val"].shape) == (shape[0], num_terms, *shape[1:])
+    return source if is_fit and source.meta["val"].dim() == 3 else None  # noqa: PLR2004 - [h, b, m]
+
+
+def _return_factors(graph: Graph, *, num_trainable: int, leave_whole: bool) -> None:
+    """Let the graph return an outcome's fields, and the factors of gradients that are products.
+
+    With ``leave_whole``, none of them is taken apart.
+    """
     output = graph.output_node()
     result: Any = output.args[0]  # nodes, nested as the traced function nests its results
     grads, (losses, (statistics, constants)) = result
@@ -115,7 +194,7 @@ def _return_factors(graph: Graph, *, num_trainable: int) -> None:
     whole, factors = {}, {}
     for name, grad in grads.items():
         with graph.inserting_before(output):
-            pair = _factors(graph, grad)
+            pair = None if leave_whole else _factors(graph, grad)
         if pair is None or any(_owner(factor) in changing for factor in pair):
             whole[name] = grad
         else:
@@ -123,8 +202,11 @@ def _return_factors(graph: Graph, *, num_trainable: int) -> None:
     output.args = ((whole, factors, losses, statistics, constants),)
 
 
-def _factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
-    """Return two stacks of matrices whose product is ``grad``, if it is computed as one."""
+def _factors(graph: Graph, grad: Node, *, num_terms: int | None = None) -> tuple[Node, Node] | None:
+    """Return two stacks of matrices whose product is ``grad``, if it is computed as one.
+
+    With ``num_terms``, as a sum of so many products.
+    """
     node, is_transposed = grad, False
     while node.target is not _ATEN.bmm.default:
         source = next(iter(node.all_input_nodes), None)
@@ -136,6 +218,8 @@ def _factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
             return None
         node = source
     left, right = (part for part in node.args if isinstance(part, Node))
+    if num_terms is not None and left.meta["val"].shape[2] != num_terms:
+        return None
     if not is_transposed:
         return left, right
     transposed = [graph.call_function(_ATEN.transpose.int, (part, 1, 2)) for part in (right, left)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.local import LocalWork
+from fedlearn.algorithms.noised_gradients import quiet
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.params import Params, TensorSpec
 from fedlearn.core.randomness import Seed, global_generators_kept
@@ -160,6 +161,7 @@ def _sample_of(work: Work) -> Work:
     )
     return replace(
         work,
+        local=quiet(work.local),
         client_ids=client_ids,
         rows_K=np.split(rows, [3]),
         schedule=batches,

@@ -8,6 +8,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, Memory, Moment
 from fedlearn.algorithms.local import Tensors as Stack
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
@@ -66,6 +67,11 @@ UPDATES: dict[str, LocalUpdate] = {
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
+    "by example": NoisedGradients(
+        inner=Proximal(inner=ADAM, proximal=0.5),
+        example_clip_norm=0.5,
+        example_noise_multiplier=2.0,
+    ),
     "a rule of one's own": SignSgd(epochs=1, batch_size=2, rate=0.01),
     "around, of one's own": Halved(inner=SignSgd(epochs=1, batch_size=2, rate=0.01)),
 }

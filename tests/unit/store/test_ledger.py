@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.privacy.events import CyclicCohorts, Event, FixedCohorts, PoissonCohorts
+from fedlearn.privacy.events import (
+    CyclicCohorts,
+    Event,
+    ExampleCohorts,
+    FixedCohorts,
+    PoissonCohorts,
+)
 from fedlearn.privacy.ledger import Charge
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database
@@ -13,6 +19,7 @@ from fedlearn.store.runs import Database
 POISSON = Event(PoissonCohorts(10_000_000_000, 100, 200), 0.75)
 FIXED = Event(FixedCohorts(50, 5), 1.5)
 TURNS = Event(CyclicCohorts(50, 5, 7), 1.5)
+EXAMPLE = Event(ExampleCohorts(50, 5), 1.5)
 
 
 @pytest.fixture
@@ -36,10 +43,11 @@ def test_charges_add_up_over_runs_by_population(database: Database) -> None:
     assert second.charge(charge(POISSON), known={POISSON: 3})
     assert second.charge(charge(FIXED, count=2), known={POISSON: 4})
     assert other.charge(charge(FIXED), known={})
+    assert other.charge(charge(EXAMPLE, count=3), known={FIXED: 1})
     assert first.spent() == second.spent() == {POISSON: 4, FIXED: 2}
     assert first.spent_by_run() == {POISSON: 3}
     assert second.spent_by_run() == {POISSON: 1, FIXED: 2}
-    assert other.spent() == {FIXED: 1}
+    assert other.spent() == {FIXED: 1, EXAMPLE: 3}
 
 
 def test_turns_of_two_runs_stay_apart(database: Database) -> None:

@@ -1,0 +1,214 @@
+r"""Gradients by example, each clipped, with noise in their sum: DP-SGD in local training.
+
+Of a batch of b examples with gradients :math:`g_i` over all trainable parameters together,
+
+.. math:: \tilde g = \frac{1}{b} \Big( \sum_i g_i \min\big(1, C / \|g_i\|_2\big) + z C \xi \Big)
+
+takes the place of the mean loss's gradient, with Gaussian :math:`\xi`. Whatever is made of it,
+momentum, a proximal term or control variates, sees no more of an example than this.
+
+Shape legend: K clients, B examples a batch, Q trainable parameters.
+
+References:
+    Abadi et al., 2016, `Deep Learning with Differential Privacy
+    <https://arxiv.org/abs/1607.00133>`_, algorithm 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeAlias
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from fedlearn.algorithms.local import Around, LocalUpdate, Memory, Moment, Tensors
+from fedlearn.algorithms.transforms import norms
+from fedlearn.core.noise import SecretStream, discrete_gaussian
+from fedlearn.core.ranges import Positive, Ranged
+from fedlearn.errors import SettingsRefused
+
+#: Examples whose gradients are summed in float32 at a time; these sums add up in float64.
+TOGETHER = 32
+#: Levels up to the clip norm of the grid that a sum is rounded to before it has noise.
+_LEVELS = 1 << 20
+#: More than what rounding in float32 does to a norm and to a scaled gradient.
+_MARGIN = 2.0**-13
+#: Rounding of one operation in float32, relatively.
+_ROUNDING = 2.0**-24
+#: Numbers whose squares are zeros in float32 are next to nothing beside it, however many.
+_LEAST_CLIP = 1e-9
+#: Two vectors an example, [K, m, B] and [K, B, n], whose outer product is its gradient.
+Product: TypeAlias = tuple[Tensor, Tensor]
+
+#: So little noise that it rounds to none.
+_NEXT_TO_NOTHING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedGradients(Ranged, Around):
+    r"""Clips the gradient of each example to an L2 norm C, and adds noise of z C to their sum.
+
+    It is outermost: trainers and executors give it each example's gradient, by :meth:`clipped`, and
+    the inner update the mean with noise, by :meth:`noised`. One that does not know it is refused by
+    :meth:`step`.
+
+    Attributes:
+        example_clip_norm: C >= 1e-9.
+        example_noise_multiplier: z > 0.
+
+    Guarantees:
+        To take away what one example adds to a sum moves it by at most :meth:`sensitivity`, of
+        which the noise is z times. The others' gradients are what they were: each is of its example
+        alone. Noise is the discrete Gaussian of integers, by the operating system's generator, new
+        in each step.
+    """
+
+    example_clip_norm: Annotated[float, Ge(_LEAST_CLIP)]
+    example_noise_multiplier: Positive
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Refuse: a gradient of a whole batch cannot be clipped by example.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "NoisedGradients takes each example's gradient, not the batch's; let it be the "
+            "outermost of the local updates, and train with fedlearn's own trainer"
+        )
+
+    def clipped(
+        self, grads: Tensors, is_real_KB: Tensor, *, products: Sequence[Product] = ()
+    ) -> list[Tensor]:
+        """Return the sums of examples' gradients, each clipped: [K, ...].
+
+        In float64 where there are more examples than are summed together.
+
+        Args:
+            grads: [K, B, ...] each.
+            is_real_KB: Which examples count; the others are padding, and add exactly nothing. Nor
+                does one whose gradient is not finite.
+            products: Further gradients, the outer products of two vectors an example: [K, m, B] and
+                [K, B, n] for sums [K, m, n], which follow the others'. Their norms are those of the
+                vectors, multiplied, so that no example's gradient need be written down.
+
+        Raises:
+            SettingsRefused: torch was told to multiply matrices in less than float32.
+
+        References:
+            Goodfellow, 2015, `Efficient Per-Example Gradient Computations
+            <https://arxiv.org/abs/1510.01799>`_.
+        """
+        if torch.get_float32_matmul_precision() != "highest":
+            raise SettingsRefused(
+                f"torch multiplies float32 at {torch.get_float32_matmul_precision()!r} precision, "
+                "for which a sum of clipped gradients has no bound; leave out "
+                "torch.set_float32_matmul_precision"
+            )
+        pairs = [(_wide(left).mT, _wide(right)) for left, right in products]
+        rows = [_wide(grad).reshape(*grad.shape[:2], -1) for grad in grads]
+        each_KB = [_norms(row) for row in rows]
+        # In float64: of two such vectors one may be as small as the other is large.
+        each_KB += [_exact_norms(left) * _exact_norms(right) for left, right in pairs]
+        norms_KB = torch.stack(each_KB).norm(dim=0)
+        is_used_KB = is_real_KB & torch.isfinite(norms_KB)
+        # A norm of zero divides to infinity, and is not scaled.
+        scales_KB = (self.example_clip_norm / norms_KB).clamp(max=1.0) * is_used_KB
+        if not bool(torch.isfinite(norms_KB).all()):
+            scales_KB, rows = scales_KB.nan_to_num(0.0), [_finite(row) for row in rows]
+            pairs = [(_finite(left), _finite(right)) for left, right in pairs]
+        sums = [
+            _sum_of_products(scales_KB[..., None].to(row), row).view(len(grad), *grad.shape[2:])
+            for row, grad in zip(rows, grads, strict=True)
+        ]
+        for left, right in pairs:
+            sums.append(_sum_of_products(left * scales_KB[..., None].to(left), right))
+        return sums
+
+    def sensitivity(self, *, num_examples: int, size: int) -> float:
+        r"""Return how far one example moves a sum on its grid, in levels.
+
+        Of :math:`2^{20}` levels for C: these, and what rounding adds. A sum of b terms in float32
+        errs by :math:`b u` of them all, in each of the two sums that are told apart, and rounding
+        to levels moves each number by half a level, in each.
+
+        Args:
+            num_examples: Of the batch, b.
+            size: Numbers of the sum, Q.
+
+        References:
+            Higham, 2002, Accuracy and Stability of Numerical Algorithms, section 4.2.
+        """
+        together = min(num_examples, TOGETHER)
+        summing = 2.0 * num_examples * together * _ROUNDING * (1.0 + _MARGIN)
+        return _LEVELS * (1.0 + _MARGIN + summing) + math.sqrt(size)
+
+    def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
+        """Return the gradients for the inner update: means of the sums, with noise.
+
+        Args:
+            sums: As :meth:`clipped` returns them, over all examples of a batch: [K, ...].
+            sizes_K: Examples of each batch.
+            like: Tensors of the dtypes that are wanted.
+        """
+        level, numbers = self.example_clip_norm / _LEVELS, [each[0].numel() for each in sums]
+        widest = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
+        means_KQ = like[0].new_empty(len(sizes_K), sum(numbers), dtype=widest)
+        for client, num_examples in enumerate(sizes_K):  # each alone, which stays in the cache
+            sensitivity = self.sensitivity(num_examples=num_examples, size=sum(numbers))
+            sigma = self.example_noise_multiplier * sensitivity
+            noise = discrete_gaussian(sigma, sum(numbers), source=SecretStream.fresh())
+            levels = torch.cat([each[client].reshape(-1) for each in sums]).double()
+            # Exact until it is scaled: both are integers far below 2**53.
+            levels.div_(level).round_().add_(torch.from_numpy(noise).to(levels.device))
+            means_KQ[client] = levels.mul_(level / num_examples)
+        return [
+            part.view(each.shape).to(model.dtype)
+            for each, part, model in zip(sums, means_KQ.split(numbers, dim=1), like, strict=True)
+        ]
+
+
+def quiet(local: LocalUpdate) -> LocalUpdate:
+    """Return the update with next to no noise: for trials whose results nobody is given.
+
+    Two trainings of the same clients can be told apart from two different ones only so.
+    """
+    if not isinstance(local, NoisedGradients):
+        return local
+    return replace(local, example_noise_multiplier=_NEXT_TO_NOTHING)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in at least float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return values with zeros in place of those that are not finite."""
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the L2 norms of [K, B, n], to one part in 2**15: float64 [K, B]."""
+    return norms(rows.reshape(-1, rows.shape[2])).view(rows.shape[:2])
+
+
+def _exact_norms(rows: Tensor) -> Tensor:
+    """Return the L2 norms of [K, B, n]: float64 [K, B]."""
+    found: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    return found
+
+
+def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sums over B of the outer products of [K, B, m] and [K, B, n]: [K, m, n]."""
+    first, *more = [
+        torch.bmm(left[:, part].mT, right[:, part])
+        for part in (slice(at, at + TOGETHER) for at in range(0, left.shape[1], TOGETHER))
+    ]
+    for each in more:
+        first = first.double().add_(each)
+    return first

@@ -1,0 +1,141 @@
+"""Gradients of a model by example: which models have them, and how they are found.
+
+Each example goes through the model alone, in one ``vmap`` over a batch, so that nothing of the
+others is in its gradient. Buffers stay as they were: what a model gathers there has no noise.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.core.features import Features, arguments, cut, mapped, one_tensor
+from fedlearn.errors import SettingsRefused
+from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, shown, untouched
+
+Named = dict[str, Tensor]
+
+_REMEDY = "take a model whose examples are apart, with GroupNorm or LayerNorm in its place"
+
+
+def batch_statistics(module: nn.Module) -> str | None:
+    """Return which layer has statistics of whole batches, as a message calls it, if one has.
+
+    Example:
+        >>> batch_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        'layer 1 (BatchNorm1d)'
+        >>> batch_statistics(nn.GroupNorm(1, 2)) is None
+        True
+    """
+    for name, layer in module.named_modules():
+        normalises = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - of all of them
+        is_by_example = isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # noqa: SLF001
+        if normalises and layer.training and not (is_by_example and not layer.track_running_stats):
+            return shown(name, layer)
+    return None
+
+
+def require_separable(module: nn.Module, objective: Objective) -> None:
+    """Refuse what is known to couple the examples of a batch.
+
+    Raises:
+        SettingsRefused: The loss does, or a layer, which is named.
+    """
+    if not objective.per_example:
+        raise SettingsRefused(
+            "the loss couples the examples of a batch, so that none has a gradient of its own to "
+            "clip; take a loss that is a mean over examples"
+        )
+    if (layer := batch_statistics(module)) is not None:
+        raise SettingsRefused(
+            f"{layer} computes with all examples of a batch, so that none has a gradient of its "
+            f"own to clip; {_REMEDY}"
+        )
+
+
+class ExampleGradients:
+    """The gradients of one model's loss, an example each.
+
+    Args:
+        module: Whose forward pass is called, with the values that it has then.
+        objective: The loss.
+        dropouts: Of the module.
+
+    Raises:
+        SettingsRefused: The loss, or a layer by its type, couples the examples of a batch.
+    """
+
+    def __init__(self, module: nn.Module, objective: Objective, *, dropouts: KeyedDropouts) -> None:
+        require_separable(module, objective)
+        self._module, self._objective, self._dropouts = module, objective, dropouts
+        self._is_tried = False
+
+    def __call__(
+        self, features: Features, labels: Tensor, *, keys: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the gradients along what trains, [b, ...] each, and the losses: [b].
+
+        Args:
+            features: Shape [b, ...], or several such.
+            labels: Shape [b, ...].
+            keys: Of the examples' dropout masks: int64 [b].
+
+        Raises:
+            SettingsRefused: An example's loss hangs on the others in its batch, or the forward pass
+                changes a buffer of floating-point numbers.
+        """
+        if not self._is_tried and len(labels) > 1:
+            self._try(features, labels)
+        parameters = dict(self._module.named_parameters())
+        trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+        rest = {name: p for name, p in parameters.items() if not p.requires_grad}
+
+        def loss_of(trainable: Named, features: Features, label: Tensor, key: Tensor) -> Tensor:
+            self._dropouts.key = key
+            alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
+            _, losses = self._forward({**rest, **trainable}, alone, label.unsqueeze(0))
+            return losses.sum()
+
+        each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0, 0), randomness="different")
+        grads, losses = each(trainable, features, labels, keys)
+        return list(grads.values()), losses
+
+    def _forward(
+        self, parameters: Mapping[str, Tensor], features: Features, labels: Tensor
+    ) -> tuple[Named, Tensor]:
+        """Return the buffers after a forward pass, which are copies, and the losses."""
+        buffers = {name: value.clone() for name, value in self._module.named_buffers()}
+        tensors = {**parameters, **buffers}
+        outputs = one_tensor(functional_call(self._module, tensors, *arguments(features)))
+        return buffers, self._objective.losses(outputs, labels)
+
+    @torch.no_grad()
+    def _try(self, features: Features, labels: Tensor) -> None:
+        """Refuse what couples the examples of a first batch, as far as it shows.
+
+        A model that draws random numbers cannot be told by its losses and passes.
+        """
+        parameters = dict(self._module.named_parameters())
+        before = {name: value.clone() for name, value in self._module.named_buffers()}
+        with untouched(global_generator(labels.device)):
+            self._dropouts.set_key(0)
+            (after, whole), (_, again) = (
+                self._forward(parameters, features, labels) for _ in range(2)
+            )
+            one = slice(1)
+            _, alone = self._forward(parameters, cut(features, one), labels[one])
+        for name, value in after.items():
+            if value.is_floating_point() and not torch.equal(value, before[name]):
+                raise SettingsRefused(
+                    f"the forward pass changes the buffer {name!r}, which would leave the client "
+                    "without noise; let it stay as it is in training"
+                )
+        is_apart = torch.allclose(alone, whole[one], rtol=1e-3, atol=1e-5)
+        if torch.equal(whole, again) and not is_apart:
+            raise SettingsRefused(
+                "an example's loss hangs on the others in its batch, so that it has no gradient of "
+                f"its own to clip; {_REMEDY}"
+            )
+        self._is_tried = True

@@ -1,0 +1,120 @@
+"""Blocks of clients clip each example's gradient as one client after another does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.errors import EngineError
+from fedlearn.simulation.executors.stacked import StackedExecutor
+from fedlearn.simulation.executors.stacked_gradient import BlockGradient
+from fedlearn.training.resident import Precision
+from tests.parity import test_stacked as stacked
+
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.5)
+RULE = NoisedGradients(inner=SGD, example_clip_norm=0.3, example_noise_multiplier=1e-9)
+#: All of a client at once: more than are summed together.
+WHOLE = NoisedGradients(
+    inner=LocalSgd(epochs=1, batch_size=None, learning_rate=0.1),
+    example_clip_norm=0.3,
+    example_noise_multiplier=1e-9,
+)
+SIZES = (TOGETHER + 7, 8, 3, 1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def with_layer_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class AlongPositions(nn.Module):
+    """A layer that is applied to each position of an example, as many as a batch has examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        positions = features[:, None] * torch.arange(1.0, 5.0)[None, :, None]
+        found: Tensor = self.out(self.layer(positions).tanh().mean(1))
+        return found
+
+
+def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) -> StackedExecutor:
+    gradient = BlockGradient(
+        make_model,
+        CrossEntropy(),
+        device=torch.device("cpu"),
+        precision=Precision.FLOAT32,
+        by_example=by_example,
+    )
+    return StackedExecutor(gradient, is_compiled=False)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "rule"),
+    [
+        (mlp, RULE),
+        (mlp, WHOLE),
+        (with_dropout, WHOLE),
+        (with_layer_norm, RULE),
+        (AlongPositions, RULE),
+    ],
+)
+def test_a_block_equals_one_client_after_another(
+    make_model: Callable[[], nn.Module], rule: NoisedGradients
+) -> None:
+    """To rounding, with batches that are padded; control: without the clip it does not."""
+    params = stacked.params_of(make_model)
+    work = stacked.work_of(params, local=rule, sizes=SIZES)
+    expected = stacked.reference(make_model, work, CrossEntropy())
+    assert stacked.distance(expected, executor(make_model).train(work)) < 2e-6
+    plain = stacked.work_of(params, local=rule.inner, sizes=SIZES)
+    unclipped = executor(make_model, by_example=False).train(plain)
+    assert float((unclipped.deltas_KP - expected.deltas_KP).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(("make_model", "has_products"), [(mlp, True), (AlongPositions, False)])
+def test_gradients_of_linear_layers_are_not_written_down(
+    make_model: Callable[[], nn.Module],
+    has_products: bool,  # noqa: FBT001 - a parameter of the test
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of a plain network's are products; of another one none is taken for one."""
+    seen = []
+    original = NoisedGradients.clipped
+
+    def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: as it is
+        seen.append(bool(products))
+        return original(self, *given, products=products)
+
+    monkeypatch.setattr(NoisedGradients, "clipped", spied)
+    executor(make_model).train(stacked.work_of(stacked.params_of(make_model), local=RULE))
+    assert set(seen) == {has_products}
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(("make_model", "by_example"), [(with_batch_norm, True), (mlp, False)])
+def test_models_without_gradients_by_example_are_refused(
+    make_model: Callable[[], nn.Module],
+    by_example: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """Should nobody have asked before; and an executor that was made for batches."""
+    work = stacked.work_of(stacked.params_of(make_model), local=RULE)
+    with pytest.raises(EngineError, match="examples of a batch affect each other"):
+        executor(make_model, by_example=by_example).train(work)

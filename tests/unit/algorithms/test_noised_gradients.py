@@ -1,0 +1,185 @@
+"""Gradients by example: clipped each by itself, summed within a stated error, with noise."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.local import LocalSgd, Moment
+from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients, quiet
+from fedlearn.errors import SettingsRefused
+from tests.e2e.noise import has_scale
+
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=1.0)
+SHAPES = ((30, 40), (7,), ())
+CLIP = 0.5
+RULE = NoisedGradients(inner=SGD, example_clip_norm=CLIP, example_noise_multiplier=2.0)
+
+
+def gradients(num_examples: int, *, scale: float = 1.0, seed: int = 0) -> list[Tensor]:
+    """Return gradients of two clients' examples: some within the clip, most beyond."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = scale * torch.logspace(-3, 1, num_examples)
+    return [
+        torch.randn(2, num_examples, *shape, generator=generator)
+        * sizes.view(1, -1, *[1] * len(shape))
+        for shape in SHAPES
+    ]
+
+
+def all_real(grads: list[Tensor]) -> Tensor:
+    return torch.ones(grads[0].shape[:2], dtype=torch.bool)
+
+
+def flat(grads: list[Tensor], *, dims: int) -> Tensor:
+    """Return gradients as vectors in float64, behind their first dimensions."""
+    return torch.cat([grad.double().reshape(*grad.shape[:dims], -1) for grad in grads], dim=dims)
+
+
+@pytest.mark.parametrize("num_examples", [1, 5, TOGETHER + 3])
+def test_each_example_is_clipped_before_it_is_summed(num_examples: int) -> None:
+    """By the norm of all parameters together; control: the sum of all, clipped, is another."""
+    grads = gradients(num_examples)
+    found = flat(RULE.clipped(grads, all_real(grads)), dims=1)
+    examples = flat([*grads], dims=2)
+    norms = examples.norm(dim=2, keepdim=True)
+    expected = (examples * (CLIP / norms).clamp(max=1.0)).sum(1)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5 * CLIP)
+    if num_examples > 1:
+        total = examples.sum(1)
+        afterwards = total * (num_examples * CLIP / total.norm(dim=1, keepdim=True)).clamp(max=1.0)
+        assert float((afterwards - expected).abs().max()) > 1e-2 * CLIP
+
+
+def test_products_of_two_vectors_are_clipped_without_being_written_down() -> None:
+    """As the outer products themselves, and with gradients that are none."""
+    (bias,) = gradients(5)[1:2]
+    left, right = torch.randn(2, 6, 5), torch.randn(2, 5, 4)
+    written = torch.einsum("kmb,kbn->kbmn", left, right)
+    real = torch.tensor([[True] * 4 + [False]] * 2)
+    expected = RULE.clipped([bias, written], real)
+    found = RULE.clipped([bias], real, products=[(left, right)])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6)
+    # Norms of such vectors leave float32, that of their product does not.
+    products = [(left * 1e-24, right * 1e25)]
+    expected = RULE.clipped([bias, written * 10.0], real)
+    for one, other in zip(RULE.clipped([bias], real, products=products), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    left[:, :, 1] = math.nan
+    for one in RULE.clipped([bias], real, products=[(left, right)]):
+        assert bool(torch.isfinite(one).all())
+
+
+def test_padding_adds_exactly_nothing() -> None:
+    """Whatever stands there; control: an example that counts does."""
+    grads, real = gradients(5), torch.tensor([[True] * 4 + [False]] * 2)
+    found = RULE.clipped(grads, real)
+    others = [grad.clone() for grad in grads]
+    for other in others:
+        other[:, 4] = torch.randn(other[:, 4].shape) * 100.0
+    for one, same in zip(found, RULE.clipped(others, real), strict=True):
+        assert torch.equal(one, same)
+    assert not torch.equal(found[0], RULE.clipped(grads, all_real(grads))[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_an_example_whose_gradient_has_no_norm_adds_exactly_nothing(value: float) -> None:
+    """It would tell of itself by what it does to all others."""
+    grads = gradients(5)
+    expected = RULE.clipped(grads, torch.tensor([[True] * 4 + [False]] * 2))
+    grads[0][:, 4, 3, 3] = value
+    for one, other in zip(RULE.clipped(grads, all_real(grads)), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("num_examples", [1, 8, 3 * TOGETHER])
+def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
+    num_examples: int,
+) -> None:
+    """In levels, and by all but as much: accounting for two thirds of it would not do."""
+    size = sum(math.prod(shape) for shape in SHAPES)
+    allowed = RULE.sensitivity(num_examples=num_examples, size=size)
+    moved = []
+    for seed in range(20):
+        grads = gradients(num_examples, scale=100.0, seed=seed)
+        without = all_real(grads)
+        without[:, -1] = False
+        one, other = (
+            torch.round(flat(RULE.clipped(grads, real), dims=1) / (CLIP / 2**20))
+            for real in (all_real(grads), without)
+        )
+        moved.append(float((one - other).norm(dim=1).max()))
+    assert max(moved) <= allowed
+    assert max(moved) > allowed * 2.0 / 3.0
+
+
+def noised(num_examples: list[int], *, rule: NoisedGradients = RULE) -> list[Tensor]:
+    """Return the noise of as many clients, whose sums are zero."""
+    sums = [torch.zeros(len(num_examples), *shape, dtype=torch.float64) for shape in ((200, 100),)]
+    return rule.noised(sums, num_examples, like=[torch.zeros(1)])
+
+
+def test_noise_is_of_the_clip_by_the_size_of_the_batch() -> None:
+    """Its variance, of each client apart; that of 2/3 and of 3/2 as much is told from it."""
+    (noise,) = noised([4, 10])
+    for row, size in zip(noise.flatten(1), (4, 10), strict=True):
+        sigma = 2.0 * CLIP / size
+        assert has_scale(row, sigma)
+        assert not has_scale(row * 2.0 / 3.0, sigma)
+        assert not has_scale(row * 1.5, sigma)
+    likeness = torch.corrcoef(noise.flatten(1))[0, 1]
+    assert abs(float(likeness)) < 5.0 / math.sqrt(noise[0].numel())
+
+
+def test_noise_is_never_the_same_twice() -> None:
+    """Whatever seeds are set: it is the operating system's."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002 - the global one
+        found += noised([4])
+    assert not torch.equal(*found)
+
+
+def test_a_quiet_rule_is_for_trials_alone() -> None:
+    """Its noise rounds to none; other updates are what they are."""
+    hushed = quiet(RULE)
+    assert isinstance(hushed, NoisedGradients)
+    assert float(noised([4], rule=hushed)[0].abs().max()) == 0.0
+    assert quiet(SGD) is SGD
+
+
+def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
+    """Neither a trainer that takes a step with it, nor a rule around it."""
+    x, moment = [torch.zeros(1, 3)], Moment(round_num=0, step=0)
+    with pytest.raises(ValueError, match="takes each example's gradient, not the batch's"):
+        RULE.step(x, x, {}, told={}, moment=moment)
+
+
+@pytest.fixture
+def _coarse() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("_coarse")
+def test_sums_of_less_than_float32_are_refused() -> None:
+    """Their error has no bound that the noise is sized for; control: the other tests."""
+    grads = gradients(3)
+    with pytest.raises(SettingsRefused, match="torch multiplies float32 at 'high' precision"):
+        RULE.clipped(grads, all_real(grads))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("example_clip_norm", 0.0), ("example_noise_multiplier", 0.0)]
+)
+def test_what_is_out_of_range_is_refused(field: str, value: float) -> None:
+    """By name."""
+    values = {"example_clip_norm": 1.0, "example_noise_multiplier": 1.0, field: value}
+    with pytest.raises(ValueError, match=field):
+        NoisedGradients(inner=SGD, **values)

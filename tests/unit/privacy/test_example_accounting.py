@@ -1,0 +1,206 @@
+"""What single examples cost: used when their user is asked, and hidden by no sampling."""
+
+import math
+from itertools import pairwise, product
+
+import pytest
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
+from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.privacy.accounting import (
+    calibrated,
+    epsilon_against_coordinator,
+    epsilon_of_release,
+)
+from fedlearn.privacy.events import (
+    Event,
+    ExampleCohorts,
+    FixedCohorts,
+    PoissonCohorts,
+    Spent,
+    UserCohorts,
+)
+from fedlearn.privacy.plan import ExampleLevelPlan
+from fedlearn.privacy.secret import ReproducibleStreams
+
+DELTA = 1e-5
+COHORTS = ExampleCohorts(population=1000, expected=50)
+SGD = LocalSgd(epochs=4, batch_size=8, learning_rate=0.5)
+
+
+def gaussian_delta(epsilon: float, distance: float) -> float:
+    """Return δ of one Gaussian by integration: what of it is above e^ε times the other."""
+    start = epsilon / distance + distance / 2.0
+    above = quad(lambda x: norm.pdf(x - distance) - math.exp(epsilon) * norm.pdf(x), start, 40.0)
+    return float(above[0])
+
+
+def delta_if_seen(epsilon: float, spent: Spent) -> float:
+    """Return δ of who sees whether the user was asked in each round: every course, one by one."""
+    rounds = [event for event, count in spent.items() for _ in range(count)]
+    total = 0.0
+    for course in product((False, True), repeat=len(rounds)):
+        chance, square = 1.0, 0.0
+        for event, is_asked in zip(rounds, course, strict=True):
+            chance *= event.cohorts.rate if is_asked else 1.0 - event.cohorts.rate
+            square += event.distance**2 if is_asked else 0.0
+        if square:
+            total += chance * gaussian_delta(epsilon, math.sqrt(square))
+    return total
+
+
+@pytest.mark.parametrize(
+    "spent",
+    [
+        {Event(COHORTS, 1.0): 1},
+        {Event(COHORTS, 0.7): 6},
+        {Event(COHORTS, 0.7): 3, Event(ExampleCohorts(10, 9), 2.0): 3},
+    ],
+)
+def test_a_release_costs_the_mean_over_the_rounds_that_an_example_is_in(spent: Spent) -> None:
+    """By an oracle that adds up every course of a run; and no less."""
+    found = epsilon_of_release(spent, target_delta=DELTA)
+    assert delta_if_seen(found, spent) == pytest.approx(DELTA, rel=1e-3)
+    assert delta_if_seen(0.95 * found, spent) > DELTA * 1.05
+
+
+def test_sampling_of_users_does_not_amplify_for_their_examples() -> None:
+    """The usual figure is less than an attacker knows that sees who was asked by other examples."""
+    usual = Event(PoissonCohorts(population=1000, expected=50, largest=1000), 1.0)
+    claimed = epsilon_of_release({usual: 6}, target_delta=DELTA)
+    assert delta_if_seen(claimed, {Event(COHORTS, 1.0): 6}) > 100.0 * DELTA
+    assert epsilon_of_release({Event(COHORTS, 1.0): 6}, target_delta=DELTA) > 2.0 * claimed
+
+
+def test_who_sees_the_cohorts_may_see_that_it_was_each() -> None:
+    """Then, and where all users are asked, each round is one Gaussian at a distance of 1 / z."""
+    all_asked = ExampleCohorts(population=1000, expected=1000)
+    seen = epsilon_against_coordinator({Event(COHORTS, 2.0): 4}, target_delta=DELTA)
+    assert seen == pytest.approx(4.377, abs=1e-3)
+    assert epsilon_of_release({Event(all_asked, 2.0): 4}, target_delta=DELTA) == seen
+    assert epsilon_of_release({Event(COHORTS, 2.0): 4}, target_delta=DELTA) < seen
+
+
+def test_many_releases_of_many_kinds_are_rounded_up() -> None:
+    """A run in pieces of other noise costs what it costs with the noise of one, and a little."""
+    one = epsilon_of_release({Event(COHORTS, 1.0): 400}, target_delta=DELTA)
+    pieces = {Event(COHORTS, 1.0 + 1e-9 * piece): 100 for piece in range(4)}
+    assert one <= epsilon_of_release(pieces, target_delta=DELTA) < 1.01 * one
+
+
+def test_users_and_examples_have_no_common_guarantee() -> None:
+    """To take away an example moves a user's update by up to twice the clip, not out of it."""
+    spent = {Event(COHORTS, 1.0): 1, Event(PoissonCohorts(1000, 50, 100), 1.0): 1}
+    with pytest.raises(ValueError, match="no common guarantee"):
+        epsilon_of_release(spent, target_delta=DELTA)
+
+
+def test_calibrated_noise_is_enough_and_no_more() -> None:
+    """The budget holds with it, and is exceeded with one that is a hundredth smaller."""
+    multiplier = calibrated(COHORTS, epsilon=3.0, target_delta=DELTA, num_rounds=50)
+    found = [
+        epsilon_of_release({Event(COHORTS, factor * multiplier): 50}, target_delta=DELTA)
+        for factor in (1.0, 0.99)
+    ]
+    assert found[0] <= 3.0 < found[1]
+
+
+def test_a_delta_that_needs_no_noise_is_refused() -> None:
+    """It would allow to tell all of whoever is asked at all."""
+    with pytest.raises(ValueError, match=r"target_delta is 0.06.*no more probable \(0.05\)"):
+        calibrated(COHORTS, epsilon=1.0, target_delta=0.06, num_rounds=1)
+    with pytest.raises(ValueError, match="above the population 10"):
+        ExampleCohorts(10, 11)
+
+
+def plan(*, epochs: int = 4, cohorts: UserCohorts | None = None) -> ExampleLevelPlan:
+    return ExampleLevelPlan(
+        cohorts=cohorts or FixedCohorts(1000, 50),
+        clip_norm=0.2,
+        noise_multiplier=3.0,
+        num_wanted=50,
+        streams=ReproducibleStreams(Seed(0)),
+        epochs=epochs,
+    )
+
+
+@pytest.mark.parametrize("cohorts", [FixedCohorts(1000, 50), PoissonCohorts(1000, 50, 100)])
+def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
+    """An example is in one batch of each: of a noise of 3 is left 1.5 a round."""
+    assert plan(cohorts=cohorts).event == Event(COHORTS, 1.5)
+    figures = [
+        epsilon_of_release({plan(epochs=epochs).event: 20}, target_delta=DELTA)
+        for epochs in (1, 2, 4)
+    ]
+    assert all(less < more for less, more in pairwise(figures))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        FedAvg(SGD, weight_by_examples=False),
+        FedProx(SGD, proximal=0.1, weight_by_examples=False),
+        FedMedian(SGD),
+        Scaffold(sgd=SGD, num_clients=100, server_learning_rate=1.0),
+    ],
+)
+def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:
+    """Outermost, whatever is made of it afterwards: rules, lanes, aggregations."""
+    strategy = plan().strategy(inner)
+    for local in (strategy.local, *strategy.locals_for([ClientId(0), ClientId(1)])):
+        assert local == NoisedGradients(
+            inner=inner.local, example_clip_norm=0.2, example_noise_multiplier=3.0
+        )
+    assert len(set(map(id, strategy.locals_for([ClientId(0), ClientId(1)])))) == 1
+    assert strategy.lanes == inner.lanes
+    assert strategy.aggregation == inner.aggregation
+
+
+class Rule(LocalWork):
+    """A rule of the user's own."""
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Do nothing."""
+
+
+def lengthened(local: LocalUpdate) -> Strategy:
+    """Return an algorithm in which one client does something else."""
+    inner = FedAvg(SGD, weight_by_examples=False)
+    return PerClient(inner, lambda client: local if client == 1 else SGD)
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (FedAvg(SGD), "weighted by their examples"),
+        (FedAvg(OwnTraining(epochs=1), weight_by_examples=False), "OwnTraining may do with the"),
+        (FedAvg(Rule(epochs=1, batch_size=2), weight_by_examples=False), "Rule may do with the"),
+    ],
+)
+def test_training_that_is_not_known_is_refused(inner: Strategy, reason: str) -> None:
+    """And numbers that would be told; control: the strategies above."""
+    with pytest.raises(ValueError, match=reason):
+        plan().strategy(inner)
+
+
+def test_a_client_that_would_do_more_than_is_accounted_for_is_refused() -> None:
+    """Control: one that does less is not."""
+    longer = LocalSgd(epochs=5, batch_size=8, learning_rate=0.5)
+    with pytest.raises(ValueError, match="5 epochs, but 4 are accounted for"):
+        plan().strategy(lengthened(longer)).locals_for([ClientId(0), ClientId(1)])
+    shorter = LocalSgd(epochs=1, batch_size=8, learning_rate=0.5)
+    strategy = plan().strategy(lengthened(shorter))
+    (local,) = strategy.locals_for([ClientId(1)])
+    assert isinstance(local, NoisedGradients)
+    assert local.inner == shorter

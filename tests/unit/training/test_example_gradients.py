@@ -1,0 +1,251 @@
+"""Gradients by example, held to Opacus; and which models have none."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd, batch_positions
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, Objective
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import SettingsRefused
+from fedlearn.training.example_gradients import ExampleGradients
+from fedlearn.training.keyed_dropout import KeyedDropouts
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import TrainContext
+
+NUM_EXAMPLES, CLIP = 21, 0.3
+SGD = LocalSgd(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
+RULE = NoisedGradients(inner=SGD, example_clip_norm=CLIP, example_noise_multiplier=1e-9)
+
+
+class Words(nn.Module):
+    """A mean of embeddings, and a layer on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 6), nn.Linear(6, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.out(self.embedding(words).mean(1))
+        return found
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)
+    )
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (mlp, torch.randn(NUM_EXAMPLES, 5, generator=torch.Generator().manual_seed(1))),
+    "cnn": (cnn, torch.randn(NUM_EXAMPLES, 1, 6, 6, generator=torch.Generator().manual_seed(1))),
+    "embedding": (Words, torch.arange(NUM_EXAMPLES * 4).view(-1, 4) * 7 % 11),
+}
+LABELS = torch.arange(NUM_EXAMPLES) % 3
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name: str) -> nn.Module:
+    """Return a model, the same each time."""
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def by_example(module: nn.Module, objective: Objective | None = None) -> ExampleGradients:
+    return ExampleGradients(module, objective or CrossEntropy(), dropouts=KeyedDropouts(module))
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the norm of the difference by that of what is expected."""
+    one, other = (
+        torch.cat([value.double().flatten() for value in each]) for each in (found, expected)
+    )
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    """Opacus warns of its own use of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Opacus:
+    """A model that Opacus trains with its clip and without noise.
+
+    Args:
+        module: The model.
+        rate: Of SGD.
+        momentum: Of SGD.
+    """
+
+    def __init__(self, module: nn.Module, *, rate: float, momentum: float) -> None:
+        pytest.importorskip("opacus")
+        from opacus import GradSampleModule  # noqa: PLC0415
+        from opacus.optimizers import DPOptimizer  # noqa: PLC0415
+
+        self.module = GradSampleModule(module)
+        sgd = torch.optim.SGD(self.module.parameters(), lr=rate, momentum=momentum)
+        self.optimizer = DPOptimizer(
+            sgd, noise_multiplier=0.0, max_grad_norm=CLIP, expected_batch_size=1
+        )
+
+    def clipped(self, features: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return the sums of clipped gradients."""
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.module(features), labels).backward()
+        self.optimizer.clip_and_accumulate()
+        return [parameter.summed_grad for parameter in self.module.parameters()]
+
+    def step(self, features: Tensor, labels: Tensor) -> None:
+        """Take a step by the mean of a batch's clipped gradients."""
+        self.optimizer.zero_grad()
+        self.optimizer.expected_batch_size = len(labels)
+        F.cross_entropy(self.module(features), labels).backward()
+        self.optimizer.step()
+
+
+@every_model
+@pytest.mark.usefixtures("_quiet")
+def test_clipped_sums_are_those_of_opacus(name: str) -> None:
+    """To 1e-6; control: clipped after summing they are not."""
+    features = MODELS[name][1]
+    keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
+    grads, losses = by_example(made(name))(features, LABELS, keys=keys)
+    is_real = torch.ones(1, NUM_EXAMPLES, dtype=torch.bool)
+    found = RULE.clipped([grad[None] for grad in grads], is_real)
+    expected = Opacus(made(name), rate=1.0, momentum=0.0).clipped(features, LABELS)
+    # Opacus divides by the norm plus 1e-6.
+    assert difference(found, expected) < 1e-6 / CLIP
+    total = [grad.sum(0) for grad in grads]
+    norm = torch.cat([value.flatten() for value in total]).norm()
+    assert difference([value * CLIP * NUM_EXAMPLES / norm for value in total], expected) > 1e-2
+    outputs = made(name)(features)
+    torch.testing.assert_close(losses, F.cross_entropy(outputs, LABELS, reduction="none"))
+
+
+@every_model
+@pytest.mark.usefixtures("_quiet")
+def test_a_local_training_is_that_of_opacus(name: str) -> None:
+    """Two epochs with momentum and a ragged last batch; control: clipped by batch it is not."""
+    features = MODELS[name][1]
+    opacus = Opacus(made(name), rate=0.2, momentum=0.5)
+    for rows in batch_positions(
+        SGD, seed=Seed(3), round_num=1, client_id=2, num_examples=NUM_EXAMPLES
+    ):
+        index = torch.from_numpy(rows)
+        opacus.step(features[index], LABELS[index])
+    expected = [value.detach() for value in opacus.module.parameters()]
+    trained = {}
+    for rule in (RULE, SGD):
+        context = TrainContext(
+            client_id=ClientId(2), round_num=1, settings=settings_of(rule), seed=Seed(3), state={}
+        )
+        trainer = TorchTrainer.of(lambda: made(name), features, LABELS)
+        trained[rule] = list(
+            trainer.train(made(name).state_dict(), context=context).tensors.values()
+        )
+    for found, other in zip(trained[RULE], expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=0.0, atol=2e-6)
+    assert difference(trained[SGD], expected) > 1e-2
+
+
+class Centred(nn.Module):
+    """Takes the mean of the batch from each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.out(features - features.mean(0))
+        return found
+
+
+class Counting(nn.Module):
+    """Gathers a mean in a buffer."""
+
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+        self.register_buffer("running", torch.zeros(5))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.running.mul_(0.9).add_(features.detach().mean(0))
+        found: Tensor = self.out(features)
+        return found
+
+
+def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - outputs.mean(0)).square().sum()
+
+
+def centred(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - outputs.mean(0)).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("module", "objective", "reason"),
+    [
+        (
+            nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+            CrossEntropy(),
+            r"layer 1 \(BatchNorm1d\) computes with all examples .* GroupNorm",
+        ),
+        (
+            nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(5, 3)),
+            CrossEntropy(),
+            r"layer 0 \(InstanceNorm1d\)",
+        ),
+        (Centred(), CrossEntropy(), "hangs on the others in its batch.* GroupNorm"),
+        (Counting(), CrossEntropy(), "changes the buffer 'running'"),
+        (mlp(), CustomLoss(coupled, per_example=False), "the loss couples the examples"),
+        (mlp(), CustomLoss(centred), "hangs on the others in its batch"),
+    ],
+)
+def test_what_couples_examples_is_refused(
+    module: nn.Module, objective: Objective, reason: str
+) -> None:
+    """By name, with what to take; a client refuses, whoever asks."""
+    keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
+    with pytest.raises(SettingsRefused, match=reason):
+        by_example(module, objective)(MODELS["mlp"][1], LABELS, keys=keys)
+
+
+class Shaken(nn.Module):
+    """Draws random numbers in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.out(F.dropout(features, 0.5))
+        return found
+
+
+@pytest.mark.parametrize(
+    "make_model",
+    [lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), Shaken],
+    ids=["keyed", "drawn"],
+)
+def test_each_example_has_a_dropout_mask_of_its_own(make_model: Callable[[], nn.Module]) -> None:
+    """Of twenty equal examples not all lose the same units."""
+    features, labels = torch.ones(20, 5), torch.zeros(20, dtype=torch.int64)
+    grads, _ = by_example(make_model())(features, labels, keys=torch.arange(20))
+    is_kept = grads[0].abs().sum(1) > 0
+    assert len(torch.unique(is_kept, dim=0)) > 5
