@@ -1,21 +1,20 @@
 """An audit: a run with canaries among its clients, and what an attacker finds out about them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlearn.build import Simulation, simulation
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.build import simulation
 from fedlearn.config import Config
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.simulate import Site, run_pieces
 from fedlearn.privacy.accounting import epsilon_of_release
-from fedlearn.privacy.audit import SEEN, Canaries, CanarySum, Watched, guesses, lower_bound
-from fedlearn.privacy.bounded_sum import BoundedUpdates
+from fedlearn.privacy.audit import SEEN, Canaries, Watched, guesses, lower_bound
 from fedlearn.simulation.population import ClientRows, Population
 
 #: Of the canaries, the part that the attacker says something of.
@@ -47,6 +46,28 @@ class WithCanaries:
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Return the examples of these clients, in this order."""
         return self.real.load(client_ids % self.real.num_clients)
+
+
+@dataclass(eq=False)
+class Planted:
+    """Canaries that are put among the clients of a simulation as it is built.
+
+    Attributes:
+        count: How many.
+        canaries: They, once there are clients.
+    """
+
+    count: int
+    canaries: Canaries = field(init=False)
+
+    def clients(self, real: Population) -> Population:
+        """Return the clients, and the canaries behind them."""
+        self.canaries = Canaries.drawn(first=real.num_clients, count=self.count)
+        return WithCanaries(real, self.count)
+
+    def algorithm(self, inner: Strategy) -> Strategy:
+        """Return the strategy to which nobody but canaries contributes."""
+        return Watched(inner, self.canaries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +130,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     """Run a simulation with canaries, throw its models away, and return what they show.
 
     Nothing is charged: what is found is told of made-up clients. What the others train to is taken
-    out of the sums.
+    away.
 
     Raises:
         ConfigError: The run claims no ε, or the numbers are out of range.
@@ -121,10 +142,15 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
             "an audit holds a run to its ε, and this one claims none; set privacy.mode to "
             '"central", and privacy.reproducible to false'
         )
-    if section.mode != "central":
+    if section.mode == "example":
         raise ConfigError(
-            f'privacy.mode is "{section.mode}", and an audit looks at the sum before noise is '
-            'added, which nobody has there; audit the same with the mode "central"'
+            'privacy.mode is "example", which hides single examples of clients, and an audit makes '
+            "clients up; audit another mode"
+        )
+    if config.engine.transport == "memory":
+        raise ConfigError(
+            'engine.transport is "memory", over which clients train what they are asked to, and '
+            'canaries do not; set it to "engine"'
         )
     if num_canaries < _FEWEST:
         raise ConfigError(
@@ -134,17 +160,17 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     if not 0.0 < confidence < 1.0:
         raise ConfigError(f"the confidence is {confidence}; give a number between 0 and 1")
     section = section.model_copy(update={"num_users": None, "population": "audit"})
+    planted = Planted(num_canaries)
     pieces = simulation(
         config.model_copy(update={"privacy": section, "name": None}),
         data_dir=site.addresses.data_dir,
-        of_clients=partial(WithCanaries, count=num_canaries),
-        of_algorithm=Watched,
+        of_clients=planted.clients,
+        of_algorithm=planted.algorithm,
     )
-    first = pieces.population.num_clients - num_canaries
-    canaries = Canaries.drawn(first=first, count=num_canaries)
+    canaries = planted.canaries
     with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
         addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
-        run = run_pieces(_with(canaries, pieces), replace(site, addresses=addresses))
+        run = run_pieces(pieces, replace(site, addresses=addresses))
         with run.stored.database:
             checkpoint = run.stored.load()
     assert checkpoint is not None  # it has finished
@@ -166,15 +192,3 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
         confidence=confidence,
         **counts,
     )
-
-
-def _with(canaries: Canaries, pieces: Simulation) -> Simulation:
-    bounded = pieces.algorithm
-    assert isinstance(bounded, BoundedUpdates)  # privacy is on
-    summed = CanarySum(
-        bounds=bounded.summed.bounds,
-        multipliers=bounded.summed.multipliers,
-        largest=bounded.summed.largest,
-        canaries=canaries,
-    )
-    return replace(pieces, algorithm=replace(bounded, summed=summed))

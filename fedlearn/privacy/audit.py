@@ -33,16 +33,18 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
 from fedlearn.algorithms.strategy import State, Stepped, Wrapped
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.noise import SecretStream
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.bounded_sum import BoundedSum, LevelSums
 
 #: The state in which an audited strategy adds up what was released.
 SEEN = "audit_seen"
 #: Numbers of all directions together that are held at once.
 _LARGEST_MATRIX = 5e7
+#: The length of what a canary contributes, before it is clipped.
+_LOUD = 1e9
 #: The bisection of ε ends at this width.
 _WIDTH = 1e-4
 
@@ -156,33 +158,43 @@ class Canaries:
         return np.asarray(parts_M)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CanarySum(BoundedSum):
-    """A bounded sum in which canaries alone contribute to the model.
+@dataclass(frozen=True)
+class CanaryUpdates:
+    """Has canaries alone contribute to the model: a transform, of all that follow it.
 
     Attributes:
-        canaries: Those that are in contribute their direction, as long as the bound; all others
+        canaries: Those that are in contribute their direction, longer than any clip; all others
             nothing, as if they were not there, or somebody had taken it away.
     """
 
     canaries: Canaries
 
-    def accumulate(self, state: LevelSums, updates: Updates) -> LevelSums:
-        """Add the levels of each row."""
+    def __call__(self, updates: Updates) -> Updates:
+        """Return other updates, of the same clients."""
         rows = torch.zeros_like(matrix(updates.lanes[DELTA.name]))
         for row, client_id in zip(rows, updates.client_ids, strict=True):
             if self.canaries.has(client_id):
-                direction = self.canaries.direction(client_id, len(row))
-                row.copy_(self.bounds[DELTA.name] * direction)
-        lanes = {**updates.lanes, DELTA.name: rows}
-        return super().accumulate(state, replace(updates, lanes=lanes))
+                row.copy_(_LOUD * self.canaries.direction(client_id, len(row)))
+        return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
 
 
 @dataclass(frozen=True)
 class Watched(Wrapped):
-    """A strategy whose releases somebody adds up."""
+    """A strategy with canaries among its clients, whose releases somebody adds up.
+
+    Attributes:
+        inner: The strategy otherwise.
+        canaries: Those of its clients that are made up.
+    """
+
+    canaries: Canaries
 
     own = frozenset({SEEN})
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """The canaries', then those of the inner strategy."""
+        return (CanaryUpdates(self.canaries), *self.inner.transforms)
 
     def init(self, params: Params) -> State:
         """Return the inner strategy's state, and nothing seen."""

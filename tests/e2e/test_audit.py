@@ -1,11 +1,14 @@
 """An audit finds nothing where the noise is as it is said to be, and finds out where it is not."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from fedlearn.algorithms import transforms
 from fedlearn.cli.app import main
 from fedlearn.privacy.secret import DrawnNoise
 
@@ -21,6 +24,8 @@ kind = "logistic"
 epochs = 1
 [cohort]
 num_wanted = 50
+[stragglers]
+over_selection = 1.0
 [evaluation]
 every_rounds = 0
 clients = 0
@@ -32,6 +37,19 @@ mode = "central"
 clip_norm = 0.5
 target_delta = 1e-4
 """
+
+
+#: All whose noise hides clients.
+MODES = {
+    "central": (),
+    "adaptive": ("--set", "privacy.clip_quantile=0.5"),
+    "bands": (
+        *("--set", "privacy.bands=4", "--set", "cohort.sampling=cyclic"),
+        *("--set", "cohort.num_wanted=60"),
+    ),
+    "distributed": ("--set", "privacy.mode=distributed"),
+    "local": ("--set", "privacy.mode=local"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +65,15 @@ def audited(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dic
     return code, found
 
 
+@pytest.mark.parametrize("mode", ["bands", "distributed", "local"])
+def test_noise_that_is_there_is_not_refuted(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever adds it; with 99.99 % confidence, since the noise is secret."""
+    budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
+    code, found = audited(capsys, *budget, *MODES[mode])
+    assert code == 0
+    assert found["refuted"] is False
+
+
 def test_noise_of_the_right_scale_is_not_refuted(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is kept, nothing charged; with 99.99 % confidence, since the noise is secret."""
     budget = ("--set", "privacy.epsilon=1.0", "--confidence", "0.9999")
@@ -60,20 +87,20 @@ def test_noise_of_the_right_scale_is_not_refuted(capsys: pytest.CaptureFixture[s
     assert "no proof of it either" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("privacy", ["", "privacy.clip_quantile=0.5"], ids=["", "adaptive"])
+@pytest.mark.parametrize("privacy", MODES.values(), ids=MODES)
 def test_a_build_without_noise_is_found_out(
-    privacy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    privacy: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The control: what it claims is refuted, by the figure and by the exit code."""
     monkeypatch.setattr(
         DrawnNoise, "draw", lambda _, sigma, size, **__: torch.zeros(size).double() * sigma
     )
-    options = ["--set", privacy] if privacy else []
-    code, found = audited(capsys, "--set", "privacy.epsilon=1.0", *options)
+    monkeypatch.setattr(transforms, "discrete_gaussian", lambda _, size, **__: np.zeros(size))
+    code, found = audited(capsys, "--set", "privacy.epsilon=1.0", *privacy)
     assert code == 3
     assert found["refuted"] is True
     assert float(str(found["lower_bound"])) > 2.0
-    assert main(["audit", "own.toml", "--set", "privacy.epsilon=1.0"]) == 3
+    assert main(["audit", "own.toml", "--set", "privacy.epsilon=1.0", *privacy]) == 3
     assert "REFUTED" in capsys.readouterr().out
 
 
@@ -83,6 +110,11 @@ def test_a_build_without_noise_is_found_out(
         (["--set", 'privacy={mode="off"}', "--set", "cohort.num_wanted=9"], "claims none"),
         (["--set", "privacy.noise_multiplier=1.0", "--set", "privacy.reproducible=true"], "claims"),
         (["--set", "privacy.epsilon=1.0", "--canaries", "3"], "at least 30"),
+        (["--set", "privacy.epsilon=1.0", "--set", "privacy.mode=example"], "makes clients up"),
+        (
+            ["--set", "privacy.epsilon=1.0", "--set", "engine.transport=memory"],
+            'set it to "engine"',
+        ),
         (["--set", "privacy.epsilon=1.0", "--confidence", "1.0"], "between 0 and 1"),
     ],
 )

@@ -13,7 +13,8 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.audit import Canaries, CanarySum, guesses, lower_bound, p_value
+from fedlearn.privacy.audit import Canaries, CanaryUpdates, guesses, lower_bound, p_value
+from fedlearn.privacy.bounded_sum import BoundedSum
 
 LAYOUT = Layout.of(nn.Linear(30, 10))
 
@@ -88,14 +89,13 @@ def test_an_attack_on_randomized_response_proves_no_more_than_is_true(epsilon: f
 def test_canaries_that_are_in_contribute_all_they_may_and_the_others_nothing() -> None:
     """Whatever they have trained."""
     canaries = Canaries(first=10, is_in=np.array([True, False, True]), seed=Seed(3))
-    summed = CanarySum(
-        bounds={"delta": 0.5}, multipliers={"delta": 1.0}, largest=9, canaries=canaries
-    )
+    summed = BoundedSum(bounds={"delta": 0.5}, multipliers={"delta": 1.0}, largest=9)
     rows = torch.from_numpy(Seed(4).numpy().standard_normal((4, LAYOUT.size))).float()
     before = rows.clone()
     ids = [ClientId(each) for each in (10, 7, 11, 12)]
     state = summed.init([DELTA], LAYOUT, device=torch.device("cpu"))
-    state = summed.accumulate(state, Updates(ids, torch.ones(4), {"delta": rows}))
+    updates = CanaryUpdates(canaries)(Updates(ids, torch.ones(4), {"delta": rows}))
+    state = summed.accumulate(state, updates)
     lane = state.lanes["delta"]
     total = state.total.sums["delta"] * lane.step
     directions = [canaries.direction(ClientId(each), LAYOUT.size) for each in (10, 12)]

@@ -20,8 +20,10 @@ from fedlearn.training.keyed_dropout import KeyedDropouts
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 
-NUM_EXAMPLES, CLIP = 21, 0.3
-SGD = LocalSgd(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
+#: Opacus divides by a norm plus 1e-6: of gradients a thousand times as large, that is nothing.
+SCALE = 1000.0
+NUM_EXAMPLES, CLIP, RATE = 21, 0.3 * SCALE, 0.2 / SCALE
+SGD = LocalSgd(epochs=2, batch_size=8, learning_rate=RATE, momentum=0.5)
 RULE = NoisedGradients(inner=SGD, example_clip_norm=CLIP, example_noise_multiplier=1e-9)
 
 
@@ -35,6 +37,13 @@ class Words(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         found: Tensor = self.out(self.embedding(words).mean(1))
         return found
+
+
+def scaled(outputs: Tensor, labels: Tensor) -> Tensor:
+    return SCALE * F.cross_entropy(outputs, labels, reduction="none")
+
+
+LOSS = CustomLoss(scaled)
 
 
 def mlp() -> nn.Module:
@@ -105,7 +114,7 @@ class Opacus:
     def clipped(self, features: Tensor, labels: Tensor) -> list[Tensor]:
         """Return the sums of clipped gradients."""
         self.optimizer.zero_grad()
-        F.cross_entropy(self.module(features), labels).backward()
+        scaled(self.module(features), labels).mean().backward()
         self.optimizer.clip_and_accumulate()
         return [parameter.summed_grad for parameter in self.module.parameters()]
 
@@ -113,7 +122,7 @@ class Opacus:
         """Take a step by the mean of a batch's clipped gradients."""
         self.optimizer.zero_grad()
         self.optimizer.expected_batch_size = len(labels)
-        F.cross_entropy(self.module(features), labels).backward()
+        scaled(self.module(features), labels).mean().backward()
         self.optimizer.step()
 
 
@@ -123,17 +132,15 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
     """To 1e-6; control: clipped after summing they are not."""
     features = MODELS[name][1]
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
-    grads, losses = by_example(made(name))(features, LABELS, keys=keys)
+    grads, losses = by_example(made(name), LOSS)(features, LABELS, keys=keys)
     is_real = torch.ones(1, NUM_EXAMPLES, dtype=torch.bool)
     found = RULE.clipped([grad[None] for grad in grads], is_real)
     expected = Opacus(made(name), rate=1.0, momentum=0.0).clipped(features, LABELS)
-    # Opacus divides by the norm plus 1e-6.
-    assert difference(found, expected) < 1e-6 / CLIP
+    assert difference(found, expected) < 1e-6
     total = [grad.sum(0) for grad in grads]
     norm = torch.cat([value.flatten() for value in total]).norm()
     assert difference([value * CLIP * NUM_EXAMPLES / norm for value in total], expected) > 1e-2
-    outputs = made(name)(features)
-    torch.testing.assert_close(losses, F.cross_entropy(outputs, LABELS, reduction="none"))
+    torch.testing.assert_close(losses, scaled(made(name)(features), LABELS))
 
 
 @every_model
@@ -141,7 +148,7 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
 def test_a_local_training_is_that_of_opacus(name: str) -> None:
     """Two epochs with momentum and a ragged last batch; control: clipped by batch it is not."""
     features = MODELS[name][1]
-    opacus = Opacus(made(name), rate=0.2, momentum=0.5)
+    opacus = Opacus(made(name), rate=RATE, momentum=0.5)
     for rows in batch_positions(
         SGD, seed=Seed(3), round_num=1, client_id=2, num_examples=NUM_EXAMPLES
     ):
@@ -153,12 +160,12 @@ def test_a_local_training_is_that_of_opacus(name: str) -> None:
         context = TrainContext(
             client_id=ClientId(2), round_num=1, settings=settings_of(rule), seed=Seed(3), state={}
         )
-        trainer = TorchTrainer.of(lambda: made(name), features, LABELS)
+        trainer = TorchTrainer.of(lambda: made(name), features, LABELS, objective=LOSS)
         trained[rule] = list(
             trainer.train(made(name).state_dict(), context=context).tensors.values()
         )
     for found, other in zip(trained[RULE], expected, strict=True):
-        torch.testing.assert_close(found, other, rtol=0.0, atol=2e-6)
+        torch.testing.assert_close(found, other, rtol=0.0, atol=1e-6)
     assert difference(trained[SGD], expected) > 1e-2
 
 
