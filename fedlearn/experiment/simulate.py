@@ -423,5 +423,7 @@ def _versions() -> dict[str, str]:
         "fedlearn": version("fedlearn"),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        "cryptography": version("cryptography"),  # the source of secret noise
+        "dp-accounting": version("dp-accounting"),
         "python": platform.python_version(),
     }

@@ -38,7 +38,7 @@ class RunRecord:
         num_rounds: Rounds it is to have.
         config: The resolved configuration tree, JSON values only.
         config_hash: SHA-256 of the canonical JSON of ``config``, hexadecimal.
-        versions: Version by package: fedlearn, torch, numpy, python.
+        versions: Version by package: fedlearn, and what its results rest on.
         is_deployed: Whether a coordinator runs it with real clients.
     """
 

@@ -29,9 +29,16 @@ WAYS: dict[str, dict[str, object]] = {
     "in blocks of one": SEQUENTIAL | {"block_size": 1},
     "memory": {"transport": "memory"},
     "vmap": VMAP,
-    "sequential, 2 workers": SEQUENTIAL | {"num_workers": 2},
-    "vmap, 2 workers": VMAP | {"num_workers": 2},
 }
+#: These start processes, so each has one form.
+WORKERS: dict[str, tuple[str, dict[str, object]]] = {
+    "sequential, 2 workers": ("tuple", SEQUENTIAL | {"num_workers": 2}),
+    "vmap, 2 workers": ("dict", VMAP | {"num_workers": 2}),
+}
+RUNS = [
+    *((form, way, engine) for way, engine in WAYS.items() for form in ("tuple", "dict")),
+    *((form, way, engine) for way, (form, engine) in WORKERS.items()),
+]
 
 
 class Captions(nn.Module):
@@ -121,9 +128,8 @@ def outcome(
 
 def main(folder: Path) -> None:
     """Run the simulations."""
-    for way, engine in WAYS.items():
-        for form in ("tuple", "dict"):
-            save_file(outcome(form, engine), folder / f"{form}, {way}")
+    for form, way, engine in RUNS:
+        save_file(outcome(form, engine), folder / f"{form}, {way}")
     save_file(outcome("one tensor", SEQUENTIAL), folder / "one tensor")
     save_file(outcome("one tensor", SEQUENTIAL, num_rounds=2), folder / "two rounds")
     if why_not_compiled() is None:
@@ -162,8 +168,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("form", "way"), [run[:2] for run in RUNS])
 def test_several_inputs_train_as_one_tensor_does(results: Results, form: str, way: str) -> None:
     """Weights, central and client metrics, whatever trains them."""
     assert difference(results[f"{form}, {way}"], results["one tensor"]) < 1e-5
