@@ -86,6 +86,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
     assert event.noise_multiplier == MULTIPLIER
 
 
+@pytest.mark.slow
 def test_with_next_to_no_noise_sessions_and_blocks_agree() -> None:
     """With momentum, two epochs and a proximal term; control: without a clip they are others."""
     local = fl.LocalSgd(epochs=2, batch_size=8, learning_rate=RATE, momentum=0.9)
