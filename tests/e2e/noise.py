@@ -1,14 +1,33 @@
-"""What noise has done to a model."""
+"""A round with noise, and what the noise has done to its model."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+
+POPULATION, COHORT = 24, 8
+
+
+def simulated(
+    make_model: Callable[[], nn.Module],
+    algorithm: fl.Strategy,
+    **settings: Any,  # Any: keys and pieces
+) -> fl.Run:
+    """Run a round among 8 of 24 clients with twenty examples of 400 numbers each."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 20 * POPULATION + 80)
+    features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
+    partition = fl.Iid(num_clients=POPULATION)
+    data = fl.from_arrays(features, labels, partition=partition, test_fraction=1 / 7, seed=0)
+    usual = {"num_rounds": 1, "cohort": {"num_wanted": COHORT}, "engine": {"num_workers": 1}}
+    return fl.simulate(make_model, data, algorithm, **{**usual, **settings})
 
 
 def moved(run: fl.Run, make_model: Callable[[], nn.Module]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,11 @@ ADAM = fl.FedAdam(
 def banded(
     algorithm: fl.Strategy = STILL,
     *,
-    privacy: dict[str, object] = {},  # noqa: B006 - it is only read
+    privacy: Mapping[str, object] | None = None,
     **settings: Any,  # Any: keys and pieces
 ) -> fl.Run:
     """Run rounds of users that take turns."""
-    return run(algorithm, cohort=TURNS, privacy={**BANDED, **privacy}, **settings)
+    return run(algorithm, cohort=TURNS, privacy={**BANDED, **(privacy or {})}, **settings)
 
 
 def asked(rounds: fl.Run | Sequence[Any]) -> list[set[int]]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import nn
 
@@ -16,9 +15,8 @@ from fedlearn.config import load
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.privacy import ledger_of, section_of
 from fedlearn.privacy.events import FixedCohorts
-from tests.e2e.noise import has_scale, moved
+from tests.e2e.noise import COHORT, POPULATION, has_scale, moved, simulated
 
-POPULATION, COHORT = 24, 8
 #: No step: what the model moves by is the noise alone.
 STILL = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=1e-30), weight_by_examples=False
@@ -44,19 +42,8 @@ def make_model() -> nn.Module:
 
 def run(algorithm: fl.Strategy = STILL, **settings: Any) -> fl.Run:  # Any: keys and pieces
     """Run a round among 8 of 24 clients."""
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, 20 * POPULATION + 80)
-    features = rng.normal(size=(len(labels), 400)) + 0.5 * labels[:, None]
-    partition = fl.Iid(num_clients=POPULATION)
-    data = fl.from_arrays(features, labels, partition=partition, test_fraction=1 / 7, seed=0)
-    everything: dict[str, Any] = {
-        "num_rounds": 1,
-        "cohort": {"num_wanted": COHORT},
-        "engine": {"num_workers": 1},
-        **settings,
-        "privacy": {**PRIVACY, **settings.get("privacy", {})},
-    }
-    return fl.simulate(make_model, data, algorithm, **everything)
+    privacy = {**PRIVACY, **settings.pop("privacy", {})}
+    return simulated(make_model, algorithm, privacy=privacy, **settings)
 
 
 everywhere = pytest.mark.parametrize(

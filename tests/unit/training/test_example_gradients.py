@@ -101,7 +101,6 @@ class Opacus:
     """
 
     def __init__(self, module: nn.Module, *, rate: float, momentum: float) -> None:
-        pytest.importorskip("opacus")
         from opacus import GradSampleModule  # noqa: PLC0415
         from opacus.optimizers import DPOptimizer  # noqa: PLC0415
 
