@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
@@ -31,6 +32,9 @@ from fedlearn.core.features import named
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.parallel.distillation import Distilling
+from fedlearn.parallel.streams import Shuffled
+from fedlearn.parallel.task import Task
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.banded_matrix import optimal
 from fedlearn.privacy.events import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
@@ -48,6 +52,7 @@ from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import ClientBehaviour, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.pooled import PooledExamples, set_aside
 from fedlearn.simulation.population import PooledPopulation, Population
 from fedlearn.simulation.sources import Examples
 
@@ -79,6 +84,7 @@ class Pieces:
         policy: When a round closes.
         config: Everything else: rounds, evaluation, engine, store.
         privacy: What hides each user's taking part; ``None``: nothing does.
+        own: Whose examples the coordinator trains on by itself; ``None``: nobody's.
     """
 
     make_model: Callable[[], nn.Module]
@@ -90,6 +96,7 @@ class Pieces:
     policy: StragglerPolicy
     config: Config
     privacy: PrivacyPlan | None = None
+    own: Population | None = None
 
     @property
     def seed(self) -> Seed:
@@ -254,6 +261,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     pieces = _complete(
         Deployment(
             **_trained(config, data),
+            own=_own(config, data),
             test=None if data is None else data.test,
             sampler=config.cohort.build(),
             policy=config.straggler_policy(),
@@ -261,6 +269,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             config=config,
         )
     )
+    pieces = _distilling(pieces)
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
     return _deployed_privately(pieces) if config.privacy.is_on else pieces
@@ -386,6 +395,9 @@ def around(
             'has no client sessions; set engine.transport to "memory" to run the protocol itself, '
             'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
         )
+    own = None
+    if config.coordinator.training.is_on and not config.coordinator.training.files:
+        data, own = _apart(config, data)
     population = data.population.num_clients
     config = config.resolved(num_clients=population)
     pooled = config.centralized
@@ -407,7 +419,9 @@ def around(
         behaviour=Instant() if pooled else config.devices.modelled(data_dir),
         config=config,
         make_trainer=make_trainer,
+        own=own,
     )
+    pieces = _distilling(pieces)
     if not config.privacy.is_on:
         return _complete(pieces)
     if config.privacy.num_users not in (None, population):
@@ -416,6 +430,93 @@ def around(
             "clients; leave it out"
         )
     return _complete(_private(pieces, population))
+
+
+def alone(config: Config, *, data_dir: Path) -> Pieces:
+    """Return the pieces of the coordinator's own training without a run: nobody is asked.
+
+    Args:
+        config: The resolved tree; what is of rounds and clients counts for nothing.
+        data_dir: Where data sets lie that the configuration names without a path.
+
+    Raises:
+        ConfigError: There are no data, or pieces do not fit together.
+        DataError: Data are missing or cannot be trained on.
+    """
+    has_data = not isinstance(config.data, NoData)
+    data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
+    return Pieces(
+        **_trained(config, data),
+        test=None if data is None else data.test,
+        sampler=UniformSampler(),
+        policy=_ALONE,
+        config=config,
+        own=_own(config, data, is_needed=True),
+    )
+
+
+def _distilling(pieces: PiecesT) -> PiecesT:
+    """Return the pieces with rounds that end in distillation, if they shall."""
+    num_steps = pieces.config.coordinator.training.distil_steps
+    if not num_steps:
+        return pieces
+    algorithm = Distilling(pieces.algorithm, server_task(pieces), num_steps)
+    return replace(pieces, algorithm=algorithm)
+
+
+def server_task(pieces: Pieces) -> Task:
+    """Return what the coordinator trains by itself.
+
+    Raises:
+        ConfigError: It does not, or batches cannot be cut as they shall.
+    """
+    section, seed = pieces.config.coordinator.training, pieces.seed.derive("server training")
+    order = seed.derive("order")
+    if section.files:
+        stream = section.stream(order)
+    else:
+        assert pieces.own is not None  # only where it trains
+        stream = Shuffled(PooledExamples(pieces.own, torch.device("cpu")), seed=order)
+    return Task(
+        make_model=pieces.make_model,
+        objective=pieces.objective,
+        stream=stream,
+        plan=section.plan(seed),
+        num_readers=section.num_readers,
+    )
+
+
+def _own(
+    config: Config, data: FederatedData | None, *, is_needed: bool = False
+) -> Population | None:
+    """Return whose examples the coordinator has, where it simulates no clients."""
+    section = config.coordinator.training
+    if section.files or not (section.is_on or is_needed):
+        return None
+    if data is None:
+        raise ConfigError(
+            'the coordinator trains by itself (coordinator.training), but data.source is "none"; '
+            "name its data in the table data, or in coordinator.training.files"
+        )
+    own, _ = set_aside(data.population, share=section.share, seed=_aside(config))
+    return own
+
+
+def _apart(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
+    """Return the data of the clients that are simulated, and whose the coordinator has."""
+    section = config.coordinator.training
+    aside, others = set_aside(data.population, share=section.share, seed=_aside(config))
+    if not others.num_clients:
+        raise ConfigError(
+            f"coordinator.training.share is {section.share}, which leaves none of "
+            f"{data.population.num_clients} clients to simulate; lower it (0.02, say), or name "
+            "the coordinator's own data in coordinator.training.files"
+        )
+    return replace(data, population=others), aside
+
+
+def _aside(config: Config) -> Seed:
+    return Seed(config.seed).derive("set aside")
 
 
 def _private(pieces: PiecesT, num_users: int) -> PiecesT:

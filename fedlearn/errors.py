@@ -90,6 +90,13 @@ class SettingsRefused(FedlearnError):
     """The local settings ask for what this client's trainer does not know or would ignore."""
 
 
+class ProcessesParted(FedlearnError):
+    """Processes that share a training do not go on together: one failed, or is gone.
+
+    Its message names processes, never the data: it goes to the coordinator in full.
+    """
+
+
 class UnusableResult(FedlearnError):
     """A trainer's result would be refused by the coordinator; it does not leave the client."""
 

@@ -31,6 +31,8 @@ _HEAVY = (
     "fedlearn.cli.tables",
     "fedlearn.deployment.coordinator",
     "fedlearn.deployment.join",
+    "fedlearn.experiment.train",
+    "fedlearn.parallel.checkpoints",
     "psycopg",
 )
 

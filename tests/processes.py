@@ -52,6 +52,12 @@ def name_of(function: Function) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started, the oldest first."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for each in tasks for child in each.read_text().split())
+
+
 @dataclass(frozen=True)
 class Change:
     """A function that a process is to have in a changed form.

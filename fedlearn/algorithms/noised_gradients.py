@@ -25,13 +25,13 @@ from torch import Tensor
 
 from fedlearn.algorithms.local import Around, LocalUpdate, Memory, Moment, Tensors
 from fedlearn.algorithms.transforms import norms
-from fedlearn.core.noise import SecretStream, discrete_gaussian
+from fedlearn.core.noise import SecretStream, add_discrete_gaussian, largest_sample
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import SettingsRefused
 
 #: Examples whose gradients are summed in float32 at a time; these sums add up in float64.
 TOGETHER = 32
-#: Levels up to the clip norm of the grid that a sum is rounded to before it has noise.
+#: Levels up to the clip norm of the grid that a sum is cut to before it has noise.
 _LEVELS = 1 << 20
 #: More than what rounding in float32 does to a norm and to a scaled gradient.
 _MARGIN = 2.0**-13
@@ -41,6 +41,10 @@ _ROUNDING = 2.0**-24
 _LEAST_CLIP = 1e-9
 #: Two vectors an example, [K, m, B] and [K, B, n], whose outer product is its gradient.
 Product: TypeAlias = tuple[Tensor, Tensor]
+
+#: Squares that float32 adds up to one part in 2**15.
+_SPAN = 1 << 10
+_LARGEST_INT32 = torch.iinfo(torch.int32).max
 
 #: So little noise that it rounds to none.
 _NEXT_TO_NOTHING = 1e-9
@@ -114,7 +118,7 @@ class NoisedGradients(Ranged, Around):
         each_KB = [_norms(row) for row in rows]
         # In float64: of two such vectors one may be as small as the other is large.
         each_KB += [_exact_norms(left) * _exact_norms(right) for left, right in pairs]
-        norms_KB = torch.stack(each_KB).norm(dim=0)
+        norms_KB = torch.stack(each_KB).square_().sum(0).sqrt_()
         is_used_KB = is_real_KB & torch.isfinite(norms_KB)
         # A norm of zero divides to infinity, and is not scaled.
         scales_KB = (self.example_clip_norm / norms_KB).clamp(max=1.0) * is_used_KB
@@ -133,8 +137,9 @@ class NoisedGradients(Ranged, Around):
         r"""Return how far one example moves a sum on its grid, in levels.
 
         Of :math:`2^{20}` levels for C: these, and what rounding adds. A sum of b terms in float32
-        errs by :math:`b u` of them all, in each of the two sums that are told apart, and rounding
-        to levels moves each number by half a level, in each.
+        errs by :math:`b u` of them all, and counting it in levels by another :math:`u`, in each of
+        the two sums that are told apart. Each number is cut to a level, towards zero, which moves
+        two numbers apart by at most one.
 
         Args:
             num_examples: Of the batch, b.
@@ -144,32 +149,37 @@ class NoisedGradients(Ranged, Around):
             Higham, 2002, Accuracy and Stability of Numerical Algorithms, section 4.2.
         """
         together = min(num_examples, TOGETHER)
-        summing = 2.0 * num_examples * together * _ROUNDING * (1.0 + _MARGIN)
+        summing = 2.0 * num_examples * (together + 1) * _ROUNDING * (1.0 + _MARGIN)
         return _LEVELS * (1.0 + _MARGIN + summing) + math.sqrt(size)
 
     def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
         """Return the gradients for the inner update: means of the sums, with noise.
 
+        All clients have the noise of the largest batch: sensitivity grows with it, and so each has
+        what its own asks for, or hardly more.
+
         Args:
-            sums: As :meth:`clipped` returns them, over all examples of a batch: [K, ...].
+            sums: As :meth:`clipped` returns them, over all examples of a batch: [K, ...]. They are
+                written to.
             sizes_K: Examples of each batch.
             like: Tensors of the dtypes that are wanted.
         """
-        level, numbers = self.example_clip_norm / _LEVELS, [each[0].numel() for each in sums]
-        widest = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
-        means_KQ = like[0].new_empty(len(sizes_K), sum(numbers), dtype=widest)
-        for client, num_examples in enumerate(sizes_K):  # each alone, which stays in the cache
-            sensitivity = self.sensitivity(num_examples=num_examples, size=sum(numbers))
-            sigma = self.example_noise_multiplier * sensitivity
-            noise = discrete_gaussian(sigma, sum(numbers), source=SecretStream.fresh())
-            levels = torch.cat([each[client].reshape(-1) for each in sums]).double()
-            # Exact until it is scaled: both are integers far below 2**53.
-            levels.div_(level).round_().add_(torch.from_numpy(noise).to(levels.device))
-            means_KQ[client] = levels.mul_(level / num_examples)
-        return [
-            part.view(each.shape).to(model.dtype)
-            for each, part, model in zip(sums, means_KQ.split(numbers, dim=1), like, strict=True)
-        ]
+        num_examples, size = max(sizes_K), sum(each[0].numel() for each in sums)
+        sensitivity = self.sensitivity(num_examples=num_examples, size=size)
+        sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()
+        if num_examples * sensitivity + largest_sample(sigma) > _LARGEST_INT32:
+            sums = [each.double() for each in sums]
+        level, means = self.example_clip_norm / _LEVELS, []
+        scales_K = sums[0].new_tensor([level / each for each in sizes_K])
+        for each, model in zip(map(Tensor.contiguous, sums), like, strict=True):
+            # Integers, which are exact, take the place of the numbers that they are cut from.
+            integers = torch.int64 if each.dtype == torch.float64 else torch.int32
+            levels = each.mul_(1.0 / level).view(integers).copy_(each)
+            on_cpu = levels.cpu()  # itself, where it is there
+            add_discrete_gaussian(on_cpu.view(-1).numpy(), sigma=sigma, source=source)
+            each.copy_(levels.copy_(on_cpu)).mul_(scales_K.view(-1, *[1] * (each.dim() - 1)))
+            means.append(each.to(model.dtype))
+        return means
 
 
 def quiet(local: LocalUpdate) -> LocalUpdate:
@@ -194,6 +204,9 @@ def _finite(values: Tensor) -> Tensor:
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the L2 norms of [K, B, n], to one part in 2**15: float64 [K, B]."""
+    if rows.shape[2] < _SPAN:  # several steps would be as many calls
+        found: Tensor = torch.linalg.vector_norm(rows.float(), dim=2)
+        return found.double()
     return norms(rows.reshape(-1, rows.shape[2])).view(rows.shape[:2])
 
 

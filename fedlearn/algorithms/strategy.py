@@ -66,6 +66,13 @@ class Strategy(Protocol):
         """Return the state before the first round; nothing."""
         return {}
 
+    def begin(self, params: Params) -> "Stepped":
+        """Return the model and state before the first round; the model as it is, and :meth:`init`.
+
+        A strategy that has the coordinator train the model first returns that model.
+        """
+        return Stepped(params, self.init(params))
+
     def at(self, state: State) -> "Strategy":
         """Return the strategy of the round that begins with this state; itself.
 
@@ -130,6 +137,11 @@ class Wrapped(Strategy):
     def init(self, params: Params) -> State:
         """Return the inner strategy's state."""
         return self.inner.init(params)
+
+    def begin(self, params: Params) -> Stepped:
+        """Return what the inner strategy begins with; what is this one's own is added."""
+        begun = self.inner.begin(params)
+        return replace(begun, state={**self.init(begun.params), **begun.state})
 
     def at(self, state: State) -> Strategy:
         """Return this around the inner strategy of the round."""

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
-from fedlearn.cli import deployed
+from fedlearn.cli import deployed, parallel
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.cli.failures import report as report_failure
 from fedlearn.cli.logs import configure_logs
@@ -23,6 +23,8 @@ from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
     DataDir,
+    Experiment,
+    Force,
     FromPrevious,
     Json,
     Output,
@@ -59,14 +61,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: the same everywhere, and rich is not imported for it
     pretty_exceptions_enable=False,  # main tells of errors
 )
-
-Experiment: TypeAlias = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="EXPERIMENT.toml",
-        help="The configuration; without it, the main job on the digits.",
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer's signature)
@@ -375,9 +369,7 @@ def export(
     last: Annotated[
         bool, typer.Option("--last", help="The last weights instead of the best.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the file if it is there already.")
-    ] = False,
+    force: Force = False,
     runs_dir: RunsDir = None,
 ) -> None:
     """Write a run's weights as safetensors."""
@@ -396,6 +388,7 @@ def export(
     typer.echo(str(path))
 
 
+app.add_typer(parallel.app)
 app.add_typer(deployed.app)
 
 

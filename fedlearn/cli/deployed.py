@@ -51,7 +51,7 @@ def init(
     *,
     client: Annotated[
         bool,
-        typer.Option("--client", help="Of a client: what it refuses, and when it may train."),
+        typer.Option("--client", help="Of a client: what it refuses, when and how it may train."),
     ] = False,
 ) -> None:
     """Write a commented configuration of a coordinator, or of a client."""
@@ -255,6 +255,7 @@ def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None
         "join clinic-a.invitation --task trainer.py:Trainer",
         "join clinic-a.invitation --task my_package.training:Trainer --home /var/lib/fedlearn",
         "join clinic-a.invitation --task trainer.py:Trainer --config client.toml",
+        "join clinic-a.invitation --task trainer.py:Trainer --workers 4",
         "join clinic-a.invitation --check",
     )
 )
@@ -292,6 +293,14 @@ def join(
             help="Refuse to send an update that the coordinator could read.",
         ),
     ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that share each training; without it, as --config says, or one.",
+        ),
+    ] = None,
     roster: Annotated[
         Path | None,
         typer.Option(
@@ -328,6 +337,7 @@ def join(
         config=config,
         require_secure_aggregation=require_secure_aggregation,
         roster=roster,
+        num_workers=workers,
     )
 
 

@@ -8,6 +8,13 @@ import typer
 RunArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, as `fedlearn runs` lists it.")
 ]
+Experiment: TypeAlias = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="EXPERIMENT.toml",
+        help="The configuration; without it, the main job on the digits.",
+    ),
+]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -29,6 +36,9 @@ DataDir: TypeAlias = Annotated[
 ]
 Output: TypeAlias = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+]
+Force: TypeAlias = Annotated[
+    bool, typer.Option("--force", help="Replace the file if it is there already.")
 ]
 ConfigFile: TypeAlias = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The coordinator's configuration.")

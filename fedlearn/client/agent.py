@@ -80,7 +80,9 @@ class Agent:
         probes: What the application knows of the device.
         on_progress: Called with each event, one at a time, on a thread of its own; what it
             raises is reported as of any thread (:func:`threading.excepthook`).
-        num_threads: Threads that torch may use.
+        num_threads: Threads that torch may use, in each process that trains.
+        num_workers: Processes that share each training, data-parallel; more than one are for a
+            :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
         niceness: 0 is a program like any other, 19 gives way to all others.
         roster: The operator's list of identity keys, checked with the other users: in secure
             aggregation these clients are believed and no others.
@@ -109,6 +111,7 @@ class Agent:
         probes: Probes = Probes(),  # noqa: B008 - frozen
         on_progress: Callable[[AgentEvent], None] | None = None,
         num_threads: int = 1,
+        num_workers: int = 1,
         niceness: int = 10,
         roster: Path | str | None = None,
     ) -> None:
@@ -120,6 +123,7 @@ class Agent:
             conditions=conditions,
             policy=policy,
             num_threads=num_threads,
+            num_workers=num_workers,
             niceness=niceness,
             roster=None if roster is None else Path(roster).expanduser().resolve(),
         )

@@ -2,14 +2,15 @@
 
 import os
 from io import FileIO
+from multiprocessing.connection import Connection
 from socket import socket
 from weakref import WeakSet
 
 # A file with a buffer would be written once more by a child.
-_own = WeakSet[socket | FileIO]()
+_own = WeakSet[socket | FileIO | Connection]()
 
 
-def keep_from_forks(resource: socket | FileIO) -> None:
+def keep_from_forks(resource: socket | FileIO | Connection) -> None:
     """Have ``resource`` closed in every child that is forked from now on, while it is in use."""
     _own.add(resource)
 

@@ -15,8 +15,9 @@ class RuntimeOptions:
 
     Attributes:
         trainer: Its name, ``"module:Class"`` or ``"path/file.py:Class"``.
-        num_threads: Threads that torch may use. Masks of secure aggregation are expanded on as many
-            as there are cores.
+        num_threads: Threads that torch may use, in each process that trains. Masks of secure
+            aggregation are expanded on as many as there are cores.
+        num_workers: Processes that share each training, this one included.
         roster: ``None``: the coordinator is believed where it first tells identity keys.
     """
 
@@ -27,6 +28,7 @@ class RuntimeOptions:
     policy: Policy = field(default_factory=Policy)
     num_threads: int = 1
     niceness: int = 0
+    num_workers: int = 1
     roster: Path | None = None
 
 

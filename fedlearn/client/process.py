@@ -26,6 +26,8 @@ from fedlearn.transport.grpc_environment import prepare_for_grpc
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _CHILD = "fedlearn.client.child"
+#: Of the processes beside it that share its trainings: see :mod:`fedlearn.client.worker_process`.
+WORKER = "fedlearn.client.worker_process"
 _EVENT = TypeAdapter(AgentEvent)
 
 # In the application's process: what becomes of a line is the application's to say.
@@ -59,7 +61,7 @@ class TrainingProcess:
         keep_from_forks(own)
         with ExitStack() as if_failed, other:
             if_failed.callback(own.close)
-            process = _spawn(python, other)
+            process = spawned(_CHILD, other, python=python, stdin=subprocess.PIPE)
             if_failed.pop_all()
         assert process.stdin is not None  # a pipe
         with suppress(BrokenPipeError), process.stdin as stream:
@@ -131,10 +133,24 @@ def interpreter() -> str:
 def is_training_process() -> bool:
     """Return whether this is a process that :class:`TrainingProcess` started, or its worker."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name == _CHILD
+    return spec is not None and spec.name in (_CHILD, WORKER)
 
 
-def _spawn(python: str, link: socket.socket) -> "subprocess.Popen[bytes]":
+def spawned(
+    module: str, link: socket.socket, *, python: str, stdin: int, stdout: int | None = None
+) -> "subprocess.Popen[bytes]":
+    """Return a process that runs a module of ours and can import what this one can.
+
+    Args:
+        module: Its name; its argument is the number of the link.
+        link: What it inherits.
+        python: The interpreter.
+        stdin: As for :class:`subprocess.Popen`, and so ``stdout``.
+        stdout: Where it prints.
+
+    Raises:
+        OSError: There is no such interpreter, or no memory or process left.
+    """
     environ = dict(os.environ)
     # gRPC would write each handshake that fails; what matters is an event.
     prepare_for_grpc(environ, verbosity="NONE")
@@ -142,8 +158,9 @@ def _spawn(python: str, link: socket.socket) -> "subprocess.Popen[bytes]":
     paths = [os.path.abspath(each or ".") for each in sys.path]  # noqa: PTH100
     return subprocess.Popen(  # noqa: S603 - our own module
         # -P: nothing is imported from the working directory unless the application does so too
-        [python, "-P", "-m", _CHILD, str(link.fileno())],
-        stdin=subprocess.PIPE,
+        [python, "-P", "-m", module, str(link.fileno())],
+        stdin=stdin,
+        stdout=stdout,
         pass_fds=[link.fileno()],
         process_group=0,  # Ctrl-C in a terminal is for the application, from the first moment
         env=environ | {"PYTHONPATH": os.pathsep.join(paths)},

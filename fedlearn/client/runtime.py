@@ -23,14 +23,15 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MasksAhead
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import LiveSession, cancel
-from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.sharing import trainer_of
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import SECURE_KIND, Failure
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
+from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
@@ -135,6 +136,8 @@ class Runtime:
         finally:
             await cancel(jobs)
             self._masks.close()
+            if isinstance(self._trainer, SharedTrainer):
+                self._trainer.close()
         for job in done:
             job.result()  # raises what ended it
         self._worker.close()
@@ -356,8 +359,8 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
     """Give way to other programs as asked, and make the trainer; what that raises passes.
 
     Raises:
-        DeploymentError: There is no such trainer.
+        DeploymentError: There is no such trainer, or its trainings cannot be shared as asked.
     """
     os.nice(options.niceness)
     torch.set_num_threads(options.num_threads)
-    return Runtime(options, make_trainer(options.trainer), on_event=on_event)
+    return Runtime(options, trainer_of(options), on_event=on_event)

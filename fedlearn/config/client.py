@@ -1,4 +1,4 @@
-"""A client's own file: what it refuses, and when its device may train.
+"""A client's own file: what it refuses, when its device may train, and by how many processes.
 
 It is another tree than the coordinator's, and lies with whom the data belong to.
 """
@@ -17,6 +17,7 @@ from fedlearn.config.files import read
 from fedlearn.config.pieces import built, declared_by, refused
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.section import Problem, Section, told_as
+from fedlearn.core.ranges import Count
 
 TimeOfDay: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 Between: TypeAlias = Annotated[
@@ -67,11 +68,23 @@ class ConditionsSection(Section):
         return refused(partial(built, Conditions, self))
 
 
+class TrainingSection(Section):
+    """By how many processes this client trains."""
+
+    num_workers: Count = Field(
+        1,
+        description="Processes that share each training: of every batch each computes its share. "
+        "More than one are for a TorchTrainer; each reads the examples, and has a GPU of its own "
+        "if there are so many.",
+    )
+
+
 class ClientConfig(Section):
     """A client's file."""
 
     policy: PolicySection = PolicySection()
     conditions: ConditionsSection = ConditionsSection()
+    training: TrainingSection = TrainingSection()
 
     def to_policy(self, *, require_secure_aggregation: bool = False) -> Policy:
         """Return what is refused, as the client takes it.

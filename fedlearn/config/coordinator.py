@@ -7,6 +7,7 @@ from pydantic import Field, StringConstraints
 
 from fedlearn.config.pieces import declared_by
 from fedlearn.config.section import PathText, Problem, Section, told_as
+from fedlearn.config.server_training import SERVER_TRAININGS, ServerTraining
 from fedlearn.config.toml import shown
 from fedlearn.core.ranges import NotNegative, Positive
 from fedlearn.door.eligibility import Requirements
@@ -50,7 +51,7 @@ class EligibilitySection(Section):
     max_connected=2000,
 )
 class CoordinatorSection(Section):
-    """The deployed coordinator; a simulation ignores it."""
+    """The deployed coordinator; a simulation ignores it, but for what the coordinator trains."""
 
     address: Address = Field(
         "127.0.0.1:9440",
@@ -99,6 +100,7 @@ class CoordinatorSection(Section):
         72.0, description="Hours within which an invitation must be used, > 0."
     )
     eligibility: EligibilitySection = EligibilitySection()
+    training: Annotated[ServerTraining, SERVER_TRAININGS] = SERVER_TRAININGS.of("adamw")
 
     def problems(self) -> Iterator[Problem]:
         """Refuse ports that there are not, and two services on one address."""

@@ -240,6 +240,9 @@ class Config(Section):
             yield from self._not_private()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
+        if self.centralized and self.coordinator.training.is_on:
+            text = "is true, but the coordinator trains as well (coordinator.training); remove one"
+            yield Problem(("centralized",), text)
         watched = {
             "early_stopping.patience_rounds": self.early_stopping.patience_rounds,
             "early_stopping.target": self.early_stopping.target,

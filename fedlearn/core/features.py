@@ -160,3 +160,27 @@ def require_one_label_each(features: Features, labels: Tensor) -> None:
                 f"{name} of shape {tuple(tensor.shape)} and labels of shape "
                 f"{tuple(labels.shape)}; the first dimension counts examples in both"
             )
+
+
+def require_finite(values: Tensor, *, what: str, place: Callable[[int], str]) -> None:
+    """Refuse a value that is NaN or infinite.
+
+    Args:
+        values: Of examples: [N, ...].
+        what: What a message calls a value.
+        place: Says in a message where a row is.
+
+    Raises:
+        DataError: There is one.
+    """
+    if not values.is_floating_point() or not values.numel():
+        return
+    low, high = values.aminmax()  # both propagate NaN, and no mask the size of the data is made
+    if bool(low.isfinite() & high.isfinite()):
+        return
+    bad = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()
+    row = int(bad.nonzero()[0])
+    raise DataError(
+        f"{place(row)} has a {what} that is NaN or infinite ({int(bad.sum())} rows have); "
+        "fill or drop such rows"
+    )

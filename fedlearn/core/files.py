@@ -44,6 +44,19 @@ def write_durably(
         sync_folder(path.parent)
 
 
+def require_writable(path: Path, *, raises: type[FedlearnError]) -> None:
+    """Make sure, before there is anything to lose, that :func:`write_durably` finds a place.
+
+    Raises:
+        FedlearnError: Of the class ``raises``: the folder is missing or read-only, or the path is
+            a folder.
+    """
+    with disk_errors(path, raises=raises):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _temporary(path, b"", mode=_PRIVATE).unlink()
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Write as :func:`write_durably` does, mode 0600; raises DeploymentError."""
     write_durably(path, content, raises=DeploymentError, mode=_PRIVATE)

@@ -92,15 +92,41 @@ def discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArr
         >>> discrete_gaussian(3.0, 5, source=SecretStream(SecretBytes(bytes(32))))
         array([ 1,  0, -2,  0, -2])
     """
+    samples = np.zeros(size, np.int64)
+    add_discrete_gaussian(samples, sigma=sigma, source=source)
+    return samples
+
+
+def add_discrete_gaussian(
+    numbers: NDArray[np.int32] | NDArray[np.int64], *, sigma: float, source: SecretStream
+) -> None:
+    """Add independent samples of the discrete Gaussian, as above, in place.
+
+    Args:
+        numbers: Integers whose sum with :func:`largest_sample` is one of their type.
+        sigma: As above, as is ``source``, and what is raised and guaranteed.
+        source: Of the samples.
+    """
     if not 0.0 < sigma <= MAX_SIGMA:
         raise ValueError(f"sigma is {sigma}; give a number above 0, and at most 2**40")
-    proposals, samples, begin = proposals_for(sigma), np.empty(size, np.int64), 0
-    while begin < size:
-        num = min(_BLOCK, int(_SPARE * (size - begin)) + 16)
-        accepted = proposals.draw(num, source)[: size - begin]
-        samples[begin : begin + len(accepted)] = accepted
+    proposals, begin = proposals_for(sigma), 0
+    while begin < len(numbers):
+        num = min(_BLOCK, int(_SPARE * (len(numbers) - begin)) + 16)
+        accepted = proposals.draw(num, source)[: len(numbers) - begin]
+        part = numbers[begin : begin + len(accepted)]
+        np.add(part, accepted, out=part, casting="same_kind")
         begin += len(accepted)
-    return samples
+
+
+def largest_sample(sigma: float) -> int:
+    """Return the magnitude that no sample exceeds.
+
+    Example:
+        >>> largest_sample(3.0)
+        43
+    """
+    proposals = proposals_for(sigma)
+    return -proposals.least << proposals.log_s
 
 
 @dataclass(frozen=True, eq=False)

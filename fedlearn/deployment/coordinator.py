@@ -42,13 +42,14 @@ from fedlearn.experiment.assemble import Identities, require_plain, standing_of
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress
+from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.opening import ChargedOpening, Opening
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.simulation.cluster import one_thread
+from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deployment
 from fedlearn.store.patience import Patience, PatientJournal
@@ -381,6 +382,14 @@ class Coordinator:
                 checkpoint=checkpoint,
                 clock=self.interruption,
                 progress=self.progress.round,
+                place=Place(
+                    kind="deployment",
+                    folder=stored.path / FOLDER,
+                    data_dir=self.places.addresses.data_dir,
+                    is_described=True,
+                    cluster=Alone(),
+                    control=self.interruption,
+                ),
                 first_attempts=first,
                 identities=self._identities(database),
                 standing=standing_of(charging),

@@ -21,10 +21,11 @@ from fedlearn.experiment.assemble import Identities, standing_of
 from fedlearn.experiment.privacy import promise
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
+from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.simulate import Site, new_record, outcome_told
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
-from fedlearn.simulation.cluster import one_thread
+from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Federation, FlowerChannel
 
@@ -104,6 +105,13 @@ def run(
                     checkpoint=None,
                     clock=clock,
                     progress=progress.round,
+                    place=Place(
+                        kind="deployment",
+                        folder=stored.path / FOLDER,
+                        data_dir=site.addresses.data_dir,
+                        is_described=True,
+                        cluster=Alone(),
+                    ),
                     identities=identities,
                     standing=standing_of(charging),
                 )

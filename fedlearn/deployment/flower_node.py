@@ -55,4 +55,9 @@ def node_policy(node: Node) -> Policy:
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "
             "leave it out, and stop the SuperNode where the device is needed"
         )
+    if config.training.num_workers > 1:
+        raise ConfigError(
+            f"{path}: training.num_workers is {config.training.num_workers}, but on Flower each "
+            "message is answered in a process that ends with it; leave it out"
+        )
     return policy

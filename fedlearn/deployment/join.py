@@ -42,12 +42,14 @@ def join(
     config: Path | None,
     require_secure_aggregation: bool,
     roster: Path | None = None,
+    num_workers: int | None = None,
     out: TextIO = sys.stdout,
 ) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
     The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
-    :func:`default_home`; ``out`` is told what happens, a line for each step.
+    :func:`default_home`, without ``num_workers`` they are those of ``config``; ``out`` is told what
+    happens, a line for each step.
 
     Raises:
         ConfigError: There is something wrong with ``config``.
@@ -64,6 +66,7 @@ def join(
         invitation=invitation,
         conditions=given.to_conditions(),
         policy=given.to_policy(require_secure_aggregation=require_secure_aggregation),
+        num_workers=num_workers or given.training.num_workers,
         roster=roster,
     )
 

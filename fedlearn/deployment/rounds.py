@@ -19,6 +19,7 @@ from fedlearn.experiment.assemble import (
     release_of,
     run_plan,
 )
+from fedlearn.experiment.server_training import Place
 from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
@@ -40,6 +41,7 @@ def run_over(
     checkpoint: Checkpoint | None,
     clock: Clock,
     progress: Callable[[RoundRecord], None],
+    place: Place | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     identities: Identities | None = None,
     standing: Standing = dict,
@@ -54,6 +56,7 @@ def run_over(
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
         progress: Told of each finished round.
+        place: Where the coordinator's own training takes place.
         first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
@@ -73,6 +76,7 @@ def run_over(
         evaluators=list(_evaluators(pieces, channel)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
+        place=place,
         release=release_of(pieces, params, Alone(), has_sessions=True),
         first_attempts=first_attempts,
         standing=standing,

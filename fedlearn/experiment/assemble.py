@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
@@ -19,7 +20,7 @@ from fedlearn.algorithms.sampling import (
     UniformSampler,
 )
 from fedlearn.algorithms.settings import own_classes
-from fedlearn.build import Pieces, Simulation
+from fedlearn.build import Pieces, Simulation, server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cores import num_cores
 from fedlearn.core.features import moved
@@ -27,6 +28,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
+from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
@@ -81,13 +83,15 @@ def resolve(
         cache_dir: Where probes are remembered.
 
     Raises:
-        ConfigError: Noise does not fit the model.
+        ConfigError: Noise does not fit the model, or the coordinator's own training does not.
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
     device = device_of(engine.device, environ)
     params = initial_params(simulation, device)
     release_of(simulation, params, Alone(), has_sessions=False)  # raises where noise does not fit
+    if simulation.config.coordinator.training.is_on:
+        server_task(simulation).require_fitting()
     num_workers, why_workers = _num_workers(simulation, params, environ)
     choice = _executor(simulation, params, num_workers, clock, cache_dir)
     settings = engine.model_copy(
@@ -102,6 +106,7 @@ def resolve(
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
     notes = [
         *_asked(simulation),
+        *_trained_centrally(simulation),
         f"device {device.type}, {workers}: {why_workers}",
         f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
     ]
@@ -113,6 +118,19 @@ def resolve(
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
+
+
+def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
+    """Return on whose examples the coordinator trains by itself, if it does."""
+    section, own = simulation.config.coordinator.training, simulation.own
+    if not section.is_on:
+        return ()
+    if own is None:
+        return (f"the coordinator trains on files of its own: {', '.join(section.files)}",)
+    num_examples = int(own.num_examples(np.arange(own.num_clients)).sum())
+    left = simulation.population.num_clients
+    whose = f"{own.num_clients} clients, which are set aside: {left} clients are left"
+    return (f"the coordinator trains on {num_examples} examples of {whose}",)
 
 
 def _asked(simulation: Simulation) -> tuple[str, ...]:
@@ -235,10 +253,12 @@ def assemble(
     device: torch.device,
     clock: Clock,
     charging: Charging | None = None,
+    place: Place | None = None,
 ) -> tuple[RunPlan, Params]:
     """Return the plan of a resolved run in this process of ``cluster``, and the initial model.
 
-    With ``charging``, each round is charged before it is opened.
+    With ``charging``, each round is charged before it is opened. ``place`` is where the
+    coordinator's own training takes place.
     """
     params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
@@ -260,6 +280,7 @@ def assemble(
         simulation,
         opening=opening,
         collector=collector,
+        place=place,
         release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
         checkpoint_every_s=simulation.config.store.checkpoint_every_s,
@@ -277,6 +298,7 @@ def run_plan(
     evaluators: Sequence[Evaluator],
     checkpoint_every_s: float,
     clock: Clock,
+    place: Place | None = None,
     release: Release | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     standing: Standing = dict,
@@ -287,7 +309,7 @@ def run_plan(
             opening=opening,
             policy=pieces.policy,
             collector=collector,
-            strategy=pieces.algorithm,
+            strategy=with_server_steps(pieces, pieces.algorithm, place),
             seed=pieces.seed,
             release=release,
         ),

@@ -140,6 +140,11 @@ def promise(pieces: Pieces, stored: StoredRun, *, num_finished: int, clock: Cloc
     )
     due = pieces.config.num_rounds - num_finished
     notes = [f"{noise}; metrics of clients and training losses are without noise: keep them"]
+    if pieces.config.coordinator.training.is_on:
+        notes.append(
+            "the coordinator trains on what is released and on examples of its own: "
+            "post-processing, which costs no ε; nothing hides the examples that it has itself"
+        )
     affordable = charging.foresee(due) if due > 0 else due
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")

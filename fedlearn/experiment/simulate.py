@@ -32,6 +32,7 @@ from fedlearn.experiment.comparison import leaves, summarize
 from fedlearn.experiment.privacy import gone_on, known, promise, spending
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin, open_database
+from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
@@ -119,7 +120,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
             )
         config = Config.from_json(json.dumps(record.config))
         pieces = simulation(config, data_dir=site.addresses.data_dir)
-        return _resume(name, pieces, site, from_previous=from_previous)
+        return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
 
 
 def simulate(
@@ -188,7 +189,7 @@ def simulate(
     pieces = replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
     if resume is not None:
         resolved = _as_recorded(pieces, resume, site, settings)
-        return _resume(resume, resolved, site, from_previous=False)
+        return _resume(resume, resolved, site, from_previous=False, is_described=False)
     return run_pieces(pieces, site)
 
 
@@ -326,16 +327,19 @@ def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
 
 def _run_new(pieces: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
     record = new_record(pieces, extra=extra)
-    return _execute(pieces, site, partial(begin, record, seed=pieces.config.seed))
+    opened = partial(begin, record, seed=pieces.config.seed)
+    return _execute(pieces, site, opened, is_described=not extra)
 
 
-def _resume(name: str, pieces: Simulation, site: Site, *, from_previous: bool) -> Run:
+def _resume(
+    name: str, pieces: Simulation, site: Site, *, from_previous: bool, is_described: bool
+) -> Run:
     def opened(database: Database) -> StoredRun:
         stored = database.run(name)
         stored.finish(RunStatus.RUNNING, error="")
         return stored
 
-    return _execute(pieces, site, opened, from_previous=from_previous)
+    return _execute(pieces, site, opened, from_previous=from_previous, is_described=is_described)
 
 
 def _execute(
@@ -343,9 +347,14 @@ def _execute(
     site: Site,
     opened: Callable[[Database], StoredRun],
     *,
+    is_described: bool,
     from_previous: bool = False,
 ) -> Run:
-    """Run in every worker; rank 0 alone has the store and the terminal."""
+    """Run in every worker; rank 0 alone has the store and the terminal.
+
+    Whether the pieces ``is_described`` by the configuration, processes of the coordinator's own
+    training need to know: they make them anew.
+    """
     num_workers = pieces.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
 
@@ -367,6 +376,13 @@ def _execute(
                 cluster,
                 device=device,
                 clock=site.clock,
+                place=Place(
+                    kind="simulation",
+                    folder=Path() if stored is None else stored.path / FOLDER,
+                    data_dir=site.addresses.data_dir,
+                    is_described=is_described,
+                    cluster=cluster,
+                ),
                 charging=charging,
             )
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)

@@ -184,14 +184,22 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
         return unsampled
     if all(isinstance(event.cohorts, ExampleCohorts) for event in spent):
         return mixed_epsilon(*_squares(spent), target_delta)
-    if all(isinstance(event.cohorts, FixedCohorts) for event in spent):
-        return min(unsampled, _renyi_epsilon(spent, target_delta))
+    return min(unsampled, _sampled_epsilon(tuple(spent.items()), target_delta, interval))
+
+
+@lru_cache(maxsize=1024)  # a run asks for the same figure where it is built, told and reported
+def _sampled_epsilon(
+    spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float | None
+) -> float:
+    """Return ε of cohorts that nobody has seen."""
+    if all(isinstance(event.cohorts, FixedCohorts) for event, _ in spent):
+        return _renyi_epsilon(spent, target_delta)
     if interval is None:
         # Large losses are told apart by more: it costs nothing of the figure, and seconds less.
         rough = _amplified_epsilon(spent, target_delta, _ROUGH)
         enough = max(_FINE, _EXACT_SHARE * rough)
         interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))  # few, so losses are kept
-    return min(unsampled, _amplified_epsilon(spent, target_delta, interval))
+    return _amplified_epsilon(spent, target_delta, interval)
 
 
 def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -211,11 +219,13 @@ def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return squares, chances
 
 
-def _amplified_epsilon(spent: Spent, target_delta: float, interval: float) -> float:
-    """Return ε of cohorts that nobody has seen, by the distribution of the privacy loss."""
+def _amplified_epsilon(
+    spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float
+) -> float:
+    """Return ε by the distribution of the privacy loss."""
     parts = [
         _loss(event, interval).self_compose(event.cohorts.participations(count))
-        for event, count in spent.items()
+        for event, count in spent
     ]
     total = parts[0]
     for part in parts[1:]:
@@ -246,9 +256,9 @@ def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
     )
 
 
-def _renyi_epsilon(spent: Spent, target_delta: float) -> float:
+def _renyi_epsilon(spent: tuple[tuple[Event, int], ...], target_delta: float) -> float:
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    for event, count in spent.items():
+    for event, count in spent:
         cohorts = event.cohorts
         assert isinstance(cohorts, FixedCohorts)
         # This accountant takes the multiplier by the distance of what is replaced, 2C.

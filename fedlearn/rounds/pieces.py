@@ -14,11 +14,11 @@ from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
 
 
-def begun_by(strategy: Strategy, params: Params) -> State:
-    """Return a strategy's state before the first round; RoundError if it is no tensors."""
-    state = strategy.init(params)
-    _require_state(state, who=f"{type(strategy).__name__}.init")
-    return state
+def begun_by(strategy: Strategy, params: Params) -> Stepped:
+    """Return what a strategy begins with; RoundError if its state is no tensors."""
+    begun = strategy.begin(params)
+    _require_state(begun.state, who=f"{type(strategy).__name__}.init")
+    return begun
 
 
 def strategy_at(strategy: Strategy, state: State) -> Strategy:

@@ -98,9 +98,8 @@ class RoundPlan:
         Raises:
             RoundError: The strategy's is no tensors.
         """
-        return ServerState(
-            round_num=0, params=params, strategy_state=begun_by(self.strategy, params)
-        )
+        begun = begun_by(self.strategy, params)
+        return ServerState(round_num=0, params=begun.params, strategy_state=begun.state)
 
 
 class Ran(NamedTuple):

@@ -28,6 +28,7 @@ from fedlearn.errors import (
     FedlearnError,
     ModelMismatch,
     PolicyViolation,
+    ProcessesParted,
     ProtocolError,
     SettingsRefused,
     UnusableResult,
@@ -205,6 +206,9 @@ class ClientSession:
 
 def _reason(error: Exception) -> str:
     """Return what the coordinator is told: of user code the type alone, else what is to be done."""
-    if isinstance(error, AggregationAborted | ModelMismatch | SettingsRefused | UnusableResult):
+    if isinstance(
+        error,
+        AggregationAborted | ModelMismatch | ProcessesParted | SettingsRefused | UnusableResult,
+    ):
         return str(error)
     return type(error).__name__

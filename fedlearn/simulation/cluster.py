@@ -6,7 +6,6 @@ forked: they share the examples, and add up through shared memory. Under ``torch
 already, on one machine or many, and add up through torch.distributed.
 """
 
-import gc
 import os
 import pickle
 import signal
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedlearn.core.forking import exit_with_parent, fork
 from fedlearn.errors import EngineError
 from fedlearn.simulation.shared_memory import SharedRows
 
@@ -257,7 +257,7 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
     rows = (SharedRows(num_workers), SharedRows(num_workers))
     children = []
     for rank in range(1, num_workers):
-        child = _fork()
+        child = fork()
         if not child:
             os.close(lifeline)
             _be_worker(body, rank, pairs, rows, lifeline_end)
@@ -276,23 +276,6 @@ def _forked(body: Callable[[Cluster], ResultT], num_workers: int) -> ResultT:
             os.waitpid(child, 0)  # it is ending, or the closed lifeline ends it
 
 
-def _fork() -> int:
-    """Fork; the child never collects garbage that it inherits.
-
-    A channel of gRPC would wait in its destructor for ever, for a thread that only the parent has.
-    """
-    collects = gc.isenabled()
-    gc.disable()  # nor may a collection come between the fork and the freeze
-    try:
-        child = os.fork()
-        if not child:
-            gc.freeze()
-        return child
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _be_worker(
     body: Callable[[Cluster], object],
     rank: int,
@@ -304,7 +287,7 @@ def _be_worker(
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, the lifeline tells
-        threading.Thread(target=_exit_with_parent, args=(lifeline_end,), daemon=True).start()
+        threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
         body(Forked(rank, _kept(pairs, rank=rank), rows))
         status = 0
     except EngineError:
@@ -326,11 +309,6 @@ def _kept(pairs: Sequence[tuple[Connection, Connection]], *, rank: int) -> list[
             else:
                 end.close()
     return kept
-
-
-def _exit_with_parent(lifeline_end: int) -> None:
-    os.read(lifeline_end, 1)  # blocks until rank 0 closes its end, by intent or by dying
-    os._exit(1)
 
 
 @contextmanager

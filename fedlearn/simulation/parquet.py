@@ -4,23 +4,19 @@ Rows are grouped by client, so that a client is a range of them. All that is kno
 files is an index of their client column; examples are read when they are asked for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedlearn.core.features import Features, Inputs, mapped, named, rebuilt, tensors_of
+from fedlearn.core.features import Inputs, rebuilt, tensors_of
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import offsets_of
 from fedlearn.simulation.population import (
@@ -32,49 +28,18 @@ from fedlearn.simulation.population import (
     sizes_of,
 )
 from fedlearn.simulation.sources import Examples
+from fedlearn.training.tables import ExampleColumns, RowGroup, RowGroups, Table, columns_of_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputColumns:
-    """The columns that make one input of a model.
-
-    Attributes:
-        names: Columns of numbers or of fixed-size lists of numbers, laid side by side.
-        shape: Shape of one example; the columns hold as many numbers.
-        dtype: What they become, e.g. ``torch.float32``; ``torch.int64`` for tokens,
-            ``torch.bool`` for a mask.
-
-    Raises:
-        ValueError: No column is named.
-    """
-
-    names: Sequence[str]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if not self.names:
-            raise ValueError("no feature column is named; name at least one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which columns of a table hold what.
+class Columns(ExampleColumns):
+    """Which columns of a table hold what, and whose an example is.
 
     Attributes:
         client: Who an example belongs to: integers or strings.
-        features: The columns of the features, or of each input.
-        label: A number: integers for classes.
     """
 
     client: str
-    features: Inputs[InputColumns]
-    label: str
-
-    @property
-    def inputs(self) -> Sequence[InputColumns]:
-        """The columns of each input, in the order of its tensors."""
-        return list(named(self.features).values())
 
     @classmethod
     def of_file(
@@ -82,9 +47,7 @@ class Columns:
     ) -> Self:
         """Return the columns of a file, with the shape and dtype that its schema tells.
 
-        One feature column keeps its shape, that of nested lists included; several become
-        one vector. Features that are all integers become int64, else float32; one of several
-        inputs whose columns are all boolean is a mask.
+        See :func:`~fedlearn.training.tables.columns_of_file`.
 
         Args:
             path: A Parquet file, or a folder of them whose first is looked at.
@@ -96,34 +59,8 @@ class Columns:
             DataError: There is no such file, it is not Parquet, or it lacks a column.
             ValueError: An input has no column.
         """
-        first = _parquet_files(path)[0]
-        with _opened(first) as file:
-            schema = file.schema_arrow
-        groups = _groups(_free_columns(schema, {client, label}) if features is None else features)
-        if not groups:
-            raise DataError(f"{first} has no column for features; it has {schema.names}")
-        names = [name for group in named(groups).values() for name in group]
-        _require_columns(schema, [client, label, *names], path=first)
-        of_schema = partial(_input_columns, schema, is_only=isinstance(groups, list))
-        return cls(client=client, features=mapped(of_schema, groups), label=label)
-
-
-def _input_columns(
-    schema: Any,  # pyarrow has no types
-    names: Sequence[str],
-    *,
-    is_only: bool,
-) -> InputColumns:
-    """Return the columns with the shape and dtype of the schema; a mask is not the only input."""
-    kinds = [schema.field(name).type for name in names]
-    shapes, numbers = [_shape(kind) for kind in kinds], [_number(kind) for kind in kinds]
-    dtype = torch.int64 if all(map(pt.is_integer, numbers)) else torch.float32
-    width = sum(torch.Size(shape).numel() for shape in shapes)
-    return InputColumns(
-        names=tuple(names),
-        shape=shapes[0] or (1,) if len(names) == 1 else (width,),
-        dtype=torch.bool if not is_only and all(map(pt.is_boolean, numbers)) else dtype,
-    )
+        found = columns_of_file(path, label=label, features=features, others=[client])
+        return cls(client=client, features=found.features, label=label)
 
 
 class ParquetPopulation:
@@ -148,11 +85,10 @@ class ParquetPopulation:
     def __init__(
         self, path: Path, *, columns: Columns, num_classes: int | None, cache_bytes: int
     ) -> None:
-        self._table = _Table.at(path, columns)
-        self._num_classes = num_classes
-        self._index = _index_clients(self._table)
-        self._max_bytes, self._num_bytes = cache_bytes, 0
-        self._chunks: dict[int, _Chunk] = {}  # the one used last is last
+        table = Table.at(path, columns)
+        self._columns, self._num_classes = columns, num_classes
+        self._index = _index_clients(table, client=columns.client)
+        self._rows = RowGroups(table, groups=self._index.groups, cache_bytes=cache_bytes)
 
     @property
     def num_clients(self) -> int:
@@ -176,40 +112,15 @@ class ParquetPopulation:
                 a label is out of range.
         """
         rows, offsets = places_of(self._index.offsets, client_ids=client_ids)
-        columns, index = self._table.columns, self._index
-        features = mapped(
-            lambda each: torch.empty(rows.size, *each.shape, dtype=each.dtype), columns.features
-        )
-        labels = torch.empty(rows.size, dtype=self._table.label_dtype)
-        groups = np.searchsorted(index.group_offsets, rows, side="right") - 1
-        for group in np.unique(groups).tolist():
-            chunk = self._chunk(group)
-            here = np.flatnonzero(groups == group)
-            inside = torch.from_numpy(rows[here] - index.group_offsets[group])
-            for whole, part in zip(tensors_of(features), tensors_of(chunk.features), strict=True):
-                whole[torch.from_numpy(here)] = part[inside]
-            labels[torch.from_numpy(here)] = chunk.labels[inside]
+        features, labels = self._rows.take(rows)
 
         def place(at: int) -> str:
             owner = owner_at(at, offsets=offsets, client_ids=client_ids)
-            name = f"{columns.client} {self.name_of(owner)!r}"
+            name = f"{self._columns.client} {self.name_of(owner)!r}"
             return f"{row_name(int(rows[at]), owner=owner)} ({name})"
 
         check_examples(features, labels=labels, num_classes=self._num_classes, place=place)
         return ClientRows(features, labels, np.arange(rows.size), offsets)
-
-    def _chunk(self, group: int) -> "_Chunk":
-        """Return a row group: one of those used last, or read now."""
-        chunk = self._chunks.pop(group, None)
-        if chunk is None:
-            chunk = self._table.read(*self._index.groups[group])
-            if chunk.num_bytes > self._max_bytes:
-                return chunk
-            self._num_bytes += chunk.num_bytes
-        self._chunks[group] = chunk
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._chunks.pop(next(iter(self._chunks))).num_bytes
-        return chunk
 
 
 def read_parquet(path: Path, *, columns: Columns) -> Examples:
@@ -222,9 +133,9 @@ def read_parquet(path: Path, *, columns: Columns) -> Examples:
             missing or of another type, a value is missing or not finite, or a label is
             negative.
     """
-    table = _Table.at(path, columns)
-    groups = table.row_groups(table.example_columns)
-    chunks = [table.decoded(rows, path=file) for file, _, rows in groups]
+    table = Table.at(path, columns)
+    groups = table.row_groups(columns.names)
+    chunks = [table.decoded(rows, place=str(group)) for group, rows in groups]
     table.require_rows(len(chunks))
     inputs = zip(*(tensors_of(chunk.features) for chunk in chunks), strict=True)
     return Examples.of(
@@ -242,25 +153,14 @@ def num_classes_in(path: Path, *, columns: Columns) -> int | None:
         DataError: There is no such file, it is not Parquet or has no labels, or a column is
             missing or of another type.
     """
-    table = _Table.at(path, columns)
+    table = Table.at(path, columns)
     if table.label_dtype != torch.int64:
         return None
     groups = table.row_groups([columns.label])
-    pieces = [pc.max(rows.column(0)).as_py() for _, _, rows in groups]
+    pieces = [pc.max(rows.column(0)).as_py() for _, rows in groups]
     largest: list[int] = [label for label in pieces if label is not None]
     table.require_rows(len(largest))
     return max(largest) + 1
-
-
-class _Chunk(NamedTuple):
-    """A decoded row group."""
-
-    features: Features
-    labels: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_of(self.features)) + self.labels.nbytes
 
 
 class _ClientIndex(NamedTuple):
@@ -268,168 +168,26 @@ class _ClientIndex(NamedTuple):
 
     offsets: NDArray[np.int64]  # client c has rows offsets[c]:offsets[c + 1]
     names: Any  # what the files call the clients: an array of pyarrow, which has no types
-    group_offsets: NDArray[np.int64]  # row group g has rows group_offsets[g]:group_offsets[g + 1]
-    groups: list[tuple[Path, int]]  # the file of each row group, and its number there
+    groups: list[RowGroup]
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Parquet files as one table."""
-
-    files: Sequence[Path]  # in the order of their rows
-    columns: Columns
-    label_dtype: torch.dtype  # int64 if labels are integers in all files, else float32
-
-    @classmethod
-    def at(cls, path: Path, columns: Columns) -> Self:
-        """Return the table, if all files have the columns."""
-        files, dtypes = _parquet_files(path), set()
-        for each in files:
-            with _opened(each) as file:
-                dtypes.add(_check_schema(file.schema_arrow, columns=columns, path=each))
-        return cls(files, columns, torch.int64 if dtypes == {torch.int64} else torch.float32)
-
-    @property
-    def example_columns(self) -> list[str]:
-        """The columns of features and of the label, each once."""
-        names = (name for each in self.columns.inputs for name in each.names)
-        return list(dict.fromkeys([*names, self.columns.label]))
-
-    def row_groups(self, names: list[str]) -> Iterator[tuple[Path, int, Any]]:
-        """Yield the file, the number and these columns of each row group that has rows."""
-        for path in self.files:
-            with _opened(path) as file:
-                _require_columns(file.schema_arrow, names, path=path)
-                for group in range(file.num_row_groups):
-                    rows = file.read_row_group(group, columns=names)
-                    if len(rows):
-                        yield path, group, rows
-
-    def read(self, path: Path, group: int) -> _Chunk:
-        """Read the examples of a row group."""
-        with _opened(path) as file:
-            rows = file.read_row_group(group, columns=self.example_columns)
-        return self.decoded(rows, path=path)
-
-    def decoded(self, rows: Any, *, path: Path) -> _Chunk:
-        """Return what rows of the example columns hold."""
-        labels = _numbers(rows, self.columns.label, path=path)
-        return _Chunk(
-            mapped(lambda each: _input(rows, each, path=path), self.columns.features),
-            torch.tensor(labels, dtype=self.label_dtype),
-        )
-
-    def require_rows(self, num_rows: int) -> None:
-        """Refuse a table without rows."""
-        if not num_rows:
-            raise DataError(f"{self.files[0]} and its neighbours have no rows; write some examples")
-
-
-def _parquet_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.parquet"))
-    if not files:
-        what = "no *.parquet file in the folder" if path.is_dir() else "no file or folder"
-        raise DataError(f"{what} {path}; name a Parquet file or a folder of them")
-    return files
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:  # pyarrow has no types
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}; write it again") from error
-
-
-def _free_columns(schema: Any, taken: set[str]) -> list[str]:
-    """Return the columns without a role: not those taken, nor the index that pandas adds."""
-    index = (schema.pandas_metadata or {}).get("index_columns", ())
-    return [name for name in schema.names if name not in taken and name not in index]
-
-
-def _groups(features: Inputs[Sequence[str]]) -> Inputs[Sequence[str]]:
-    """Return the columns of each input; names alone, in a list or a tuple, are those of one."""
-    if isinstance(features, Mapping):
-        return features
-    names = [each for each in features if isinstance(each, str)]
-    return names if len(names) == len(features) else tuple(features)
-
-
-def _require_columns(schema: Any, names: Sequence[str], *, path: Path) -> None:
-    for name in names:
-        if name not in schema.names:
-            raise DataError(f"{path} has no column {name!r}; it has {schema.names}")
-
-
-def _shape(kind: Any) -> tuple[int, ...]:
-    """Return the shape of one value of a column: () for a number."""
-    if not pt.is_fixed_size_list(kind):
-        return ()
-    return (kind.list_size, *_shape(kind.value_type))
-
-
-def _number(kind: Any) -> Any:
-    """Return the type of what a column, or the lists in it, hold."""
-    return _number(kind.value_type) if pt.is_fixed_size_list(kind) else kind
-
-
-def _index_clients(table: _Table) -> _ClientIndex:
-    runs, sizes, groups, group_sizes = [], [], [], []
-    for path, group, rows in table.row_groups([table.columns.client]):
-        names, lengths = _runs(rows.column(0), column=table.columns.client, path=path)
+def _index_clients(table: Table, *, client: str) -> _ClientIndex:
+    runs, sizes, groups = [], [], []
+    for group, rows in table.row_groups([client]):
+        names, lengths = _runs(rows.column(0), column=client, path=group.path)
         runs.append(names)
         sizes.append(lengths)
-        groups.append((path, group))
-        group_sizes.append(len(rows))
+        groups.append(group)
     table.require_rows(len(groups))
     kinds = sorted({str(names.type) for names in runs})
     if len(kinds) > 1:
         raise DataError(
-            f"client column {table.columns.client!r} is {' here and '.join(kinds)} there; write "
+            f"client column {client!r} is {' here and '.join(kinds)} there; write "
             "the same type in all files"
         )
     names, lengths = _joined(pa.concat_arrays(runs), np.concatenate(sizes))
-    _require_grouped(names, column=table.columns.client)
-    return _ClientIndex(offsets_of(lengths), names, offsets_of(group_sizes), groups)
-
-
-def _check_schema(schema: Any, *, columns: Columns, path: Path) -> torch.dtype:
-    """Return the dtype of labels, or refuse the file."""
-    for each in columns.inputs:
-        _require_columns(schema, [*each.names, columns.label], path=path)
-        _check_input(schema, each, path=path)
-    label = schema.field(columns.label).type
-    if not (pt.is_integer(label) or pt.is_floating(label)):
-        raise DataError(f"{path}: label column {columns.label!r} is {label}; cast it to numbers")
-    return torch.int64 if pt.is_integer(label) else torch.float32
-
-
-def _check_input(schema: Any, columns: InputColumns, *, path: Path) -> None:
-    width, expected = 0, torch.Size(columns.shape).numel()
-    for name in columns.names:
-        kind = schema.field(name).type
-        number, width = _number(kind), width + torch.Size(_shape(kind)).numel()
-        is_mask = columns.dtype == torch.bool
-        if is_mask != pt.is_boolean(number) or not (
-            is_mask or pt.is_integer(number) or pt.is_floating(number)
-        ):
-            raise DataError(
-                f"{path}: feature column {name!r} is {kind}; cast it to numbers or to "
-                "fixed-size lists of numbers, or name the feature columns without it"
-            )
-        if pt.is_floating(number) and not columns.dtype.is_floating_point:
-            raise DataError(
-                f"{path}: feature column {name!r} is {kind}, which {columns.dtype} would "
-                "round; write the same type in all files"
-            )
-    if width != expected:
-        raise DataError(
-            f"{path}: {list(columns.names)} hold {width} numbers an example, "
-            f"the shape {columns.shape} has {expected}; change either"
-        )
+    _require_grouped(names, column=client)
+    return _ClientIndex(offsets_of(lengths), names, groups)
 
 
 def _runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
@@ -464,20 +222,3 @@ def _require_grouped(names: Any, *, column: str) -> None:
         f"sort first, e.g. `table.sort_by({column!r})` in pyarrow, and write with a small "
         "`row_group_size`"
     )
-
-
-def _input(table: Any, columns: InputColumns, *, path: Path) -> Tensor:
-    parts = [_numbers(table, name, path=path).reshape(len(table), -1) for name in columns.names]
-    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    return torch.tensor(numbers, dtype=columns.dtype).reshape(len(table), *columns.shape)
-
-
-def _numbers(table: Any, name: str, *, path: Path) -> NDArray[Any]:
-    """Return all numbers of a column, those of lists one after another."""
-    values = table.column(name).combine_chunks()
-    while pt.is_fixed_size_list(values.type) and not values.null_count:
-        values = values.flatten()
-    if values.null_count:
-        raise DataError(f"{path}: column {name!r} has missing values; fill or drop them")
-    numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return numbers

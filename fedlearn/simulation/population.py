@@ -14,7 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, named, require_one_label_each, taken
+from fedlearn.core.features import (
+    Features,
+    named,
+    require_finite,
+    require_one_label_each,
+    taken,
+)
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import Partition, offsets_of
@@ -271,24 +277,10 @@ def check_examples(
         raise DataError(f"labels are {labels.dtype}; convert class labels with `.long()`")
     for name, tensor in named(features).items():
         what = "feature" if tensor is features else f"value of {name}"
-        _require_finite(tensor, what=what, place=place)
-    _require_finite(labels, what="label", place=place)
+        require_finite(tensor, what=what, place=place)
+    require_finite(labels, what="label", place=place)
     if num_classes is not None:
         _require_classes(labels, num_classes=num_classes, place=place)
-
-
-def _require_finite(values: Tensor, *, what: str, place: Callable[[int], str]) -> None:
-    if not values.is_floating_point() or not values.numel():
-        return
-    low, high = values.aminmax()  # both propagate NaN, and no mask the size of the data is made
-    if bool(low.isfinite() & high.isfinite()):
-        return
-    bad = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()
-    row = int(bad.nonzero()[0])
-    raise DataError(
-        f"{place(row)} has a {what} that is NaN or infinite ({int(bad.sum())} rows have); "
-        "fill or drop such rows"
-    )
 
 
 def _require_classes(labels: Tensor, *, num_classes: int, place: Callable[[int], str]) -> None:

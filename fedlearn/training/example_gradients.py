@@ -93,7 +93,7 @@ class ExampleGradients:
         rest = {name: p for name, p in parameters.items() if not p.requires_grad}
 
         def loss_of(trainable: Named, features: Features, label: Tensor, key: Tensor) -> Tensor:
-            self._dropouts.key = key
+            self._dropouts.set_example_key(key)
             alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
             _, losses = self._forward({**rest, **trainable}, alone, label.unsqueeze(0))
             return losses.sum()

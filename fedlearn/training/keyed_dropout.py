@@ -50,6 +50,7 @@ class KeyedDropout(nn.Module):
         if self.channelwise:
             shape = inputs.shape[:2] + (1,) * (inputs.dim() - 2)
         index = torch.arange(torch.Size(shape).numel(), device=inputs.device).view(shape)
+        index = index + self.shared.offset(shape)
         bits = _scramble(_scramble(index + self.layer * 0x632BE5AB) ^ self.shared.key)
         keep = bits >= int(self.p * (_MASK_32 + 1))
         return inputs * keep.to(inputs.dtype) / (1.0 - self.p)
@@ -102,6 +103,7 @@ class KeyedDropouts:
 
     def __init__(self, module: nn.Module) -> None:
         self.key, self._num_layers = torch.zeros((), dtype=torch.int64), 0
+        self._first, self._num_rows = 0, 1
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, _Dropout):
@@ -111,10 +113,34 @@ class KeyedDropouts:
     def __len__(self) -> int:
         return self._num_layers
 
-    def set_key(self, key: int) -> None:
-        """Take the key of one client's step."""
+    def set_key(self, key: int, *, first: int = 0, num_rows: int = 1) -> None:
+        """Take the key of one client's step.
+
+        Args:
+            key: 32 bits.
+            first: Examples of the step that come before those which are to go through the model.
+            num_rows: How many these are.
+        """
         if self._num_layers:
             self.key = torch.tensor(key)
+        self._first, self._num_rows = first, num_rows
+
+    def set_example_key(self, key: Tensor) -> None:
+        """Take the key of one example, which goes through the model alone."""
+        self.key, self._first = key, 0
+
+    def offset(self, shape: Sequence[int]) -> int:
+        """Return the index of a mask's first element in the mask of all the step's examples.
+
+        They run along the first dimension, each with one row or several; where they cannot, it is
+        0, as of weights that are dropped for all of them.
+
+        Args:
+            shape: Of the mask, of those examples that go through the model.
+        """
+        if not self._first or shape[0] % self._num_rows:
+            return 0
+        return self._first * (torch.Size(shape).numel() // self._num_rows)
 
 
 def example_keys(keys: Tensor | int, places: Tensor) -> Tensor:
@@ -125,6 +151,14 @@ def example_keys(keys: Tensor | int, places: Tensor) -> Tensor:
         places: Of the examples in their batches: int64, a shape that goes with it.
     """
     return _scramble(keys ^ _scramble(places + 1))
+
+
+def share_key(key: int, first: int) -> int:
+    """Return the key of what the examples from the ``first`` on draw from a generator, in order.
+
+    From the first of all it is the key itself; shares of other processes draw something else.
+    """
+    return key if first == 0 else int(example_keys(key, torch.tensor(first)))
 
 
 def step_keys(seeds: Sequence[Seed], num_steps: int) -> NDArray[np.int64]:

@@ -44,8 +44,10 @@ from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
     example_keys,
     global_generator,
+    share_key,
     untouched,
 )
+from fedlearn.training.lockstep import Lockstep
 
 ValueT = TypeVar("ValueT")
 
@@ -79,11 +81,13 @@ class Part(NamedTuple):
         features: Shape [part, ...], or several such.
         labels: Shape [part, ...].
         key: Of this part's dropout masks and what else is random, 32 bits.
+        first: Examples before these that other processes have of the part with this key.
     """
 
     features: Features
     labels: Tensor
     key: int
+    first: int = 0
 
 
 class Measured(NamedTuple):
@@ -208,35 +212,45 @@ class ResidentModel:
         that of the batch's mean loss, however it was cut.
 
         Args:
-            parts: The batch, at least one part; one is in memory at a time. A loss that couples
-                examples takes the batch as one.
-            num_examples: Examples of all parts together.
+            parts: The batch; one part is in memory at a time. A loss that couples examples takes
+                the batch as one. Of parts that are a share of the batch, perhaps none, gradients
+                and loss are the share that they have in the whole.
+            num_examples: Examples of the whole batch.
         """
         grads: Sequence[Tensor | None] = ()
         losses: list[Tensor] = []
         for part in parts:
             self._choose_formats(part.features, part.labels)
-            self._seed_masks(part.key)
+            self._seed_masks(part)
             loss = self._loss(part.features, part.labels)
             if len(part.labels) < num_examples:
                 loss = loss * (len(part.labels) / num_examples)
             further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             grads = list(map(_sum, grads, further)) if grads else further
             losses.append(loss.detach())
+        if not losses:
+            return [None] * len(self.trainable), self.vector_P.new_zeros(())
         return grads, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def noised_gradients(
-        self, parts: Iterable[Part], *, num_examples: int, rule: NoisedGradients
-    ) -> tuple[list[Tensor], Tensor]:
+        self,
+        parts: Iterable[Part],
+        *,
+        num_examples: int,
+        rule: NoisedGradients,
+        together: Lockstep | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """Return the mean of the examples' gradients, clipped and with noise, and their mean loss.
 
-        Along :attr:`trainable_stack`: of a parameter that the loss does not depend on there is the
-        noise alone, since what it depends on may tell of an example.
+        Of a parameter that the loss does not depend on there is the noise alone, since what it
+        depends on may tell of an example.
 
         Args:
             parts: As for :meth:`gradients`, as is ``num_examples``.
-            num_examples: Examples of all parts together.
+            num_examples: As there.
             rule: How.
+            together: Adds up over the processes that have a share of the batch each; noise is drawn
+                by the first of them alone, once for the whole sum. ``None``: there is one.
 
         Raises:
             SettingsRefused: Examples have no gradients of their own: see
@@ -252,8 +266,8 @@ class ResidentModel:
         size = sum(value.numel() for value in stack)
         num_together = min(TOGETHER, max(1, _EXAMPLE_BYTES // (self.vector_P.itemsize * size)))
         for part in parts:
-            self._seed_masks(part.key)
-            places = torch.arange(len(part.labels), device=self.device)
+            self._seed_masks(part)
+            places = torch.arange(len(part.labels), device=self.device) + part.first
             keys, features = example_keys(part.key, places), self._cast(part.features)
             for first in range(0, len(places), num_together):
                 now = slice(first, first + num_together)
@@ -266,7 +280,29 @@ class ResidentModel:
                 for value, more in zip(sums, clipped, strict=True):
                     value.add_(more)
                 total += losses.sum(dtype=torch.float64)
-        return rule.noised(sums, [num_examples], like=stack), total / num_examples
+        return self._noised(sums, total, num_examples=num_examples, rule=rule, together=together)
+
+    def _noised(
+        self,
+        sums: list[Tensor],
+        total: Tensor,
+        *,
+        num_examples: int,
+        rule: NoisedGradients,
+        together: Lockstep | None,
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the mean of clipped gradients with noise, and the mean loss."""
+        if together is None:
+            noised = rule.noised(sums, [num_examples], like=self.trainable_stack)
+            return [grad[0] for grad in noised], total / num_examples
+        whole, total = together.summed([each[0] for each in sums], total)
+        own: Sequence[Tensor | None] = [None] * len(whole)
+        if together.processes.rank == 0:
+            clipped = [each.unsqueeze(0) for each in whole if each is not None]  # all are there
+            noised = rule.noised(clipped, [num_examples], like=self.trainable_stack)
+            own = [grad[0] for grad in noised]
+        told, _ = together.summed(own, torch.zeros_like(total))
+        return [grad for grad in told if grad is not None], total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what :meth:`restore` continues from: views, which the next step changes."""
@@ -304,9 +340,9 @@ class ResidentModel:
         for tensor, place in self._apart:
             place.copy_(tensor.data)
 
-    def _seed_masks(self, key: int) -> None:
-        self._dropouts.set_key(key)
-        self._generator.manual_seed(key)
+    def _seed_masks(self, part: Part) -> None:
+        self._dropouts.set_key(part.key, first=part.first, num_rows=len(part.labels))
+        self._generator.manual_seed(share_key(part.key, part.first))
 
     def _choose_formats(self, features: Features, labels: Tensor) -> None:
         """Lay out the weights of convolutions as suits them; once, on some first examples."""
@@ -317,7 +353,7 @@ class ResidentModel:
         buffers = dict(self.module.named_buffers())
 
         def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
-            self._seed_masks(0)
+            self._seed_masks(Part(some, labels, 0))
             tensors = {name: value.clone() for name, value in buffers.items()} | dict(weights)
             inputs = arguments(mapped(torch.clone, some))  # a forward may write to them
             outputs = one_tensor(functional_call(self.module, tensors, *inputs))
@@ -409,6 +445,8 @@ class Training:
         local: What each client does.
         told: What it is told beside the model, one vector each.
         round_num: Round index.
+        together: Adds gradients up over the processes that share the training; ``None``: there is
+            one.
 
     Attributes:
         memory: What the client remembers from step to step: tensors of one row.
@@ -426,8 +464,9 @@ class Training:
         local: LocalUpdate,
         told: Lanes,
         round_num: int,
+        together: Lockstep | None = None,
     ) -> None:
-        self._model, self._params = model, params
+        self._model, self._params, self._together = model, params, together
         self._noised = local if isinstance(local, NoisedGradients) else None
         self._local = local if self._noised is None else self._noised.inner
         self._round_num, self._short_cut = round_num, short_cut(self._local)
@@ -458,18 +497,20 @@ class Training:
         """Take one step; return the batch's mean loss before it, a scalar.
 
         Args:
-            parts: The batch, whole or cut.
-            num_examples: Examples of all parts together.
+            parts: The batch, whole or cut; of several processes, this one's share.
+            num_examples: Examples of the whole batch.
         """
         if self._noised is not None:
             with torch.no_grad():
                 noised, loss = self._model.noised_gradients(
-                    parts, num_examples=num_examples, rule=self._noised
+                    parts, num_examples=num_examples, rule=self._noised, together=self._together
                 )
-                self._update([grad[0] for grad in noised])
+                self._update(noised)
         else:
             grads, loss = self._model.gradients(parts, num_examples=num_examples)
             with torch.no_grad():
+                if self._together is not None:
+                    grads, loss = self._together.summed(grads, loss)
                 self._update(grads)
         self.num_steps += 1
         return loss

@@ -1,5 +1,6 @@
 """A local trainer for any torch module: E epochs of SGD, or as many steps as a client affords."""
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self, TypeAlias
@@ -20,14 +21,17 @@ from fedlearn.algorithms.local import (
     read_only,
 )
 from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.core.collecting import is_sound
 from fedlearn.core.features import Features
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import DataError, ModelMismatch
-from fedlearn.training.keyed_dropout import step_keys
+from fedlearn.training.example_gradients import batch_statistics
+from fedlearn.training.keyed_dropout import share_key, step_keys
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData
+from fedlearn.training.lockstep import ALONE, Lockstep, Processes, share
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training, weighted_mean
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -42,6 +46,8 @@ _EVALUATION_BATCH = 256
 
 #: Examples that are tried out before joining.
 _TRIED = 32
+#: Examples by whose labels trainers are told to have the same, spread over all of them.
+_COMPARED = 64
 
 #: A map-style dataset of pairs (features, label).
 Pairs: TypeAlias = Dataset[Any]  # Any: labels are tensors or numbers; items are checked when read
@@ -187,6 +193,21 @@ class TorchTrainer:
         """Where it computes: a coordinator may ask for some."""
         return self._model.device
 
+    @property
+    def coupling(self) -> str | None:
+        """What computes with all examples of a batch, so that no process can with a share of it."""
+        if not self._model.measures.objective.per_example:
+            return "the loss"
+        return batch_statistics(self._model.module)
+
+    def plan(self) -> list[int]:
+        """Return what trainers must agree in to share a training: sizes, and some labels' bits."""
+        rows = np.unique(np.linspace(0, len(self._data) - 1, _COMPARED).astype(np.int64))
+        _, labels = self._data.batch(rows, key=0)
+        bits = labels.cpu().flatten().view(torch.uint8).numpy().tobytes()
+        most = -1 if self._max_steps is None else self._max_steps
+        return [len(self._data), self._num_parts, most, self._model.layout.size, zlib.crc32(bits)]
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Return the model after ``context.settings.epochs`` passes over the examples.
 
@@ -199,15 +220,47 @@ class TorchTrainer:
             ModelMismatch: The tensors are those of another model.
             DataError: The dataset's items are not pairs.
         """
+        return self.train_with(ALONE, tensors, context=context)
+
+    def train_with(
+        self, processes: Processes, tensors: Mapping[str, Tensor], *, context: TrainContext
+    ) -> LocalResult:
+        """Return what :meth:`train` does, up to rounding, in several processes that share the work.
+
+        Each calls this with the same; of every batch one computes its share of the rows. All return
+        the same bits. ``context.control`` is each process's own.
+
+        Raises:
+            Cancelled: As for :meth:`train`, and so the others.
+            ProcessesParted: Another process has left the training, or is gone.
+        """
         local = update_from(context.settings, known=self._local_updates)
+        # Clipped sums of examples are on a finer grid than the model's.
+        dtype = torch.float64 if isinstance(local, NoisedGradients) else self._model.layout.dtype
+        with Lockstep(processes, self._model.trainable, dtype=dtype) as together:
+            return self._train(tensors, local, context, together)
+
+    def _train(
+        self,
+        tensors: Mapping[str, Tensor],
+        local: LocalUpdate,
+        context: TrainContext,
+        together: Lockstep,
+    ) -> LocalResult:
+        """Return the model after the training that ``local`` asks for."""
         params = self._params(tensors)
         told = {name: value.to(params.vector) for name, value in context.told.items()}
         unwritten = read_only((params.vector, *told.values()), who=f"{type(local).__name__}.step")
         training = Training(
-            self._model, params, local=local, told=told, round_num=context.round_num
+            self._model,
+            params,
+            local=local,
+            told=told,
+            round_num=context.round_num,
+            together=together,
         )
         with unwritten, training.client(self._kept(local, context.state)):
-            losses, sizes = self._run(training, local.work, context)
+            losses, sizes = self._run(training, local.work, context, together.processes)
             report = training.report()
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
@@ -276,7 +329,7 @@ class TorchTrainer:
         return {name: state[name].to(self._model.vector_P)[None] for name in kept}
 
     def _run(
-        self, training: Training, work: LocalWork, context: TrainContext
+        self, training: Training, work: LocalWork, context: TrainContext, processes: Processes
     ) -> tuple[Tensor, list[int]]:
         """Take the steps that are left; return each step's loss, [steps], and examples."""
         control, num_parts = context.control, self._num_parts
@@ -301,21 +354,34 @@ class TorchTrainer:
             if step < done:
                 continue
             own_keys = keys[step * num_parts : (step + 1) * num_parts]
-            losses[step] = training.step(
-                self._parts(rows, own_keys, size=part_size, control=control), num_examples=len(rows)
+            parts = self._parts(
+                rows, own_keys, size=part_size, control=control, processes=processes
             )
+            losses[step] = training.step(parts, num_examples=len(rows))
             control.save(self._snapshot(training, losses))
             control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
         return losses, sizes
 
     def _parts(
-        self, rows: NDArray[np.int64], keys: Sequence[int], *, size: int, control: TaskControl
+        self,
+        rows: NDArray[np.int64],
+        keys: Sequence[int],
+        *,
+        size: int,
+        control: TaskControl,
+        processes: Processes,
     ) -> Iterator[Part]:
-        """Read a batch part by part; the task can be called off before each."""
-        shares = (rows[start : start + size] for start in range(0, len(rows), size))
-        for share, key in zip(shares, keys, strict=False):
+        """Read this process's share of a batch, part by part, each of which is shared.
+
+        The task can be called off before each.
+        """
+        parts = (rows[start : start + size] for start in range(0, len(rows), size))
+        for part, key in zip(parts, keys, strict=False):
             control.check()
-            yield Part(*self._data.batch(share, key=key), key)
+            own = share(len(part), rank=processes.rank, world_size=processes.world_size)
+            if own.start < own.stop:
+                drawn = share_key(key, own.start)
+                yield Part(*self._data.batch(part[own], key=drawn), key, own.start)
 
     def _plan(self, losses: Tensor) -> Tensor:
         """Return what a checkpoint must agree with, or its steps are not those of this task."""
@@ -375,13 +441,17 @@ def _require_same_model(tensors: Mapping[str, Tensor], layout: Layout) -> None:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f'device is "{name}"; it is "auto", "cpu", "cuda" or "cuda:N"') from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ValueError(f'device is "{name}", but torch sees no GPU; use "auto" or "cpu"')
+    if ":" not in name:  # of several GPUs the one that this process was given
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

@@ -10,7 +10,8 @@ let through by turns, one round each; the median ratio of neighbouring rounds st
 in seconds: 1.3 is what it should not exceed.
 
 With `--level example` the private side is that of single examples, whose gradients are clipped and
-have noise in each step; without noise, the clip alone should not exceed 2.
+have noise in each step. Without noise none is drawn or added, and all else is done as with it: the
+clip, and sums that are cut to the grid of the noise. That should not exceed 2.
 
 Beside pfl-research, both are private: whole programs by turns, and the median ratio of their rates.
 """

@@ -23,9 +23,11 @@ from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainReq
 from fedlearn.core.params import Params
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.rounds import run_over
+from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.session import ClientSession
+from fedlearn.simulation.cluster import Alone
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
@@ -254,6 +256,13 @@ def replayed(
         checkpoint=None,
         clock=VirtualClock(),
         progress=lambda _: None,
+        place=Place(
+            kind="deployment",
+            folder=folder / "no training keeps checkpoints",
+            data_dir=folder,
+            is_described=True,
+            cluster=Alone(),
+        ),
     )
     return state.server.params.named()
 
@@ -300,13 +309,15 @@ def test_stock_processes_train_the_model_of_the_simulation(
 
 
 def test_flowers_simulation_runtime_trains_the_same_model(simulated: Federation) -> None:
-    """Three virtual nodes on Ray: bit for bit again."""
-    run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": "", "num-rounds": 3}
-    with simulated.flwr_run(
-        *("-c", "num-rounds=3", "--federation-config", f"num-supernodes={NUM_NODES}")
-    ) as run:
+    """Three virtual nodes on Ray: bit for bit again, where the coordinator trains as well."""
+    training = {"num_steps": 10, "every_rounds": 2, "round_steps": 5, "share": 0.5}
+    overrides = ";".join(f"coordinator.training.{key}={value}" for key, value in training.items())
+    run_config: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "num-rounds": 3}
+    options = ("-c", f'overrides="{overrides}"', "-c", "num-rounds=3")
+    with simulated.flwr_run(*options, "--federation-config", f"num-supernodes={NUM_NODES}") as run:
         stored = simulated.finished(run)
     assert stored.rounds()[-1].metrics["accuracy"] > 0.9
+    assert ["server_loss" in each.metrics for each in stored.rounds()] == [False, True, False]
     assert_equals_memory(stored, run_config)
 
 

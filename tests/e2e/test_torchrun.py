@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedlearn.cli.app import main
 
 
 def lines(*command: str, folder: Path) -> list[dict[str, object]]:
@@ -34,3 +38,36 @@ def test_torchrun_runs_the_same_simulation_once(tmp_path: Path) -> None:
     assert spread[-1]["loss"] == pytest.approx(alone[-1]["loss"], abs=1e-5)
     runs = lines("-m", "fedlearn", "runs", "--json", "--runs-dir", "runs", folder=tmp_path)
     assert len(runs) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
+    """Two processes tell once, write one model, and leave nothing else behind."""
+    training = {"num_steps": 20, "report_every": 10, "batch_size": 32, "share": 0.5}
+    sets = [f"coordinator.training.{key}={value}" for key, value in training.items()]
+    words = [word for each in sets for word in ("--set", each)]
+    train = ("-m", "fedlearn", "train", "--json", "--runs-dir", "runs", *words, "--output")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    alone = lines(*train, "alone.safetensors", folder=tmp_path)
+    spread = ("spread.safetensors", "--set", "coordinator.training.replicate=2")
+    together = lines(*torchrun, *train, *spread, folder=tmp_path)
+    assert [line.get("step_num") for line in together] == [10, 20, None]
+    assert together[-1]["loss"] == pytest.approx(alone[-1]["loss"], abs=1e-4)
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("alone", "spread"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0.0, atol=1e-4)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_a_mesh_of_another_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before they wait for each other."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ("coordinator.training.num_steps=2", "coordinator.training.replicate=3")
+    sets = [word for each in words for word in ("--set", each)]
+    assert main(["train", *sets, "--set", "coordinator.training.batch_size=3"]) != 0
+    said = capsys.readouterr().err
+    assert "the mesh is replicate 3, 3 in all, but torchrun has started 2 processes" in said

@@ -52,6 +52,12 @@ class AlongPositions(nn.Module):
         return found
 
 
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
 def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) -> StackedExecutor:
     gradient = BlockGradient(
         make_model,
@@ -71,6 +77,7 @@ def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) ->
         (with_dropout, WHOLE),
         (with_layer_norm, RULE),
         (AlongPositions, RULE),
+        (convolutional, WHOLE),
     ],
 )
 def test_a_block_equals_one_client_after_another(
@@ -86,23 +93,40 @@ def test_a_block_equals_one_client_after_another(
     assert float((unclipped.deltas_KP - expected.deltas_KP).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize(("make_model", "has_products"), [(mlp, True), (AlongPositions, False)])
+@pytest.mark.parametrize(
+    ("make_model", "products"),
+    [(mlp, {(8, 6), (3, 8)}), (with_dropout, {(8, 6), (3, 8)}), (convolutional, {(3, 8)})],
+)
 def test_gradients_of_linear_layers_are_not_written_down(
     make_model: Callable[[], nn.Module],
-    has_products: bool,  # noqa: FBT001 - a parameter of the test
+    products: set[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All of a plain network's are products; of another one none is taken for one."""
-    seen = []
+    """Beside whatever else: dropout, whose masks are an example's own, and convolutions."""
+    assert _products(make_model, monkeypatch) == products
+
+
+def test_what_is_not_one_outer_product_an_example_is_not_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer along the positions of each; control: the one that follows is."""
+    assert _products(AlongPositions, monkeypatch) == {(3, 5)}
+
+
+def _products(
+    make_model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> set[tuple[int, int]]:
+    """Return the shapes of the weights whose gradients are given as two vectors an example."""
+    seen = set[tuple[int, int]]()
     original = NoisedGradients.clipped
 
     def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: as it is
-        seen.append(bool(products))
+        seen.update((left.shape[1], right.shape[2]) for left, right in products)
         return original(self, *given, products=products)
 
     monkeypatch.setattr(NoisedGradients, "clipped", spied)
     executor(make_model).train(stacked.work_of(stacked.params_of(make_model), local=RULE))
-    assert set(seen) == {has_products}
+    return seen
 
 
 def with_batch_norm() -> nn.Module:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, MeanSquaredError, Objective
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.params import Layout, Params
@@ -632,6 +633,19 @@ def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
         )
     ]
     assert blocks == [64, 3, 2]
+
+
+def test_blocks_by_example_are_no_larger_and_hold_all_gradients_of_a_batch() -> None:
+    """Of 32 bits a number, in 128 MiB; control: plain blocks of the same models are larger."""
+    by_example = NoisedGradients(inner=PLAIN, example_clip_norm=1.0, example_noise_multiplier=1.0)
+    for width, batch_size in ((10, 4), (200, None), (2000, 64)):
+        layout = Layout.of(nn.Sequential(nn.Linear(784, width), nn.Linear(width, 10)))
+        rule = replace(by_example, inner=replace(PLAIN, batch_size=batch_size))
+        block, plain = stacked.preferred_block(layout, rule), stacked.preferred_block(layout, PLAIN)
+        together = min(32, batch_size or 32)
+        assert block <= plain
+        assert block == max(2, min(plain, 2**27 // (4 * layout.size * together)))
+        assert (block < plain) == (width == 200)
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ on_power = true
 idle = true
 unmetered = true
 between = ["22:00", "06:00"]
+
+[training]
+num_workers = 4
 """
 
 
@@ -52,6 +55,7 @@ def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) 
     for config in (load_client(None), load(tmp_path, "")):
         assert config.to_policy() == Policy()
         assert config.to_conditions() == Conditions()
+        assert config.training.num_workers == 1
 
 
 def test_every_key_reaches_the_client(tmp_path: Path) -> None:
@@ -81,6 +85,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     assert config.to_policy() == policy
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
     assert config.to_conditions() == conditions
+    assert config.training.num_workers == 4
     for value, default in (
         (secure, SecureAggregationPolicy()),
         (privacy, PrivacyPolicy()),
@@ -99,6 +104,8 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
             "\n[policy.secure_aggregation]\nrequred = true",
             "client.toml:3: policy.secure_aggregation.requred: unknown key; did you mean policy.s",
         ),
+        ("[training]\nnum_workers = 0", "is 0; give an integer >= 1"),
+        ("[training]\nshard = 2", "client.toml:2: training.shard: unknown key"),
         ("[policy]\nmax_epochs = -1", "is -1; give an integer >= 0"),
         ("[policy]\nevaluate = 1", "give true or false"),
         ('[policy.secure_aggregation]\nadversary = "activ"', 'did you mean "active"?'),

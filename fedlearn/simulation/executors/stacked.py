@@ -50,7 +50,7 @@ from fedlearn.simulation.executors.stacked_gradient import (
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 
 #: Bytes that the gradients of examples may take together.
-_EXAMPLE_BYTES = 64 << 20
+_EXAMPLE_BYTES = 128 << 20
 #: Traced shapes per block size: a step runs at the next of so many evenly spaced heights.
 NUM_HEIGHTS = 4
 
@@ -61,10 +61,12 @@ def preferred_block(layout: Layout, local: LocalUpdate) -> int:
     Fewer with convolutions, whose activations are not reused here from one step to the next; and
     where each example has a gradient.
     """
-    if isinstance(local, NoisedGradients):
-        together = min(TOGETHER, local.work.batch_size or TOGETHER)
-        return block_within(_EXAMPLE_BYTES, each=layout.dtype.itemsize * layout.size * together)
-    return fused.preferred_block(layout, bytes_of_images=8 << 20)
+    num_clients = fused.preferred_block(layout, bytes_of_images=8 << 20)
+    if not isinstance(local, NoisedGradients):
+        return num_clients
+    together = min(TOGETHER, local.work.batch_size or TOGETHER)
+    each = layout.dtype.itemsize * layout.size * together
+    return min(num_clients, block_within(_EXAMPLE_BYTES, each=each))
 
 
 @dataclass(eq=False)

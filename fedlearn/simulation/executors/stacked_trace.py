@@ -120,8 +120,8 @@ class TracedSteps:
         """Return the trace: flat tensors to the fields of an outcome."""
         names = self._gradient.reached(parts, batch)
         trace = self._graph(partial(self._gradient.vectorised, names), parts, batch, tensors)
-        whole = self._gradient.by_example  # of which there is no product
-        _return_factors(trace.graph, num_trainable=len(parts[0]), leave_whole=whole)
+        factors = _outer_factors if self._gradient.by_example else _factors
+        _return_factors(trace.graph, num_trainable=len(parts[0]), factors_of=factors)
         trace.graph.eliminate_dead_code()
         trace.recompile()
         return trace
@@ -181,11 +181,13 @@ def _terms(grad: Node, *, num_terms: int) -> Node | None:
     return source if is_fit and source.meta["val"].dim() == 3 else None  # noqa: PLR2004 - [h, b, m]
 
 
-def _return_factors(graph: Graph, *, num_trainable: int, leave_whole: bool) -> None:
-    """Let the graph return an outcome's fields, and the factors of gradients that are products.
-
-    With ``leave_whole``, none of them is taken apart.
-    """
+def _return_factors(
+    graph: Graph,
+    *,
+    num_trainable: int,
+    factors_of: Callable[[Graph, Node], tuple[Node, Node] | None],
+) -> None:
+    """Let the graph return an outcome's fields, and the factors of gradients that are products."""
     output = graph.output_node()
     result: Any = output.args[0]  # nodes, nested as the traced function nests its results
     grads, (losses, (statistics, constants)) = result
@@ -194,7 +196,7 @@ def _return_factors(graph: Graph, *, num_trainable: int, leave_whole: bool) -> N
     whole, factors = {}, {}
     for name, grad in grads.items():
         with graph.inserting_before(output):
-            pair = None if leave_whole else _factors(graph, grad)
+            pair = factors_of(graph, grad)
         if pair is None or any(_owner(factor) in changing for factor in pair):
             whole[name] = grad
         else:
@@ -226,12 +228,48 @@ def _factors(graph: Graph, grad: Node, *, num_terms: int | None = None) -> tuple
     return transposed[0], transposed[1]
 
 
+def _outer_factors(graph: Graph, grad: Node) -> tuple[Node, Node] | None:
+    """Return two stacks of vectors whose outer products are ``grad``, if each example's is one.
+
+    Of gradients [h, b, m, n] these are [h, m, b] and [h, b, n].
+    """
+    node, is_transposed, shape = grad, False, grad.meta["val"].shape
+    while node.target is not _ATEN.bmm.default:
+        source = next(iter(node.all_input_nodes), None)
+        if source is None or len(shape) != 4:  # noqa: PLR2004 - [h, b, m, n]
+            return None
+        if _transposes(node):
+            is_transposed = not is_transposed
+        elif node.target not in _RESHAPING or not _is_stack_of(source, node):
+            return None
+        node = source
+    left, right = (part for part in node.args if isinstance(part, Node))
+    if left.meta["val"].shape[2] != 1:
+        return None
+    vectors = [
+        graph.call_function(_ATEN.view.default, (part, [*shape[:2], part.meta["val"][0].numel()]))
+        for part in ((right, left) if is_transposed else (left, right))
+    ]
+    return graph.call_function(_ATEN.transpose.int, (vectors[0], 1, 2)), vectors[1]
+
+
+def _is_stack_of(source: Node, node: Node) -> bool:
+    """Whether a node's value has the matrices of its source's, stacked alike or otherwise."""
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    return bool(before[-2:] == after[-2:] and before.numel() == after.numel())
+
+
 def _transposes(node: Node) -> bool:
     """Whether the node swaps the rows and columns of each matrix of a stack."""
     dims: Any = node.args[1:]
+    num_dims = node.meta["val"].dim()
+    last = [num_dims - 2, num_dims - 1]
     if node.target is _ATEN.transpose.int:
-        return {dim % 3 for dim in dims} == {1, 2}
-    return node.target is _ATEN.permute.default and list(dims[0]) == [0, 2, 1]
+        return sorted(dim % num_dims for dim in dims) == last
+    return node.target is _ATEN.permute.default and list(dims[0]) == [
+        *range(num_dims - 2),
+        *reversed(last),
+    ]
 
 
 def _owner(node: Node) -> Node:

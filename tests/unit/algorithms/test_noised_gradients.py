@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms import noised_gradients
 from fedlearn.algorithms.local import LocalSgd, Moment
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients, quiet
+from fedlearn.core.noise import SecretStream, add_discrete_gaussian
 from fedlearn.errors import SettingsRefused
 from tests.e2e.noise import has_scale
 
@@ -133,6 +137,56 @@ def test_noise_is_of_the_clip_by_the_size_of_the_batch() -> None:
         assert not has_scale(row * 1.5, sigma)
     likeness = torch.corrcoef(noise.flatten(1))[0, 1]
     assert abs(float(likeness)) < 5.0 / math.sqrt(noise[0].numel())
+
+
+def test_all_of_a_block_have_the_noise_of_its_largest_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No client has less than its own batch asks for; control: in levels, they ask for less."""
+    drawn = []
+
+    def noted(numbers: NDArray[np.int32], *, sigma: float, source: SecretStream) -> None:
+        drawn.append(sigma)
+        add_discrete_gaussian(numbers, sigma=sigma, source=source)
+
+    monkeypatch.setattr(noised_gradients, "add_discrete_gaussian", noted)
+    sizes = (1, 4096, 10)
+    (noise,) = noised([*sizes])
+    asked = [2.0 * RULE.sensitivity(num_examples=each, size=20_000) for each in sizes]
+    assert drawn == [max(asked)]
+    assert min(asked) < max(asked) * 0.99
+    for row, size in zip(noise.flatten(1), sizes, strict=True):
+        sigma = drawn[0] * CLIP / 2**20 / size
+        assert has_scale(row, sigma)
+        assert not has_scale(row * 2.0 / 3.0, sigma)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("multiplier", [2.0, 1e4])
+def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplier: float) -> None:
+    """Added to what is there; control: some of it, at 10000 times the clip, leaves 32 bits."""
+    rule = replace(RULE, example_noise_multiplier=multiplier)
+    sums = torch.full((2, 100, 100), 3.0 * CLIP, dtype=dtype).mT  # no two of a row are neighbours
+    (found,) = rule.noised([sums], [1, 1], like=[torch.zeros(1)])
+    assert found.dtype == torch.float32
+    noise, sigma = found.flatten().double() - 3.0 * CLIP, multiplier * CLIP
+    assert has_scale(noise, sigma)
+    assert not has_scale(noise * 2.0 / 3.0, sigma)
+    assert abs(float(noise.mean())) < 5.0 * sigma / math.sqrt(len(noise))
+    beyond = float(noise.abs().max()) * 2**20 / CLIP > 2**31
+    assert beyond == (multiplier > 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype) -> None:
+    """Towards zero; control: they were not on the grid."""
+    level = CLIP / 2**20
+    levels = torch.tensor([[0.9, -0.9, 1.0, -2.5, 3.0e6 + 0.5]], dtype=dtype)
+    rule = quiet(RULE)
+    assert isinstance(rule, NoisedGradients)
+    (found,) = rule.noised([levels * level], [1], like=[torch.zeros(1, dtype=dtype)])
+    assert torch.equal(found, levels.trunc() * level)
+    assert not torch.equal(levels, levels.trunc())
 
 
 def test_noise_is_never_the_same_twice() -> None:

@@ -18,6 +18,7 @@ def test_options_reach_the_other_process_as_they_are() -> None:
             max_epochs=2, secure_aggregation=SecureAggregationPolicy(required=True, min_cohort=7)
         ),
         num_threads=2,
+        num_workers=3,
         niceness=3,
     )
     assert OPTIONS.validate_json(OPTIONS.dump_json(options)) == options

@@ -12,7 +12,9 @@ from fedlearn.core.noise import (
     MAX_SIGMA,
     SecretStream,
     WordT,
+    add_discrete_gaussian,
     discrete_gaussian,
+    largest_sample,
     proposals_for,
 )
 from fedlearn.core.randomness import SecretBytes
@@ -94,6 +96,28 @@ def test_two_streams_differ_and_one_key_repeats() -> None:
     assert (draws[0] != draws[1]).any()
     again = [discrete_gaussian(9.0, 64, source=stream(7)) for _ in range(2)]
     assert (again[0] == again[1]).all()
+
+
+def test_samples_are_added_to_what_is_there() -> None:
+    """In 32 bits as in 64, and beyond a block of samples; control: another key adds others."""
+    samples = discrete_gaussian(1000.0, 70_000, source=stream())
+    assert (samples != discrete_gaussian(1000.0, 70_000, source=stream(1))).any()
+    before = np.arange(70_000) - 35_000
+    narrow, wide = before.astype(np.int32), before.astype(np.int64)
+    add_discrete_gaussian(narrow, sigma=1000.0, source=stream())
+    add_discrete_gaussian(wide, sigma=1000.0, source=stream())
+    assert (narrow == before + samples).all()
+    assert (wide == before + samples).all()
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.7, 3.2, 1000.0, 2.0**21])
+def test_no_sample_is_beyond_the_largest(sigma: float) -> None:
+    """The table's both ends are within it, and its far end is it."""
+    proposals, largest = proposals_for(sigma), largest_sample(sigma)
+    s, rows = 1 << proposals.log_s, len(proposals.table)
+    lowest, highest = s * proposals.least, s * (proposals.least + rows - 1) + s - 1
+    assert -lowest == largest >= highest
+    assert largest >= 14 * sigma
 
 
 class Told(SecretStream):

@@ -209,6 +209,7 @@ def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path
             "privacy.max_epsilon_per_day is 2.0",
         ),
         ("[conditions]\non_power = true", r"\[conditions\] is set"),
+        ("[training]\nnum_workers = 2", "training.num_workers is 2, but on Flower"),
         ("[policy]\nmax_epoch = 3", "max_epochs"),
     ],
 )

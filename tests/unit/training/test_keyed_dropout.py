@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from fedlearn.core.randomness import Seed
-from fedlearn.training.keyed_dropout import KeyedDropout, KeyedDropouts, step_keys, untouched
+from fedlearn.training.keyed_dropout import (
+    KeyedDropout,
+    KeyedDropouts,
+    share_key,
+    step_keys,
+    untouched,
+)
 
 
 def network(rate: float = 0.5) -> nn.Sequential:
@@ -28,6 +34,40 @@ def test_the_same_key_drops_the_same_units() -> None:
     assert not torch.equal(dropped(model, dropouts, seed=0, step=1), first)
     assert not torch.equal(dropped(model, dropouts, seed=1, step=0), first)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Dropout1d(0.5)])
+@pytest.mark.parametrize("rows_each", [1, 3])
+def test_shares_of_a_batch_have_their_part_of_its_masks(layer: nn.Module, rows_each: int) -> None:
+    """Examples with one row each or several; without their places they would have the first's."""
+    model = nn.Sequential(layer)
+    dropouts, whole = KeyedDropouts(model), torch.ones(7 * rows_each, 20, 2)
+    dropouts.set_key(11)
+    expected = model(whole)
+    for first, last in ((0, 2), (2, 3), (3, 7)):
+        rows = slice(first * rows_each, last * rows_each)
+        dropouts.set_key(11, first=first, num_rows=last - first)
+        assert torch.equal(model(whole[rows]), expected[rows])
+        dropouts.set_key(11)
+        assert torch.equal(model(whole[rows]), expected[rows]) == (first == 0)
+
+
+def test_what_is_no_batch_has_one_mask_for_all_shares() -> None:
+    """As weights of a layer have, whose rows are no examples'."""
+    model = nn.Sequential(nn.Dropout(0.5))
+    dropouts, weights = KeyedDropouts(model), torch.ones(5, 20)
+    dropouts.set_key(11)
+    expected = model(weights)
+    dropouts.set_key(11, first=4, num_rows=3)
+    assert torch.equal(model(weights), expected)
+
+
+def test_shares_draw_from_a_generator_by_keys_of_their_own() -> None:
+    """The first by the step's; keys stay within 32 bits."""
+    keys = [share_key(12345, first) for first in range(100)]
+    assert keys[0] == 12345
+    assert len(set(keys)) == 100
+    assert all(0 <= key < 2**32 for key in keys)
 
 
 def test_layers_drop_different_units() -> None:

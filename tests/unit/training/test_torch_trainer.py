@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, Objective
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError, ModelMismatch
+from fedlearn.training import torch_trainer
 from fedlearn.training.local_data import TensorData
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -185,3 +186,40 @@ def test_a_client_logs_dtypes_that_are_not_the_usual() -> None:
         TorchTrainer.of(lambda: nn.Linear(5, 3).bfloat16(), features, labels)
     (line,) = logs
     assert "torch.bfloat16 ('weight', ...)" in line["note"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("auto", "cuda:2"), ("cuda", "cuda:2"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
+)
+def test_of_several_gpus_it_takes_the_one_of_its_process(
+    monkeypatch: pytest.MonkeyPatch, name: str, found: str
+) -> None:
+    """Unless another one is named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert str(torch_trainer._device(name)) == found  # noqa: SLF001 - a model there needs a GPU
+
+
+def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - outputs.mean(0)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("layers", "objective", "found"),
+    [
+        (nn.Linear(5, 3), CrossEntropy(), None),
+        (
+            nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)),
+            CrossEntropy(),
+            "layer 1 (BatchNorm1d)",
+        ),
+        (nn.Linear(5, 3), CustomLoss(coupled, per_example=False), "the loss"),
+    ],
+)
+def test_what_couples_the_examples_of_a_batch_is_named(
+    layers: nn.Module, objective: Objective, found: str | None
+) -> None:
+    """So that no process is given a share of one."""
+    trainer = TorchTrainer.of(layers.double, *examples(6), objective=objective, device="cpu")
+    assert trainer.coupling == found

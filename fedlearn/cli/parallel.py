@@ -1,0 +1,192 @@
+"""The commands about training over several processes, and what it costs.
+
+As in :mod:`fedlearn.cli.app`, what takes long to import is imported by the command that runs.
+"""
+# ruff: noqa: PLC0415 (the imports inside functions: see above)
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlearn.cli.options import (
+    DataDir,
+    Experiment,
+    Force,
+    Json,
+    Output,
+    Overrides,
+    RunsDir,
+    examples,
+)
+from fedlearn.errors import ConfigError
+
+app = typer.Typer()
+
+#: Processes of one machine: beyond, its cores are measured, not a network.
+_MOST_PROCESSES = 64
+
+
+@app.command(
+    epilog=examples(
+        "train experiment.toml --set coordinator.training.num_steps=1000",
+        "train experiment.toml --set coordinator.training.replicate=2",
+        "train experiment.toml --output model.safetensors",
+    )
+    + "\n\n\b\nOver several processes or machines: torchrun ... -m fedlearn train EXPERIMENT.toml"
+)
+def train(
+    *,
+    experiment: Experiment = None,
+    overrides: Overrides = None,
+    output: Output = None,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+    runs_dir: RunsDir = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where checkpoints are; without it, in the directory of the runs.",
+        ),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Train the model in the coordinator, without clients, and write its weights.
+
+    By the table coordinator.training: its steps, its data, its processes. A training that was
+    cut off goes on from its last checkpoint when it is started again.
+    """
+    from safetensors.torch import save
+
+    from fedlearn.cli.surroundings import site
+    from fedlearn.config import config_hash, load
+    from fedlearn.core.files import require_writable, write_durably
+    from fedlearn.errors import StoreError
+    from fedlearn.experiment.comparison import json_text
+    from fedlearn.experiment.train import train_alone
+    from fedlearn.experiment.training_progress import training_progress
+
+    config = load(experiment, overrides=overrides or ()).resolved(num_clients=None)
+    here = site(config, runs_dir=runs_dir, data_dir=data_dir)
+    kept = (folder or here.addresses.runs_dir) / f"training-{config_hash(config)[:12]}"
+    path = output or Path("model.safetensors")
+    if here.environ.get("RANK", "0") == "0":  # it writes; and it is told now, not after hours
+        require_writable(path, raises=StoreError)
+        if path.exists() and not force:
+            raise ConfigError(f"{path} is there already; give --force to replace it")
+    report = training_progress(sys.stdout, as_json=as_json)
+    trained = train_alone(config, here, kept, report=report)
+    if trained is None:
+        return  # rank 0 has it
+    write_durably(path, save(dict(trained.state.model)), raises=StoreError)
+    told = {"steps": trained.state.step_num, **trained.metrics, "path": str(path)}
+    if as_json:
+        typer.echo(json_text({"event": "trained", **told}))
+    else:
+        typer.echo(", ".join(f"{name} {value}" for name, value in told.items()))
+
+
+@app.command(
+    epilog=examples(
+        "memory experiment.toml",
+        "memory experiment.toml --set coordinator.training.recompute=true",
+        "memory --parameters 7e9 --bytes 2 --set coordinator.training.shard=8",
+    )
+)
+def memory(
+    *,
+    experiment: Experiment = None,
+    overrides: Overrides = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", help="Only a number of parameters, such as 7e9, in place of a model."
+        ),
+    ] = None,
+    num_bytes: Annotated[
+        int, typer.Option("--bytes", min=1, metavar="B", help="Of each, with --parameters.")
+    ] = 4,
+    as_json: Json = False,
+    output: Output = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Print what a training of the coordinator takes in memory, by process; train nothing.
+
+    By the table coordinator.training: its batch, optimiser, precision and mesh. What the
+    forward pass keeps is counted on tensors without data. With --output it is drawn as PNG, too.
+    """
+    from fedlearn.cli.surroundings import site
+    from fedlearn.config import load
+    from fedlearn.experiment.comparison import json_text
+    from fedlearn.experiment.memory import outlook, outlook_of, picture
+
+    config = load(experiment, overrides=overrides or ()).resolved(num_clients=None)
+    if parameters is None:
+        found = outlook(config, site(config, data_dir=data_dir))
+    else:
+        found = outlook_of(parameters, num_bytes, config)
+    typer.echo(json_text(found.facts()) if as_json else found.render())
+    if output is not None:
+        picture(found, output)
+
+
+@app.command(
+    epilog=examples(
+        "collectives",
+        "collectives --processes 3 --numbers 10 --numbers 10_000_000",
+        "collectives --mbit-per-s 100 --output all-reduce.png",
+    )
+)
+def collectives(
+    *,
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=_MOST_PROCESSES,
+            metavar="P",
+            help="How many take part; may be repeated. Without it, 2, 4 and 8.",
+        ),
+    ] = None,
+    numbers: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="How many each of them has; may be repeated. Without it, a million.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="K", help="Times to run each; medians count.")
+    ] = 3,
+    mbit_per_s: Annotated[
+        float,
+        typer.Option(metavar="X", help="Of each process of the emulated network, each way."),
+    ] = 400.0,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Measure what an all-reduce costs in bytes and time, beside its formulas.
+
+    Four methods: naive, manager, ring, and the library's. Processes of this machine are
+    started for it; with --output, the result is drawn as PNG, too.
+    """
+    from fedlearn.experiment.collectives import costs, picture
+    from fedlearn.experiment.comparison import json_text
+    from fedlearn.parallel.all_reduce_costs import Settings
+
+    asked = tuple(dict.fromkeys(numbers or (1_000_000,)))
+    try:
+        settings = Settings(numbers=asked, repeats=repeats, mbit_per_s=mbit_per_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    found = costs(settings, world_sizes=sorted(set(processes or (2, 4, 8))))
+    if as_json:
+        for each in found.facts():
+            typer.echo(json_text(each))
+    else:
+        typer.echo(found.render())
+    if output is not None:
+        picture(found, output)

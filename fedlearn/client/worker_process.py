@@ -1,0 +1,47 @@
+"""A process beside the client's own that shares its trainings; it ends with that one.
+
+Its argument is the number of a socket, over which it is told what to do.
+"""
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import structlog
+import torch
+
+from fedlearn.client.forks import keep_from_forks
+from fedlearn.client.loading import make_trainer
+from fedlearn.client.sharing import WorkerOptions
+from fedlearn.parallel.workers import end_with, take_gpu, work
+from fedlearn.training.torch_trainer import TorchTrainer
+
+
+def main() -> None:
+    """Share the trainings of one client until it wants no more or is gone."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("warning"),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    # It ends with the client's process, which may still need it when all are told to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    link = Connection(int(sys.argv[1]))
+    os.set_inheritable(link.fileno(), False)
+    keep_from_forks(link)
+    end_with(link)
+    with suppress(EOFError):  # its client has gone, or ends it
+        options = WorkerOptions(**json.loads(link.recv_bytes()))
+        torch.set_num_threads(options.num_threads)
+        take_gpu(options.rank)
+        trainer = make_trainer(options.trainer)
+        # The client refuses what is none: see :func:`fedlearn.parallel.shared_trainer`.
+        if isinstance(trainer, TorchTrainer):
+            work(trainer, link, rank=options.rank)
+
+
+if __name__ == "__main__":
+    main()

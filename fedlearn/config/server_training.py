@@ -1,0 +1,151 @@
+"""What the coordinator trains by itself, on which data, and over which processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds, refused
+from fedlearn.config.section import Columns, PathText, Problem, Section
+from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Count, Positive, Whole
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.mixtures import Mixture
+from fedlearn.parallel.optimizers import AdamKin, Lars, MakesOptimizer, Rate, Sgd
+from fedlearn.parallel.plan import Spread, TrainingPlan
+from fedlearn.parallel.streams import Stream
+from fedlearn.parallel.table_stream import TableFiles
+
+
+@declared_by(TableFiles, given=("path", "feature_columns", "window_bytes"), label_column="label")
+class FilesSection(Section):
+    """Parquet or Arrow files that the coordinator trains on; they may be larger than memory."""
+
+    path: PathText = Field(description="A file, or a directory of them.")
+    feature_columns: Columns | Literal["all"] = Field(
+        "all", description='Columns with the features, as data.feature_columns; "all": the others.'
+    )
+    weight: Positive = Field(
+        1.0, description="Share of the examples that come from here, beside other files', > 0."
+    )
+    window_mbytes: Positive = Field(
+        256.0, description="How much is shuffled together, in megabytes of examples, > 0."
+    )
+
+    def table(self) -> TableFiles:
+        """Return the files."""
+        columns = None if self.feature_columns == "all" else self.feature_columns
+        window_bytes = max(1, round(self.window_mbytes * 2**20))
+        path = Path(self.path)
+        return built(
+            TableFiles, self, path=path, feature_columns=columns, window_bytes=window_bytes
+        )
+
+
+class ServerTraining(DeclaredSection):
+    """What the coordinator trains by itself."""
+
+    optimizer: str = Field(description="By what the coordinator's own training steps.")
+    every_rounds: Whole = Field(
+        0, description="Rounds from one training of the coordinator to the next; 0: none."
+    )
+    round_steps: Count = Field(10, description="Steps of such a training, >= 1.")
+    distil_steps: Whole = Field(
+        0,
+        description="Steps after each round by which the model learns what the clients' models say "
+        "together of the coordinator's examples (FedDF); 0: none.",
+    )
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0,
+        description="Share of the clients in the table data whose examples the coordinator has, "
+        "(0, 1]; in a simulation they are set aside, and are no clients.",
+    )
+    files: dict[str, FilesSection] = Field(
+        {},
+        description="Parquet or Arrow files to train on instead of the table data, by a name of "
+        "yours; several are mixed by their weights.",
+    )
+    num_readers: Whole = Field(
+        0, description="Processes of each rank that read batches ahead, >= 0; 0: the rank reads."
+    )
+    checkpoint_every: Whole = Field(
+        0,
+        description="Steps between two checkpoints of a training that a crash cuts off, >= 0; 0: "
+        "it begins again.",
+    )
+    report_every: Count = Field(100, description="Steps between two reports, >= 1.")
+    max_restarts: Whole = Field(
+        3, description="How often its processes are started again after one has crashed, >= 0."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the coordinator trains at all."""
+        return self.has_steps or self.distil_steps > 0
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it trains on its examples' labels, before the first round or after some."""
+        return bool(self.model_dump()["num_steps"]) or self.every_rounds > 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse what the plan refuses, and what has no effect or no end."""
+        yield from refused(lambda: self.plan(Seed(0)))
+        values = self.model_dump()
+        if self.every_rounds and values["decay"] != "none":
+            text = (
+                f'is "{values["decay"]}", which ends with num_steps, but every_rounds is '
+                f'{self.every_rounds}; set it to "none"'
+            )
+            yield Problem(("decay", "every_rounds"), text)
+        if self.files and self.share != 1.0:
+            text = (
+                f"is {self.share}, but files are given to train on instead; remove one of the two"
+            )
+            yield Problem(("share", "files"), text)
+
+    def plan(self, seed: Seed) -> TrainingPlan:
+        """Return how it trains; raises ConfigError or ValueError where values do not fit."""
+        spread = built(Spread, self, mesh=built(Mesh, self))
+        return built(
+            TrainingPlan,
+            self,
+            optimizer=self._stepping(),
+            rate=built(Rate, self),
+            spread=spread,
+            seed=seed,
+        )
+
+    def stream(self, seed: Seed) -> Stream:
+        """Return the examples of the files.
+
+        Raises:
+            DataError: They cannot be read, or several differ in their columns.
+        """
+        streams = [
+            section.table().stream(seed=seed.derive(name)) for name, section in self.files.items()
+        ]
+        if len(streams) == 1:
+            return streams[0]
+        weights = [section.weight for section in self.files.values()]
+        return Mixture(streams, weights=weights, seed=seed.derive("mixture"))
+
+    def _stepping(self) -> MakesOptimizer:
+        if self.optimizer == "sgd":
+            return built(Sgd, self)
+        if self.optimizer == "lars":
+            return built(Lars, self)
+        return built(AdamKin, self, decoupled=self.optimizer == "adamw")
+
+
+_AROUND = (TrainingPlan, Rate, Spread, Mesh)
+
+SERVER_TRAININGS = kinds(
+    "optimizer",
+    ServerTraining,
+    kind("sgd", Sgd, *_AROUND, learning_rate=0.1, batch_size=64, num_steps=0),
+    kind("adamw adam", AdamKin, *_AROUND, learning_rate=0.001, batch_size=64, num_steps=0),
+    kind("lars", Lars, *_AROUND, learning_rate=1.0, batch_size=64, num_steps=0),
+    given=("decoupled", "seed", "mesh", "rate", "spread"),
+)

@@ -1,0 +1,124 @@
+"""What a training of the coordinator takes in memory: ``fedlearn memory``."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fedlearn import build
+from fedlearn.build import server_task
+from fedlearn.config import Config
+from fedlearn.core.files import write_durably
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError, StoreError
+from fedlearn.experiment.simulate import Site
+from fedlearn.parallel.memory import KINDS, Counted, Memory, predict
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the processes of a training take.
+
+    Attributes:
+        mesh: Over which they are spread, in words.
+        stages: One process of each stage of the pipeline; the others of the stage take as much.
+        storage: Bytes of all parameters.
+    """
+
+    mesh: str
+    stages: Sequence[Memory]
+    storage: int
+
+    def facts(self) -> dict[str, object]:
+        """Return it as JSON values, in bytes."""
+        stages = [{"stage": at, **asdict(each)} for at, each in enumerate(self.stages)]
+        return {"mesh": self.mesh, "storage": self.storage, "stages": stages}
+
+    def render(self) -> str:
+        """Return it as a table."""
+        names = [*KINDS, "update", "peak"]
+        lines = [
+            f"the model's parameters: {size_text(self.storage)}; a process of {self.mesh}:",
+            "",
+            "".join([f"{'stage':>5}", *(f"{name.replace('_', ' '):>17}" for name in names)]),
+        ]
+        for at, each in enumerate(self.stages):
+            sizes = [getattr(each, name) for name in names]
+            shown = ["?" if size is None else size_text(size) for size in sizes]
+            lines.append("".join([f"{at:>5}", *(f"{size:>17}" for size in shown)]))
+            if each.offloaded:
+                lines.append(f"      of these {size_text(each.host)} in the host's memory")
+        return "\n".join(lines)
+
+
+def size_text(size: int) -> str:
+    """Return bytes for a reader.
+
+    Example:
+        >>> size_text(3 * 2**20), size_text(350_000_000_000)
+        ('3.00 MiB', '325.96 GiB')
+    """
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.2f} MiB"
+
+
+def outlook(config: Config, site: Site) -> Outlook:
+    """Return what the coordinator's own training, as configured, will take.
+
+    Raises:
+        ConfigError: The model cannot be cut so, or followed without data.
+        DataError: Data are missing.
+    """
+    task = server_task(build.alone(config, data_dir=site.addresses.data_dir))
+    task.require_fitting()
+    features, labels = task.stream.batch(range(1))
+    stages = predict(
+        task.make_model, task.plan, features=features, labels=labels, objective=task.objective
+    )
+    storage = sum(each.nbytes for each in task.make_model().parameters())
+    return Outlook(str(task.plan.spread.mesh), stages, storage)
+
+
+def outlook_of(num_parameters: float, bytes_per_parameter: int, config: Config) -> Outlook:
+    """Return what a model takes of which no more is known than its number of parameters.
+
+    Raises:
+        ConfigError: There would be none, or no bytes.
+    """
+    try:
+        counted = Counted(
+            num_parameters=round(num_parameters), bytes_per_parameter=bytes_per_parameter
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    plan = config.coordinator.training.plan(Seed(0))
+    mesh = plan.spread.mesh
+    found = counted.memory(optimizer=plan.optimizer, mesh=mesh)
+    return Outlook(str(mesh), [found], counted.storage)
+
+
+def picture(found: Outlook, path: Path) -> None:
+    """Draw it as PNG, a bar a stage and a part a kind; a file that is there is replaced.
+
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    places = [f"stage {at}" for at in range(len(found.stages))]
+    bottoms = [0.0] * len(places)
+    for name in KINDS:
+        sizes = [(getattr(each, name) or 0) / _MIB for each in found.stages]
+        axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "))
+        bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
+    axes.set_ylabel(f"MiB of a process of {found.mesh}")
+    axes.legend()
+    axes.grid(visible=True, axis="y", color="#dddddd")
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    write_durably(path, content.getvalue(), raises=StoreError)

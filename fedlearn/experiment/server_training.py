@@ -1,0 +1,163 @@
+"""The coordinator's own training, from a configuration: inside a run, or alone."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import structlog
+
+from fedlearn import build
+from fedlearn.algorithms.strategy import Strategy, Wrapped
+from fedlearn.build import Pieces, server_task
+from fedlearn.config import Config
+from fedlearn.errors import Diverged
+from fedlearn.parallel.jobs import Control, Job, train
+from fedlearn.parallel.server_steps import ServerSteps, Trains
+from fedlearn.parallel.task import Progress, Task, TrainingState
+from fedlearn.simulation.cluster import Cluster
+from fedlearn.training.trainer import UNATTENDED
+
+#: What a configuration is read as: other processes make the same task of it.
+Kind: TypeAlias = Literal["simulation", "deployment", "alone"]
+
+_TASK = "fedlearn.experiment.server_training:task_of"
+#: Of a run's own training, in the folder of the run.
+FOLDER = "training"
+
+_log = structlog.get_logger(__name__)
+
+
+def task_of(kind: Kind, config: str, data_dir: str) -> Task:
+    """Return what a configuration has its coordinator train, in any process.
+
+    Args:
+        kind: What the configuration is read as.
+        config: As :meth:`~fedlearn.config.Config.canonical_json` wrote it.
+        data_dir: Where data sets lie that it names without a path.
+    """
+    make: Mapping[str, Callable[..., Pieces]] = {
+        "simulation": build.simulation,
+        "deployment": build.deployment,
+        "alone": build.alone,
+    }
+    return server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a run's own training takes place.
+
+    Attributes:
+        kind: What the run is.
+        folder: Of the training's files: its own, and removed at its end.
+        data_dir: Where data sets lie.
+        is_described: Whether the configuration describes the model and the data: else they are
+            Python's, and other processes cannot make them.
+        control: How the training hears that it is called off.
+        cluster: The processes of the simulation; only the first trains.
+    """
+
+    kind: Kind
+    folder: Path
+    data_dir: Path
+    is_described: bool
+    cluster: Cluster
+    control: Control = UNATTENDED
+
+
+def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -> Strategy:
+    """Return the strategy of a run, whose coordinator trains if it shall.
+
+    It trains on what the innermost strategy makes of a round, so that those around it see the model
+    that clients will begin with, and what bounds and hides their updates stays outermost.
+
+    Args:
+        pieces: Of the run.
+        strategy: Of its rounds.
+        place: Where it trains; ``None``: nowhere, so it must not be asked for.
+
+    Raises:
+        ConfigError: The mesh does not fit the model, the data or this machine.
+    """
+    section = pieces.config.coordinator.training
+    if not section.has_steps:
+        return strategy
+    assert place is not None  # whoever runs a configuration says where
+    task = server_task(pieces)
+    task.require_fitting()
+    trains = _shared(_trains(pieces, task, place), place.cluster)
+
+    def training(inner: Strategy) -> Strategy:
+        if isinstance(inner, Wrapped):
+            return replace(inner, inner=training(inner.inner))
+        return ServerSteps(
+            inner,
+            trains,
+            num_steps=task.plan.num_steps,
+            every_rounds=section.every_rounds,
+            round_steps=section.round_steps,
+        )
+
+    return training(strategy)
+
+
+def job_of(pieces: Pieces, task: Task, place: Place, *, until: int) -> Job:
+    """Return the training of a run up to a step as a job."""
+    section = pieces.config.coordinator.training
+    described: dict[str, object] = {
+        "kind": place.kind,
+        "config": pieces.config.canonical_json(),
+        "data_dir": str(place.data_dir),
+    }
+    return Job(
+        make_task=lambda: task,
+        name=_TASK if place.is_described else None,
+        arguments=described if place.is_described else {},
+        folder=place.folder,
+        checkpoint_every=section.checkpoint_every,
+        report_every=section.report_every,
+        max_restarts=section.max_restarts,
+        until=until,
+    )
+
+
+def _trains(pieces: Pieces, task: Task, place: Place) -> Trains:
+    def trains(start: TrainingState, until: int) -> tuple[TrainingState, float]:
+        losses = list[float]()
+
+        def tell(progress: Progress) -> None:
+            losses.append(progress.loss)
+            told = asdict(replace(progress, num_steps=until))
+            _log.info("server_training", **{n: _rounded(value) for n, value in told.items()})
+
+        job = job_of(pieces, task, place, until=until)
+        with divergence_explained():
+            trained = train(job, start=start, control=place.control, report=tell)
+        return trained, losses[-1] if losses else math.nan
+
+    return trains
+
+
+@contextmanager
+def divergence_explained() -> Iterator[None]:
+    """Name the key that a user can change, where a training comes to no finite loss or model."""
+    try:
+        yield
+    except Diverged as error:
+        raise Diverged(f"coordinator.training.learning_rate: {error}") from error
+
+
+def _rounded(value: float) -> int | float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _shared(trains: Trains, cluster: Cluster) -> Trains:
+    """Return what has the first process of a simulation train, and gives all what came of it."""
+
+    def shared(start: TrainingState, until: int) -> tuple[TrainingState, float]:
+        return cluster.broadcast(trains(start, until) if cluster.rank == 0 else None)
+
+    return shared

@@ -1,0 +1,33 @@
+"""How far a training of the coordinator is, line by line."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TextIO
+
+from fedlearn.experiment.comparison import json_text
+from fedlearn.parallel.task import Progress
+
+
+def training_progress(stream: TextIO, *, as_json: bool) -> Callable[[Progress], None]:
+    """Return what writes a line for each report: for a person, or for a program."""
+
+    def tell(progress: Progress) -> None:
+        stream.write(_as_json(progress) if as_json else _line(progress))
+        stream.flush()
+
+    return tell
+
+
+def _as_json(progress: Progress) -> str:
+    return json_text({"event": "training", **asdict(progress)}) + "\n"
+
+
+def _line(progress: Progress) -> str:
+    """Return a line such as ``step 20/100 loss=1.6160 rate=0.001 21316 examples/s``."""
+    scale = ""
+    if progress.loss_scale != 1.0:
+        scale = f" loss_scale={progress.loss_scale:g} skipped={progress.num_skipped}"
+    return (
+        f"step {progress.step_num}/{progress.num_steps} loss={progress.loss:.4f} "
+        f"rate={progress.learning_rate:.4g} {progress.examples_per_s:.0f} examples/s{scale}\n"
+    )

@@ -1,0 +1,205 @@
+"""A world of processes on this machine, joined by torch.distributed over loopback.
+
+They are forked, hence share what this process has imported and loaded. What ``body`` is the first
+to import, each of them imports: torch's ``DistributedDataParallel`` does so with seconds of torch's
+compiler when the first is made, unless this process has imported ``torch._dynamo`` already.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Generic, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.forking import exit_with_parent, fork
+from fedlearn.errors import ConfigError, EngineError
+
+ResultT = TypeVar("ResultT")
+
+#: How much later a death may be seen than the failures of those that it leaves alone.
+_GRACE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Done(Generic[ResultT]):
+    value: ResultT
+
+
+@dataclass(frozen=True)
+class _Failed:
+    what: str
+    where: str
+
+
+def in_processes(
+    body: Callable[[], ResultT], *, world_size: int, timeout_s: float
+) -> list[ResultT]:
+    """Run ``body`` in every process of a new world, and return what each returns, by rank.
+
+    All of them are forks of this process, which is none of the world; they compute with one thread
+    each, and none is left when this returns, raises, or this process is killed.
+
+    Args:
+        body: What would run under torchrun: torch.distributed is initialised, with gloo. What it
+            returns travels pickled; what it prints may be lost.
+        world_size: How many processes, >= 1.
+        timeout_s: How long all of it may take.
+
+    Raises:
+        ConfigError: There would be no process.
+        EngineError: A process failed, died, or was not done in time: the message says which, and
+            a note of the error where it failed. Or this process is in a world already.
+
+    Example:
+        >>> def body() -> int:
+        ...     mine = torch.tensor(dist.get_rank())
+        ...     dist.all_reduce(mine)
+        ...     return int(mine)
+        >>> in_processes(body, world_size=3, timeout_s=60.0)
+        [3, 3, 3]
+    """
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}; give a number >= 1")
+    if dist.is_initialized():
+        raise EngineError(
+            "this process is in a world of torch.distributed already, and its forks would be, "
+            "too; start another world from outside of it"
+        )
+    lifeline_end, lifeline = os.pipe()
+    children: dict[int, int] = {}
+    links: dict[int, Connection] = {}
+    with TemporaryDirectory(prefix="fedlearn-world-") as folder:
+        try:
+            for rank in range(world_size):
+                links[rank], report = Pipe(duplex=False)
+                child = fork()
+                if not child:
+                    os.close(lifeline)
+                    join = _Join(Path(folder) / "store", rank, world_size, timeout_s)
+                    _be_rank(body, join, report, lifeline_end)
+                children[rank] = child
+                report.close()  # only the child has it, so its death ends the link
+            return _collected(links, children, timeout_s=timeout_s)
+        finally:
+            os.close(lifeline)
+            os.close(lifeline_end)
+            for child in children.values():
+                os.kill(child, signal.SIGKILL)
+            for child in children.values():
+                os.waitpid(child, 0)
+            for link in links.values():
+                link.close()
+
+
+def _collected(
+    links: Mapping[int, Connection], children: dict[int, int], *, timeout_s: float
+) -> list[ResultT]:
+    """Return the results, by rank; a child that is found dead leaves ``children``."""
+    clock = SystemClock()
+    until_s = clock.now_s() + timeout_s
+    outcomes: dict[int, _Done[ResultT] | _Failed] = {}
+    while waited_for := {rank: link for rank, link in links.items() if rank not in outcomes}:
+        ready = wait(waited_for.values(), max(0.0, until_s - clock.now_s()))
+        if not ready:
+            break
+        for rank in (rank for rank, link in waited_for.items() if link in ready):
+            outcome: _Done[ResultT] | _Failed | None = _heard(links[rank])
+            if outcome is None:
+                _, status = os.waitpid(children.pop(rank), 0)
+                raise EngineError(
+                    f"rank {rank} of {len(links)} {_ending(status)}, and the others were stopped"
+                )
+            outcomes[rank] = outcome
+            if isinstance(outcome, _Failed):  # because of the death of another one, perhaps
+                until_s = min(until_s, clock.now_s() + _GRACE_S)
+    for rank, outcome in outcomes.items():
+        if isinstance(outcome, _Failed):
+            error = EngineError(f"rank {rank} of {len(links)} failed: {outcome.what}")
+            error.add_note(outcome.where)
+            raise error
+    if waited_for:
+        raise EngineError(
+            f"no result after {timeout_s:g} s of rank {', '.join(map(str, waited_for))} of "
+            f"{len(links)}, and all were stopped; allow more time, or look for what they wait for: "
+            "every rank must take part in each collective operation"
+        )
+    done = (outcomes[rank] for rank in links)
+    return [outcome.value for outcome in done if isinstance(outcome, _Done)]
+
+
+def _heard(link: Connection) -> _Done[ResultT] | _Failed | None:
+    """Return what a process has sent; ``None``: it has ended, and sent nothing."""
+    try:
+        sent = link.recv_bytes()
+    except (EOFError, OSError):  # nothing, or a beginning
+        return None
+    outcome: _Done[ResultT] | _Failed = pickle.loads(sent)  # noqa: S301 - of a fork of this process
+    return outcome
+
+
+def _ending(status: int) -> str:
+    """Return how a process ended, in words."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+@dataclass(frozen=True)
+class _Join:
+    """How a process joins its world."""
+
+    store: Path
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def __call__(self) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.store}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+
+def loopback() -> str:
+    """Return the interface that stays within this machine: ``lo`` on Linux, ``lo0`` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+
+
+def _be_rank(
+    body: Callable[[], object], join: _Join, report: Connection, lifeline_end: int
+) -> NoReturn:
+    """Run in a fork; never returns into the caller's code."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, the lifeline tells
+        watch = threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True)
+        watch.start()
+        torch.set_num_threads(1)
+        report.send_bytes(_outcome(body, join))
+        watch.join()  # to leave now would cut off those that are not done
+    finally:
+        os._exit(1)
+
+
+def _outcome(body: Callable[[], object], join: _Join) -> bytes:
+    """Return, pickled, what came of it."""
+    try:
+        join()
+        return pickle.dumps(_Done(body()))
+    except BaseException as error:  # noqa: BLE001 - the caller's code; the parent tells of it
+        what = f"{type(error).__name__}: {error}"
+        return pickle.dumps(_Failed(what, traceback.format_exc()))

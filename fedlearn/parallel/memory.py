@@ -1,0 +1,614 @@
+r"""How much memory a training takes, by process and by what takes it, before it runs.
+
+============================== =================================================================
+what                           bytes of a process
+============================== =================================================================
+parameters :math:`P`           of its stage, its columns and rows, its shard; with buffers
+gradients :math:`G`            those of :math:`P` that are trained
+state :math:`S`                by the optimiser: none, one or two times :math:`G`
+activations :math:`A`          what the forward pass of a micro-batch saves for the backward
+                               pass, times the micro-batches on their way, and the largest
+                               operation's gradients; counted, not estimated by a formula
+transient :math:`T`            whole layers gathered of shards; buckets, messages
+update :math:`U`               what the optimiser's step makes and drops
+============================== =================================================================
+
+The most at once is :math:`P + G + S + \max(A + T, U)`; in one process with one micro-batch less,
+for gradients grow while activations go.
+
+Activations are counted in a forward pass on tensors without data, which have shapes, dtypes and
+devices alone: a model of any size takes no memory and little time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedlearn.algorithms.objectives import Objective, mean_loss
+from fedlearn.core.features import Features, arguments, in_dtype, mapped, one_tensor, tensors_of
+from fedlearn.core.ranges import Count, Ranged
+from fedlearn.errors import ConfigError
+from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, storage_of, tensors_in
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.optimizers import MakesOptimizer
+from fedlearn.parallel.parts import blocks_of, cuts_of, stage_of
+from fedlearn.parallel.plan import Spread, TrainingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one process.
+
+    Attributes:
+        parameters: Of parameters and buffers.
+        gradients: Of the gradients of those that are trained.
+        optimizer_state: Of what the optimiser remembers.
+        activations: The most in forward and backward passes, the batch included; ``None``: nobody
+            knows, for there is a number of parameters and no model.
+        transient: What spreading takes: gathered layers, buckets, messages between stages.
+        update: What the optimiser's step makes and drops.
+        peak: The most at once, where ``offloaded`` on the device.
+        offloaded: Whether parameters, gradients and state are in the host's memory.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int | None
+    transient: int
+    update: int
+    peak: int
+    offloaded: bool
+
+    @property
+    def kinds(self) -> dict[str, int | None]:
+        """What takes memory in forward and backward passes, by name."""
+        return {name: getattr(self, name) for name in KINDS}
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory that would be on the device."""
+        held = self.parameters + self.gradients + self.optimizer_state
+        return held if self.offloaded else 0
+
+
+#: What takes memory in forward and backward passes.
+KINDS = ("parameters", "gradients", "optimizer_state", "activations", "transient")
+
+# ---- Without a model ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Ranged):
+    """A model of which the number of parameters is known, and no more.
+
+    Attributes:
+        num_parameters: >= 1.
+        bytes_per_parameter: Of one parameter, its gradient, and each number that the optimiser
+            remembers of it: 4 in float32, 2 in half of it, 8 in float64; >= 1.
+
+    Example:
+        >>> large = Counted(num_parameters=175_000_000_000, bytes_per_parameter=2)
+        >>> f"{large.storage / 2**30:.0f} GiB"
+        '326 GiB'
+    """
+
+    num_parameters: Count
+    bytes_per_parameter: Count
+
+    @property
+    def storage(self) -> int:
+        """Bytes of all parameters."""
+        return self.num_parameters * self.bytes_per_parameter
+
+    def memory(self, *, optimizer: MakesOptimizer, mesh: Mesh) -> Memory:
+        """Return what a process of a mesh takes, if all parameters are spread evenly.
+
+        Args:
+            optimizer: What trains it.
+            mesh: Where copies are whole, gradients are once more in buckets.
+        """
+        spread = mesh.shard * mesh.tensor * mesh.pipeline
+        held = -(-self.num_parameters // spread) * self.bytes_per_parameter
+        probe = _Weight(shape=(1 << 20,), dtype=torch.float32, is_trained=True)
+        state, _ = _stepped([probe], optimizer)
+        remembered = round(state / probe.bytes) * held
+        buckets = held if _is_replicated(mesh) else 0
+        return Memory(
+            parameters=held,
+            gradients=held,
+            optimizer_state=remembered,
+            activations=None,
+            transient=buckets,
+            update=0,
+            peak=2 * held + remembered + buckets,
+            offloaded=False,
+        )
+
+
+# ---- Of a model ---------------------------------------------------------------------------
+
+
+def predict(
+    make_model: Callable[[], nn.Module],
+    plan: TrainingPlan,
+    *,
+    features: Features,
+    labels: Tensor,
+    objective: Objective,
+    device: str = "cpu",
+) -> tuple[Memory, ...]:
+    """Return what a process of each stage of the pipeline takes; nothing is computed.
+
+    Args:
+        make_model: Builds the model; called where tensors have no data.
+        plan: How it is trained.
+        features: One example or more; only shapes and dtypes are read, so they may be on the
+            device "meta".
+        labels: Likewise.
+        objective: What is minimised.
+        device: What computes: "cpu", or where torch has been built for it, "cuda".
+
+    Raises:
+        ConfigError: The model cannot be cut in such parts, or its forward pass, or the loss, asks
+            for values of tensors.
+    """
+    with _without_data():
+        with torch.device("meta"):
+            module = make_model()
+        # What is computed in half precision hangs on the device, which "meta" does not tell.
+        with FakeTensorMode():
+            _place(module, device)
+            stages = _traced(
+                module, plan, features=features, labels=labels, objective=objective, device=device
+            )
+    return tuple(
+        _memory(stage, plan, index=index, device=device) for index, stage in enumerate(stages)
+    )
+
+
+def _memory(stage: "_Stage", plan: TrainingPlan, *, index: int, device: str) -> Memory:
+    spread = plan.spread
+    mesh, parts = spread.mesh, spread.num_micro_batches
+    is_sharded = _is_sharded(mesh)
+    weights = [each.shard(mesh.shard) if is_sharded else each for each in stage.weights.values()]
+    parameters = sum(each.bytes for each in weights) + stage.buffers
+    gradients = sum(each.bytes for each in weights if each.is_trained)
+    state, update = _stepped(weights, plan.optimizer, in_lists=device != "cpu")
+    on_the_way = _on_the_way(spread, index)
+    kept, moments = _moments(stage.segments, recompute=spread.recompute)
+    activations = stage.batch * parts + (on_the_way - 1) * kept + max(now for now, _ in moments)
+    transient = _messages(stage, spread, index)
+    if is_sharded:
+        transient += _gathered(stage, spread)
+    elif _is_replicated(mesh):
+        transient += gradients
+    if spread.offload:
+        peak = activations + transient
+    elif mesh.world_size == parts == 1:
+        peak = parameters + state + max(_rising(moments) + stage.batch, gradients + update)
+    else:
+        peak = parameters + gradients + state + max(activations + transient, update)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=state,
+        activations=activations,
+        transient=transient,
+        update=update,
+        peak=peak,
+        offloaded=spread.offload,
+    )
+
+
+def _is_sharded(mesh: Mesh) -> bool:
+    """Whether parameters are spread over processes and gathered layer by layer."""
+    return mesh.shard > 1 or (mesh.data > 1 and mesh.tensor > 1)
+
+
+def _is_replicated(mesh: Mesh) -> bool:
+    """Whether processes have whole copies, whose gradients are summed in buckets."""
+    return mesh.data > 1 and not _is_sharded(mesh)
+
+
+def _on_the_way(spread: Spread, index: int) -> int:
+    """Return of how many micro-batches a stage keeps activations at once."""
+    mesh, parts = spread.mesh, spread.num_micro_batches
+    if mesh.pipeline == 1:
+        return 1
+    return parts if spread.schedule == "gpipe" else min(parts, mesh.pipeline - index)
+
+
+def _messages(stage: "_Stage", spread: Spread, index: int) -> int:
+    """Return the bytes of what a stage keeps to receive and to send, of all micro-batches."""
+    first, last = index == 0, index == spread.mesh.pipeline - 1
+    received = (0 if first else stage.inputs) + (0 if last else stage.outputs)
+    sent = 0 if last else stage.outputs * _on_the_way(spread, index)
+    return received * spread.num_micro_batches + sent
+
+
+def _gathered(stage: "_Stage", spread: Spread) -> int:
+    """Return the most bytes of layers that are whole at once, with what they are gathered in."""
+    by_block = [
+        sum(stage.weights[key].bytes_in(spread.precision.half) for key in segment.weights)
+        for segment in stage.segments
+        if segment.is_block
+    ]
+    rest = sum(
+        stage.weights[key].bytes_in(spread.precision.half)
+        for segment in stage.segments
+        if not segment.is_block
+        for key in segment.weights
+    )
+    return rest + 3 * max(by_block, default=0)
+
+
+# ---- Parameters and what the optimiser makes of them --------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_in(None)
+
+    def bytes_in(self, half: torch.dtype | None) -> int:
+        dtype = half if half is not None and self.dtype.is_floating_point else self.dtype
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+    def shard(self, degree: int) -> "_Weight":
+        """Return the part of the process that has the most rows."""
+        if not self.shape:
+            return self
+        return replace(self, shape=(-(-self.shape[0] // degree), *self.shape[1:]))
+
+
+def _stepped(
+    weights: Iterable[_Weight], optimizer: MakesOptimizer, *, in_lists: bool = False
+) -> tuple[int, int]:
+    """Return the bytes that an optimiser remembers, and those that a step makes and drops.
+
+    Args:
+        weights: What it steps; they and their gradients have no data.
+        optimizer: Which one.
+        in_lists: Whether it steps all tensors in one operation, as torch does on a GPU.
+    """
+    trained = [
+        nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="meta"))
+        for each in weights
+        if each.is_trained
+    ]
+    for each in trained:
+        each.grad = torch.empty_like(each)
+    stepping = optimizer.over([{"params": trained}])
+    for group in stepping.param_groups:
+        if in_lists and "foreach" in group:
+            group["foreach"] = True
+    stepping.step()  # makes the state
+    state = list(tensors_in(dict(stepping.state)))
+    gradients = [each.grad for each in trained if each.grad is not None]
+    with LiveTensors(apart=[*trained, *gradients, *state]) as live:
+        stepping.step()
+    return bytes_of(state), live.most
+
+
+# ---- Activations --------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Operation:
+    """One operation of a forward pass.
+
+    Attributes:
+        saved: Bytes by storage that were saved for the backward pass at it.
+        made: Bytes of what it makes.
+        working: Bytes of the gradients that go in and out of it in the backward pass.
+        gradients: Bytes by parameter of those whose gradients come of it.
+    """
+
+    saved: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+    working: int = 0
+    gradients: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Segment:
+    """A block, or what lies between two.
+
+    Attributes:
+        is_block: Whether it is recomputed, and sharded, as a whole.
+        inputs: Bytes by storage of what it is given.
+        operations: In their order.
+        weights: Parameters that are first used here.
+        casts: Bytes of parameters' copies in another dtype.
+    """
+
+    is_block: bool
+    inputs: dict[int, int] = field(default_factory=dict)
+    operations: list[_Operation] = field(default_factory=lambda: [_Operation()])
+    weights: list[int] = field(default_factory=list)
+    casts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What is needed of the forward pass of one micro-batch through a stage.
+
+    Attributes:
+        weights: Parameters by storage.
+        buffers: Their bytes.
+        batch: Bytes of the examples that the stage is given.
+        inputs: Bytes that come from the stage before.
+        outputs: Bytes that go to the next.
+        segments: What happens, in order.
+    """
+
+    weights: Mapping[int, _Weight]
+    buffers: int
+    batch: int
+    inputs: int
+    outputs: int
+    segments: Sequence[_Segment]
+
+
+def _moments(
+    segments: Iterable[_Segment], *, recompute: bool
+) -> tuple[int, list[tuple[int, Mapping[int, int]]]]:
+    """Return what a forward pass keeps, and what the backward pass holds at each operation.
+
+    Returns:
+        Bytes; and by operation, in the order of the forward pass, bytes of activations and which
+        parameters' gradients it makes.
+    """
+    kept: dict[int, int] = {}
+    moments: list[tuple[int, Mapping[int, int]]] = []
+    casts = total = 0
+    for segment in segments:
+        own, held = kept, total
+        if recompute and segment.is_block:
+            total += _add(kept, segment.inputs)
+            own, held, casts = dict(kept), total, casts + segment.casts
+        for operation in segment.operations:
+            forward = total + casts + operation.made
+            held += _add(own, operation.saved)
+            backward = held + operation.working
+            moments.append((max(forward, backward), operation.gradients))
+            total = held if own is kept else total
+    return total, moments
+
+
+def _add(known: dict[int, int], further: Mapping[int, int]) -> int:
+    """Add what is not known yet; return its bytes."""
+    new = {key: size for key, size in further.items() if key not in known}
+    known |= new
+    return sum(new.values())
+
+
+def _rising(moments: Sequence[tuple[int, Mapping[int, int]]]) -> int:
+    """Return the most of activations and gradients together, where the latter come one by one."""
+    made: dict[int, int] = {}
+    most = gradients = 0
+    for activations, new in reversed(moments):
+        most = max(most, activations + gradients)
+        gradients += _add(made, new)
+    return most
+
+
+class _Tracer(TorchDispatchMode):
+    """Follows a forward pass on tensors without data.
+
+    Args:
+        module: What is called.
+        given: Tensors that are there anyway.
+    """
+
+    def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._weights = {id(storage_of(each)): each for each in module.parameters()}
+        self._free = {id(storage_of(each)): each for each in (*module.buffers(), *given)}
+        self._alive: list[Any] = []  # Any: torch's storages, whose ids are not to be used again
+        self._used: set[int] = set()
+        self.segments = [_Segment(is_block=False)]
+
+    def enter(self, _module: nn.Module, args: object, kwargs: object) -> None:
+        """Begin a block."""
+        inputs = self._sizes(tensors_in((args, kwargs)))
+        self.segments.append(_Segment(is_block=True, inputs=inputs))
+
+    def leave(self, *_: object) -> None:
+        """End it."""
+        self.segments.append(_Segment(is_block=False))
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note what is saved."""
+        self.segments[-1].operations[-1].saved |= self._sizes([tensor])
+        return tensor
+
+    # Any: whatever operations take and return.
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._note(list(tensors_in((args, kwargs or {}))), list(tensors_in(made)))
+        return made
+
+    def _note(self, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        segment, weights = self.segments[-1], self._weights
+        sources = {id(storage_of(each)): each for each in read}
+        new = [each for each in made if id(storage_of(each)) not in sources]
+        used = [key for key in sources if key in weights]
+        segment.weights += [key for key in used if key not in self._used]
+        self._used |= set(used)
+        if not new:
+            return
+        differentiated = [each for key, each in sources.items() if key not in weights]
+        gradients = {key: weights[key].nbytes for key in used if weights[key].requires_grad}
+        size = sum(each.nbytes for each in new)
+        working = size + sum(gradients.values())
+        working += sum(each.nbytes for each in differentiated if each.requires_grad)
+        if len(used) == len(sources) == 1:
+            segment.casts += size
+        segment.operations.append(_Operation(made=size, working=working, gradients=gradients))
+
+    def _sizes(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        storages = [storage_of(each) for each in tensors]
+        self._alive += storages
+        sizes = {id(each): each.nbytes() for each in storages}
+        return {
+            key: size
+            for key, size in sizes.items()
+            if key not in self._weights and key not in self._free
+        }
+
+
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """Have all tensors without data; say so where user code asks for them."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # user code runs here: a model and a loss
+        raise ConfigError(
+            f"the model cannot be followed on tensors without data ({type(error).__name__}: "
+            f"{error}); let neither it nor the loss ask for values of tensors (.item(), .numpy(), "
+            "an if), or give a number of parameters: `fedlearn memory --parameters N`"
+        ) from error
+
+
+def _traced(
+    module: nn.Module,
+    plan: TrainingPlan,
+    *,
+    features: Features,
+    labels: Tensor,
+    objective: Objective,
+    device: str,
+) -> list[_Stage]:
+    """Return the stages, each after the forward pass of one micro-batch."""
+    spread, half = plan.spread, plan.spread.precision.half
+    num_stages = spread.mesh.pipeline
+    size = plan.batch_size // (spread.mesh.data * spread.num_micro_batches)
+    shard_half = half if _is_sharded(spread.mesh) else None
+
+    def example(like: Tensor) -> Tensor:
+        return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=device)
+
+    if spread.mesh.tensor > 1:
+        _narrow(module, spread.mesh.tensor)
+    given, expected = mapped(example, features), example(labels)
+    inputs, stages = given, []
+    for index in range(num_stages):
+        is_last = index == num_stages - 1
+        part = module if num_stages == 1 else stage_of(module, index, num_stages)
+        dtypes = [each.dtype for each in part.parameters()]
+        if shard_half is not None:
+            _cast(part, shard_half)
+            inputs = in_dtype(inputs, shard_half)
+        weights = {
+            id(storage_of(each)): _Weight(
+                shape=tuple(each.shape), dtype=dtype, is_trained=each.requires_grad
+            )
+            for each, dtype in zip(part.parameters(), dtypes, strict=True)
+        }
+        tracer = _Tracer(part, [*tensors_of(inputs), expected])
+        # What shards casts the weights itself; elsewhere autocast does.
+        amp = nullcontext() if half is None or shard_half else torch.autocast(device, half)
+        with (
+            _followed(part, tracer),
+            torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda saved: saved),
+            amp,
+        ):
+            args, kwargs = arguments(inputs)
+            outputs = one_tensor(part(*args, **kwargs))
+            if is_last:
+                mean_loss(objective, outputs, expected)
+        unused = set(weights) - {key for each in tracer.segments for key in each.weights}
+        tracer.segments[-1].weights += sorted(unused)
+        first_batch = sum(each.nbytes for each in tensors_of(given)) if index == 0 else 0
+        stages.append(
+            _Stage(
+                weights=weights,
+                buffers=bytes_of(part.buffers()),
+                batch=first_batch + (expected.nbytes if is_last else 0),
+                inputs=0 if index == 0 else sum(each.nbytes for each in tensors_of(inputs)),
+                outputs=outputs.nbytes,
+                segments=tracer.segments,
+            )
+        )
+        inputs = outputs.detach().requires_grad_()
+    return stages
+
+
+@contextmanager
+def _followed(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    """Have the tracer see every operation, and where blocks begin and end."""
+    hooks = [
+        hook
+        for block in blocks_of(module).values()
+        for hook in (
+            block.register_forward_pre_hook(tracer.enter, with_kwargs=True),
+            block.register_forward_hook(tracer.leave),
+        )
+    ]
+    try:
+        with tracer:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _place(module: nn.Module, device: str) -> None:
+    """Have parameters and buffers without data on a device; one that has two names stays one."""
+    made: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in made:
+                empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+                made[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+            setattr(owner, name, made[old])
+        for name, each in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, torch.empty(each.shape, dtype=each.dtype, device=device))
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Have parameters in another dtype; one that has two names stays one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in made and old.is_floating_point():
+                made[old] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+            owner.register_parameter(name, made.get(old, old))
+
+
+def _narrow(module: nn.Module, degree: int) -> None:
+    """Leave of each layer that is cut the columns or rows of one process."""
+    for name, cut in cuts_of(module, degree).items():
+        layer = module.get_submodule(name)
+        assert isinstance(layer, nn.Linear)  # cuts_of makes sure
+        along = 0 if cut.along == "columns" else 1
+        whole = {"weight": layer.weight, "bias": layer.bias if along == 0 else None}
+        for key, old in whole.items():
+            if old is not None:
+                part = old.detach().chunk(degree, dim=along)[0].clone()
+                layer.register_parameter(key, nn.Parameter(part, requires_grad=old.requires_grad))
+        if along == 0:
+            layer.out_features //= degree
+        else:
+            layer.in_features //= degree

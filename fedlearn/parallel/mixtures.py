@@ -1,0 +1,196 @@
+"""Several data sets mixed by weights: which share of the examples comes from each."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.features import Features, named, rebuilt, tensors_of
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import DataError
+from fedlearn.parallel.streams import LastUsed, Stream, passes
+
+Batch = tuple[Features, Tensor]
+
+_BLOCK = 1024
+_LEAST_SHARE = Fraction(1, 1 << 20)
+
+
+class Mixture:
+    """Examples of several streams, each with its share of every stretch of positions.
+
+    Positions are cut into blocks. After each block, stream i has given the share w_i of all
+    examples so far, rounded up or down; inside a block, places are dealt out by a permutation. Each
+    stream is read in its own order, and begins again when it has been passed through: a small data
+    set with a large weight is seen more often (:func:`passes_over`).
+
+    Args:
+        streams: At least one; alike in their inputs, shapes and dtypes.
+        weights: One for each, above zero; their sum counts as one.
+        seed: Of the places.
+
+    Attributes:
+        streams: As given.
+        block_length: Positions of a block.
+
+    Raises:
+        DataError: There is no stream, not one weight each, a weight is not finite and above zero
+            or below a millionth of all, the streams differ in an input, a shape or a dtype, or one
+            cannot be read.
+
+    Example:
+        >>> from fedlearn.parallel.streams import Shuffled
+        >>> from fedlearn.training.local_data import TensorData
+        >>> many, few = torch.zeros(9000), torch.ones(10)
+        >>> streams = [
+        ...     Shuffled(TensorData(rows, rows, device=rows.device), seed=Seed(0))
+        ...     for rows in (many, few)
+        ... ]
+        >>> mixture = Mixture(streams, weights=[3, 1], seed=Seed(0))
+        >>> _, labels = mixture.batch(range(10240))
+        >>> int(labels.sum())
+        2560
+    """
+
+    def __init__(self, streams: Sequence[Stream], *, weights: Sequence[float], seed: Seed) -> None:
+        self.streams, self._seed = tuple(streams), seed
+        self._shares = _shares(weights, num_streams=len(self.streams))
+        # A block has room for each stream, so that none is owed less than it was given.
+        self.block_length = max(_BLOCK, math.ceil(1 / min(self._shares)))
+        self._blocks = LastUsed(self._block)
+        _require_alike(self.streams)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.streams))
+
+    def batch(self, positions: range) -> Batch:
+        """Return the examples at these positions."""
+        parts = [
+            stream.batch(part) if part else None
+            for stream, part in zip(self.streams, self.parts(positions), strict=True)
+        ]
+        return self.joined(parts, positions=positions)
+
+    def parts(self, positions: range) -> list[range]:
+        """Return which positions of each stream are taken for these positions, or none."""
+        starts, stops = self._given(positions.start), self._given(positions.stop)
+        return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+    def joined(self, parts: Sequence[Batch | None], *, positions: range) -> Batch:
+        """Return a batch of what the streams gave for these positions.
+
+        Args:
+            parts: The examples of :meth:`parts`; ``None`` where there are none.
+            positions: As there.
+        """
+        owners = self._owners(positions)
+        given = [(np.flatnonzero(owners == i), part) for i, part in enumerate(parts) if part]
+        if len(given) == 1:
+            return given[0][1]
+        order = np.argsort(np.concatenate([places for places, _ in given]))
+        rows = torch.from_numpy(order)
+        inputs = zip(*(tensors_of(features) for _, (features, _) in given), strict=True)
+        features = [torch.cat(each).index_select(0, rows) for each in inputs]
+        labels = torch.cat([labels for _, (_, labels) in given]).index_select(0, rows)
+        return rebuilt(features, like=given[0][1][0]), labels
+
+    def _given(self, position: int) -> list[int]:
+        """Return how many examples each stream has given before a position."""
+        block, place = divmod(position, self.block_length)
+        before = _rounded(self._shares, block * self.block_length)
+        if not place:
+            return before
+        inside = np.bincount(self._blocks[block][:place], minlength=len(before))
+        return [a + int(b) for a, b in zip(before, inside, strict=True)]
+
+    def _block(self, number: int) -> NDArray[np.int64]:
+        """Return which stream gives the example at each place of a block."""
+        ends = [_rounded(self._shares, (number + each) * self.block_length) for each in (0, 1)]
+        owners = np.repeat(np.arange(len(self._shares)), np.subtract(ends[1], ends[0]))
+        return self._seed.derive("block", number).numpy().permutation(owners)
+
+    def _owners(self, positions: range) -> NDArray[np.int64]:
+        length = self.block_length
+        return np.concatenate(
+            [self._blocks[number][places] for number, places in passes(positions, length)]
+        )
+
+
+def passes_over(
+    lengths: Sequence[int], *, weights: Sequence[float], num_examples: int
+) -> list[float]:
+    """Return how often each data set of a mixture is passed through: w_i T / n_i.
+
+    Args:
+        lengths: Examples, or tokens, of each, n_i.
+        weights: As :class:`Mixture` takes them, w_i.
+        num_examples: How many are trained on in all, T.
+
+    Raises:
+        DataError: As :class:`Mixture` about weights.
+
+    Example:
+        >>> common_crawl, others = passes_over([410, 89], weights=[0.6, 0.4], num_examples=300)
+        >>> f"{common_crawl:.2f}"
+        '0.44'
+
+    References:
+        Brown et al., 2020, `Language Models are Few-Shot Learners
+        <https://arxiv.org/abs/2005.14165>`_ (Table 2.2).
+    """
+    shares = _shares(weights, num_streams=len(lengths))
+    pairs = zip(shares, lengths, strict=True)
+    return [float(share * num_examples / length) for share, length in pairs]
+
+
+def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
+    if not weights or len(weights) != num_streams:
+        raise DataError(
+            f"{len(weights)} weights for {num_streams} data sets; give one for each of at least one"
+        )
+    for place, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(
+                f"weight {place} is {weight}; give a finite one above zero, or leave the data set "
+                "out"
+            )
+    exact = [Fraction(weight) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    for weight, share in zip(weights, shares, strict=True):
+        if share < _LEAST_SHARE:
+            raise DataError(
+                f"the weight {weight} is {float(share):.1e} of all, below {float(_LEAST_SHARE):.1e}"
+                "; raise it, or leave the data set out"
+            )
+    return shares
+
+
+def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Return shares of a total in whole numbers, each rounded up or down, whose sum it is.
+
+    By largest remainders (Hamilton's method).
+    """
+    whole = [math.floor(share * total) for share in shares]
+    rest = [share * total - floor for share, floor in zip(shares, whole, strict=True)]
+    up = sorted(range(len(shares)), key=lambda i: (-rest[i], i))[: total - sum(whole)]
+    return [count + (i in up) for i, count in enumerate(whole)]
+
+
+def _require_alike(streams: Sequence[Stream]) -> None:
+    forms = [_form(*stream.batch(range(1))) for stream in streams]
+    for place, form in enumerate(forms):
+        if form != forms[0]:
+            raise DataError(
+                f"data set {place} has {form}, data set 0 {forms[0]}; what is mixed has the same "
+                "inputs, shapes and dtypes: change columns or convert them"
+            )
+
+
+def _form(features: Features, labels: Tensor) -> str:
+    tensors = named(features) | {"labels": labels}
+    each = [f"{name} {list(value.shape[1:])} {value.dtype}" for name, value in tensors.items()]
+    return ", ".join(each)

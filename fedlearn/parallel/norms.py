@@ -1,0 +1,53 @@
+"""L2 norms of tensors whose parts lie with several processes."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+
+def mesh_of(tensor: Tensor) -> Any:  # Any: torch's mesh, whose import takes seconds
+    """Return the mesh over which parts of a tensor lie; ``None``: it is whole."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor: not a copy."""
+    if mesh_of(tensor) is None:
+        return tensor
+    spread: Any = tensor  # Any: a DTensor, whose import takes seconds
+    part: Tensor = spread.to_local()
+    return part
+
+
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups that lie on one mesh: one operation does not mix them."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for each in tensors:
+        groups[mesh_of(each)].append(each)
+    return list(groups.values())
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all numbers, each counted once: float64, a scalar.
+
+    Every process that has a part of one of the tensors calls it, with its parts.
+    """
+    groups: dict[Any, list[Tensor]] = defaultdict(list)  # Any: a mesh and placements, or None
+    for each in tensors:
+        mesh = mesh_of(each)
+        groups[None if mesh is None else (mesh, getattr(each, "placements", ()))].append(each)
+    total = torch.zeros((), dtype=torch.float64)
+    for place, members in groups.items():
+        squares = get_total_norm([own_part(each) for each in members]).double().square()
+        if place is not None:
+            mesh, placements = place
+            for dim, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(squares, group=mesh.get_group(dim))
+        total = total.to(squares.device) + squares
+    return total

@@ -1,0 +1,224 @@
+r"""Optimisers of a training, and the learning rate by step.
+
+============================ ==========================================
+symbol                       here
+============================ ==========================================
+:math:`\eta`                 ``trust`` of :class:`Lars`
+:math:`\gamma(t)`            :meth:`Rate.at`, times the base rate
+:math:`\beta`                ``weight_decay``
+:math:`m`                    ``momentum``
+============================ ==========================================
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Probability, Ranged, Whole
+from fedlearn.parallel.norms import by_mesh, sum_of_squares
+
+#: What optimisers take: groups of parameters with their settings.
+Groups: TypeAlias = list[dict[str, Any]]  # Any: torch's own
+
+
+class MakesOptimizer(Protocol):
+    """Which optimiser a training has."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate, which a :class:`Rate` multiplies."""
+
+    def over(self, groups: Groups) -> Optimizer:
+        """Return a new one over parameters; its rate is set before each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Ranged):
+    """Stochastic gradient descent.
+
+    Attributes:
+        learning_rate: Base rate, > 0.
+        momentum: In [0, 1); 0 is plain SGD.
+        weight_decay: L2 penalty, >= 0.
+    """
+
+    learning_rate: Positive
+    momentum: BelowOne = 0.0
+    weight_decay: NotNegative = 0.0
+
+    def over(self, groups: Groups) -> Optimizer:
+        """Return torch's SGD."""
+        momentum, decay = self.momentum, self.weight_decay
+        return SGD(groups, lr=self.learning_rate, momentum=momentum, weight_decay=decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamKin(Ranged):
+    """Adam, or AdamW.
+
+    Attributes:
+        learning_rate: Base rate, > 0.
+        beta_1: Decay of the first moment, in [0, 1).
+        beta_2: Decay of the second, in [0, 1).
+        epsilon: Beside the root of the second moment, > 0.
+        weight_decay: Of AdamW beside the gradient, of Adam in it, >= 0.
+        decoupled: Whether it is AdamW.
+    """
+
+    learning_rate: Positive
+    beta_1: BelowOne = 0.9
+    beta_2: BelowOne = 0.999
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    decoupled: bool = True
+
+    def over(self, groups: Groups) -> Optimizer:
+        """Return torch's."""
+        make: Callable[..., Optimizer] = AdamW if self.decoupled else Adam
+        return make(
+            groups,
+            lr=self.learning_rate,
+            betas=(self.beta_1, self.beta_2),
+            eps=self.epsilon,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lars(Ranged):
+    r"""Layer-wise adaptive rates, for large batches.
+
+    Each tensor w with gradient g has a rate of its own,
+    :math:`\lambda = \eta \|w\| / (\|g\| + \beta \|w\|)`; then
+    :math:`v \leftarrow m v + \gamma \lambda (g + \beta w)` and :math:`w \leftarrow w - v`. A
+    tensor of one dimension, as biases and the scales of a normalisation, has :math:`\lambda = 1`
+    and no decay, and so has one of zeros, or with a gradient of zeros.
+
+    Attributes:
+        learning_rate: Base rate, > 0.
+        momentum: In [0, 1).
+        weight_decay: >= 0.
+        trust: How far a layer may move beside its own norm, > 0.
+
+    References:
+        You, Gitman and Ginsburg, 2017, `Large Batch Training of Convolutional Networks
+        <https://arxiv.org/abs/1708.03888>`_, algorithm 1.
+    """
+
+    learning_rate: Positive
+    momentum: BelowOne = 0.9
+    weight_decay: NotNegative = 0.0
+    trust: Positive = 0.001
+
+    def over(self, groups: Groups) -> Optimizer:
+        """Return our own: torch has none."""
+        momentum, decay = self.momentum, self.weight_decay
+        return _Lars(groups, self.learning_rate, momentum, decay, self.trust)
+
+
+class _Lars(Optimizer):
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        trust: float,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(groups, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for w in group["params"]:
+                if w.grad is not None:
+                    self._move(w, group)
+        return loss
+
+    def _move(self, w: Tensor, group: dict[str, Any]) -> None:  # Any: torch's own
+        g, local = w.grad, group["lr"]
+        assert g is not None  # the caller looked
+        if w.dim() > 1:
+            decay = group["weight_decay"]
+            size, slope = (sum_of_squares([each]).sqrt().to(g.dtype) for each in (w, g))
+            ratio = group["trust"] * size / (slope + decay * size)
+            local = local * torch.where((size > 0) & (slope > 0), ratio, 1.0)
+            g = g.add(w, alpha=decay)
+        state = self.state[w]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(w)
+        v = state["momentum_buffer"]
+        v.mul_(group["momentum"]).add_(g * local)
+        w.sub_(v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate(Ranged):
+    """What multiplies the base learning rate, by step.
+
+    Attributes:
+        base_batch_size: The batch that the base rate is for; a larger one has a larger rate.
+            ``None``: the rate is for the batch as it is.
+        scaling: With k times the batch the rate is k times as large ("linear"), or the root of k
+            ("sqrt").
+        warmup_steps: Over so many steps the rate rises linearly from the base one to the scaled
+            one, or from zero where it is not scaled, >= 0.
+        decay: What becomes of it afterwards: nothing ("none"), or it falls to ``final`` at the
+            last step, along a line or half a cosine.
+        final: Share of the rate that is left at the last step, in [0, 1].
+
+    References:
+        Goyal et al., 2017, `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_
+        (linear scaling with warm-up).
+
+    Example:
+        >>> rate = Rate(base_batch_size=32, warmup_steps=4)
+        >>> [rate.at(step, batch_size=128, num_steps=100) for step in (0, 2, 4, 99)]
+        [1.0, 2.5, 4.0, 4.0]
+    """
+
+    base_batch_size: Count | None = None
+    scaling: Literal["linear", "sqrt"] = "linear"
+    warmup_steps: Whole = 0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final: Probability = 0.0
+
+    def at(self, step: int, *, batch_size: int, num_steps: int) -> float:
+        """Return the factor of a step.
+
+        Args:
+            step: From 0.
+            batch_size: Examples of a step, over all processes.
+            num_steps: Of the training: where the decay ends.
+        """
+        k = batch_size / (self.base_batch_size or batch_size)
+        peak = k if self.scaling == "linear" else math.sqrt(k)
+        if step < self.warmup_steps:
+            start = 0.0 if self.base_batch_size is None else 1.0
+            part = (step + (start == 0.0)) / self.warmup_steps
+            return start + (peak - start) * part
+        if self.decay == "none":
+            return peak
+        length = max(num_steps - 1 - self.warmup_steps, 1)
+        done = min((step - self.warmup_steps) / length, 1.0)
+        left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+        return peak * (self.final + (1.0 - self.final) * left)
+
+
+def groups_of(parameters: Iterable[nn.Parameter]) -> Groups:
+    """Return parameters in groups that lie on one mesh: an optimiser does not mix them."""
+    return [{"params": members} for members in by_mesh(list(parameters))]

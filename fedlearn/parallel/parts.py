@@ -1,0 +1,235 @@
+"""How a model is cut: into blocks, into stages of a pipeline, into columns and rows of matrices."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fedlearn.core.ranges import Count, Ranged
+from fedlearn.errors import ConfigError
+
+#: Layers that take each number by itself: what lies between two matrices that are cut.
+_ELEMENTWISE = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Dropout,
+    nn.Identity,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Ranged):
+    """How the matrix of a linear layer is spread over the processes of a tensor degree.
+
+    Attributes:
+        along: "columns": each process has some of the outputs; "rows": each has some of the
+            inputs, and the products are summed. A layer of columns is followed, number by
+            number, by one of rows.
+        unit: Outputs, or inputs, that stay together, such as those of an attention head, >= 1.
+
+    References:
+        Shoeybi et al., 2019, `Megatron-LM <https://arxiv.org/abs/1909.08053>`_, section 3.
+    """
+
+    along: Literal["columns", "rows"]
+    unit: Count = 1
+
+
+@runtime_checkable
+class CutsTensors(Protocol):
+    """A module that says how its matrices are cut."""
+
+    def tensor_cuts(self) -> Mapping[str, Cut]:
+        """Return the cut of each linear layer that has one, by its name in the module."""
+
+
+def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a model that are sharded, and recomputed, each as a whole, by name.
+
+    They are its children that have parameters; those of a list or a table of modules each by
+    itself.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ModuleList([nn.Linear(2, 2)]))
+        >>> list(blocks_of(model))
+        ['0', '2.0']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            inner = blocks_of(child).items()
+            found |= {f"{name}.{below}": block for below, block in inner}
+        elif _num_parameters(child):
+            found[name] = child
+    return found
+
+
+def recompute(module: nn.Module) -> None:
+    """Have each block keep its input alone, and compute the rest again on the way back.
+
+    References:
+        Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
+        <https://arxiv.org/abs/1604.06174>`_.
+    """
+    for block in blocks_of(module).values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def stage_of(module: nn.Module, index: int, num_stages: int) -> nn.Module:
+    """Return one stage of a model that is a chain; parameters keep their names.
+
+    The stages have about as many parameters each: the largest is as small as can be.
+
+    Args:
+        module: An ``nn.Sequential``; what is not of the stage is left out, not copied.
+        index: Which stage, from 0.
+        num_stages: >= 1.
+
+    Raises:
+        ConfigError: The model is no chain, or has fewer layers with parameters than stages.
+
+    Example:
+        >>> chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> [[name for name, _ in stage_of(chain, at, 2).named_children()] for at in range(2)]
+        [['0', '1'], ['2', '3']]
+    """
+    names = _stages(module, num_stages)[index]
+    kept = OrderedDict((name, child) for name, child in module.named_children() if name in names)
+    return nn.Sequential(kept).train(module.training)
+
+
+def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
+    """Return how each linear layer is spread over so many processes, by its name.
+
+    A module that says so itself (:class:`CutsTensors`) is asked; in a chain, two linear layers
+    with nothing but elementwise ones between them are a pair of columns and rows.
+
+    Raises:
+        ConfigError: There is none, one is no linear layer, or its width is not divided.
+
+    Example:
+        >>> chain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        >>> {name: cut.along for name, cut in cuts_of(chain, 2).items()}
+        {'0': 'columns', '2': 'rows'}
+    """
+    cuts = dict(_cuts(module, ""))
+    if not cuts:
+        raise ConfigError(
+            f"tensor is {degree}, but the model has no two linear layers in a chain, with nothing "
+            "but elementwise layers between them, and no method tensor_cuts that names others; "
+            "give it one, or set tensor to 1"
+        )
+    for name, cut in cuts.items():
+        layer = module.get_submodule(name)
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(
+                f"tensor_cuts names {name!r}, a {type(layer).__name__}; only nn.Linear is cut"
+            )
+        width = layer.out_features if cut.along == "columns" else layer.in_features
+        if width % (degree * cut.unit):
+            whole = "" if cut.unit == 1 else f" of {cut.unit} together"
+            raise ConfigError(
+                f"tensor is {degree}, but layer {name!r} has {width} {cut.along}{whole}, which "
+                f"that does not divide; take a degree that divides {width // cut.unit}"
+            )
+    return cuts
+
+
+def _cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
+    if isinstance(module, CutsTensors):
+        for name, cut in module.tensor_cuts().items():
+            yield prefix + name, cut
+        return
+    before: str | None = None
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and _is_chain(module):
+            if before is not None:
+                yield prefix + before, Cut(along="columns")
+                yield prefix + name, Cut(along="rows")
+            before = name if before is None else None
+        elif not isinstance(child, _ELEMENTWISE):
+            before = None
+            yield from _cuts(child, f"{prefix}{name}.")
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether each child takes what the one before it returns."""
+    return type(module).forward is nn.Sequential.forward
+
+
+def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
+    """Return the names of the children of each stage."""
+    if not _is_chain(module):
+        raise ConfigError(
+            f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may call "
+            "its parts in any order; give it as an nn.Sequential, each of whose layers takes what "
+            "the one before it returns, or set pipeline to 1"
+        )
+    units = _units(module)
+    if len(units) < num_stages:
+        raise ConfigError(
+            f"pipeline is {num_stages}, but the model has {len(units)} layers with parameters; a "
+            f"stage has at least one: set pipeline to {len(units)} at most"
+        )
+    sizes = [sum(_num_parameters(module.get_submodule(name)) for name in unit) for unit in units]
+    bounds = _balanced(sizes, num_stages)
+    return [
+        [name for unit in units[start:stop] for name in unit] for start, stop in pairwise(bounds)
+    ]
+
+
+def _units(module: nn.Module) -> list[list[str]]:
+    """Return names of children, grouped so that each group has parameters, first of all."""
+    units: list[list[str]] = []
+    leading: list[str] = []
+    for name, child in module.named_children():
+        if _num_parameters(child):
+            units.append([*leading, name])
+            leading = []
+        elif units:
+            units[-1].append(name)
+        else:
+            leading.append(name)
+    return units
+
+
+def _balanced(sizes: Sequence[int], num_parts: int) -> Sequence[int]:
+    """Return where a sequence is cut so that the largest sum is as small as can be.
+
+    Example:
+        >>> _balanced([5, 1, 1, 1, 4], 3)
+        (0, 1, 3, 5)
+    """
+    sums = [0, *accumulate(sizes)]
+    # By where the sequence ends: the largest sum, and the cuts.
+    best: list[tuple[int, tuple[int, ...]]] = [(sums[stop], (0, stop)) for stop in range(len(sums))]
+    for part in range(2, num_parts + 1):
+        best = [
+            min(
+                (max(best[start][0], sums[stop] - sums[start]), (*best[start][1], stop))
+                for start in range(part - 1, stop)
+            )
+            if stop >= part
+            else best[stop]
+            for stop in range(len(sums))
+        ]
+    return best[-1][1]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

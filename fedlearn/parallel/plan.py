@@ -1,0 +1,138 @@
+"""How a model is trained on a mesh: batches, precision, memory, and what cannot be combined."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Count, Positive, Ranged, Whole
+from fedlearn.errors import ConfigError
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.optimizers import MakesOptimizer, Rate
+
+
+class Precision(StrEnum):
+    """In what forward and backward passes compute; parameters and their state stay as they are."""
+
+    FULL = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The dtype of passes; ``None``: the model's own."""
+        return None if self is Precision.FULL else getattr(torch, self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Ranged):
+    """Over which processes, and in how much memory.
+
+    Attributes:
+        mesh: Degrees of parallelism.
+        num_micro_batches: Parts of a process's batch that go through the model one after the other,
+            >= 1: their gradients add up, and only one part's activations are kept, or in a pipeline
+            as many as its schedule has on their way.
+        schedule: Of a pipeline: "1f1b" begins to go back as soon as it can and keeps at most as
+            many micro-batches as there are stages; "gpipe" goes forward with all of them first.
+        precision: "float32" is the model's own; "bfloat16" or "float16" compute in half of it.
+        initial_loss_scale: With float16, what the loss is multiplied by so that small gradients do
+            not vanish, > 0; it is halved when gradients overflow, and that step is skipped.
+        recompute: Keep the inputs of each block alone, and compute the rest again on the way back.
+        offload: Keep sharded parameters and their state in the host's memory.
+        bucket_mbytes: Size of the messages in which gradients are summed while the backward pass
+            goes on, of a mesh that only replicates, > 0.
+
+    Raises:
+        ConfigError: They cannot be combined.
+
+    References:
+        Huang et al., 2019, `GPipe <https://arxiv.org/abs/1811.06965>`_; Narayanan et al., 2019,
+        `PipeDream <https://arxiv.org/abs/1806.03377>`_ (1F1B; here with a flush, hence without
+        stale weights); Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
+        <https://arxiv.org/abs/1604.06174>`_ (recomputation); Micikevicius et al., 2018,
+        `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    num_micro_batches: Count = 1
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    precision: Precision = Precision.FULL
+    initial_loss_scale: Positive = 2.0**16
+    recompute: bool = False
+    offload: bool = False
+    bucket_mbytes: Positive = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mesh, parts = self.mesh, self.num_micro_batches
+        if mesh.pipeline > 1 and self.schedule == "1f1b" and parts < mesh.pipeline:
+            raise ConfigError(
+                f"num_micro_batches is {parts}, but 1F1B keeps all {mesh.pipeline} stages busy "
+                f'only with at least as many; raise it to {mesh.pipeline}, or take "gpipe"'
+            )
+        if mesh.pipeline > 1 and self.precision is Precision.FLOAT16:
+            raise ConfigError(
+                'precision is "float16", whose loss scale no stage but the last knows, and '
+                f'pipeline is {mesh.pipeline}; take "bfloat16", which needs none'
+            )
+        if self.offload and mesh.shard == 1:
+            raise ConfigError(
+                "offload keeps sharded parameters in the host's memory, but shard is 1; raise it, "
+                "or leave offload out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(Ranged):
+    """How a model is trained.
+
+    Attributes:
+        batch_size: Examples a step, over all processes, >= 1.
+        num_steps: Steps of the training, >= 0.
+        optimizer: What steps are taken by.
+        rate: The learning rate by step.
+        max_gradient_norm: L2 norm, over all parameters of all processes, that a step's gradient is
+            scaled down to, > 0; ``None``: it is not.
+        seed: Of what is random in a step, such as dropout.
+        spread: Over which processes.
+
+    Raises:
+        ConfigError: A batch cannot be cut in equal parts.
+    """
+
+    batch_size: Count
+    num_steps: Whole
+    optimizer: MakesOptimizer
+    rate: Rate = field(default_factory=Rate)
+    max_gradient_norm: Positive | None = None
+    seed: Seed
+    spread: Spread = field(default_factory=Spread)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        data, parts = self.spread.mesh.data, self.spread.num_micro_batches
+        if self.batch_size % (data * parts):
+            fits = -(-self.batch_size // (data * parts)) * data * parts
+            raise ConfigError(
+                f"batch_size is {self.batch_size}, which {data} processes times {parts} "
+                f"micro-batches do not divide; every one takes as many examples: make it {fits}"
+            )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a step."""
+        factor = self.rate.at(step, batch_size=self.batch_size, num_steps=self.num_steps)
+        return self.optimizer.learning_rate * factor
+
+    def positions(self, step: int, share: int) -> range:
+        """Return which examples of the stream a data-parallel process takes in a step.
+
+        Args:
+            step: From 0.
+            share: Which of ``mesh.data`` shares, from 0.
+        """
+        size = self.batch_size // self.spread.mesh.data
+        start = step * self.batch_size + share * size
+        return range(start, start + size)

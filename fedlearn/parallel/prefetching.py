@@ -1,0 +1,278 @@
+"""Batches of a stream, read ahead by processes of their own.
+
+A process reads what costs least to read at once: the batch of a step, or, where a stream is read
+in windows, all that a window gives to the steps ahead, so that none is read by two processes.
+Batches are put together where they are trained on, and are the same for any number of processes.
+"""
+
+import heapq
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import tee
+from multiprocessing import get_context, parent_process
+from multiprocessing.context import ForkServerContext
+from operator import attrgetter
+from pickle import PickleError
+from threading import Thread
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fedlearn.core.features import Features, cut, mapped, moved, rebuilt, tensors_of
+from fedlearn.core.forking import exit_with_parent
+from fedlearn.errors import DataError
+from fedlearn.parallel.mixtures import Mixture
+from fedlearn.parallel.streams import ReadInWindows, Stream
+
+Batch: TypeAlias = tuple[Features, Tensor]
+
+_AHEAD = 2  # readings of a process that wait to be taken
+_MOST_STEPS = 4096  # that one reading is for: a small share of a mixture uses a window up slowly
+
+
+@contextmanager
+def read_ahead(
+    stream: Stream,
+    *,
+    steps: range,
+    share: Callable[[int], range],
+    num_workers: int,
+    device: torch.device,
+) -> Iterator[Iterator[Batch]]:
+    """Read batches ahead while the context lasts; no process that reads outlives it.
+
+    Processes come from a server without threads (``forkserver``), so that none is a copy of this
+    one with its threads in the middle of something; a script that asks for them begins its work
+    under ``if __name__ == "__main__":``. Each holds what the stream holds, and two readings of each
+    wait in shared memory: batches, or of a stream that is read in windows, two windows.
+
+    Args:
+        stream: The examples; with workers it is sent to them, so it can be pickled and its
+            examples lie on the CPU.
+        steps: Whose batches, in this order.
+        share: Returns the positions of a step's batch, or of this process' part of it: one or
+            more, behind those of the steps before.
+        num_workers: How many processes read, >= 0; 0: this one, when a batch is asked for.
+        device: Where batches go; on their way to a GPU they lie in pinned memory.
+
+    Yields:
+        The batches of the steps.
+
+    Raises:
+        DataError: The stream cannot be sent to a process; or, where a batch is asked for, examples
+            cannot be read or a process that reads was killed.
+    """
+    sources = stream.streams if isinstance(stream, Mixture) else (stream,)
+    for_readers, for_batches = tee((step, _parts(stream, share(step))) for step in steps)
+    loader = DataLoader(
+        _Readable(sources),
+        batch_size=None,
+        sampler=_requests(sources, for_readers),
+        num_workers=num_workers,
+        multiprocessing_context=_context() if num_workers else None,
+        prefetch_factor=_AHEAD if num_workers else None,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_end_with_parent,
+        generator=torch.Generator(),  # else one of the application's numbers is drawn
+        collate_fn=_unchanged,
+    )
+    readings = _started(loader)
+    read = _read(readings, has_workers=num_workers > 0)
+    try:
+        yield (
+            (moved(features, device), labels.to(device))
+            for features, labels in _batches(stream, read, for_batches, share)
+        )
+    finally:
+        if num_workers:  # at once: an error that is on its way holds what would end them
+            readings._shutdown_workers()  # noqa: SLF001 - torch has no public name for it
+
+
+class _Request(NamedTuple):
+    """What is read at once."""
+
+    step: int  # the first that needs it
+    source: int
+    positions: Sequence[range]  # one, unless the source is read in windows
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What was read, or why not."""
+
+    source: int
+    batch: Batch | DataError
+
+    def pin_memory(self) -> "_Reading":
+        """Return it in pinned memory, as a DataLoader asks for it."""
+        if isinstance(self.batch, DataError):
+            return self
+        features, labels = self.batch
+        return _Reading(self.source, (mapped(Tensor.pin_memory, features), labels.pin_memory()))
+
+
+class _Readable(Dataset[_Reading]):
+    def __init__(self, sources: Sequence[Stream]) -> None:
+        self._sources = sources
+
+    def __getitem__(self, request: _Request) -> _Reading:
+        try:
+            return _Reading(request.source, self._batch(request))
+        except DataError as error:  # DataLoader would bury it under a traceback
+            return _Reading(request.source, error)
+
+    def _batch(self, request: _Request) -> Batch:
+        source = self._sources[request.source]
+        if isinstance(source, ReadInWindows):
+            each = [np.arange(part.start, part.stop) for part in request.positions]
+            return source.examples(np.concatenate(each))
+        (positions,) = request.positions
+        return source.batch(positions)
+
+
+_Wanted: TypeAlias = tuple[int, Sequence[range]]
+"""A step, and the positions of each source that it needs."""
+
+
+def _parts(stream: Stream, positions: range) -> Sequence[range]:
+    return stream.parts(positions) if isinstance(stream, Mixture) else [positions]
+
+
+def _requests(sources: Sequence[Stream], wanted: Iterable[_Wanted]) -> Iterator[_Request]:
+    """Yield what is read at once, in the order of the steps that are the first to need it."""
+    each = zip(sources, tee(wanted, len(sources)), strict=True)
+    requests = [_requests_of(source, i, steps) for i, (source, steps) in enumerate(each)]
+    return heapq.merge(*requests, key=attrgetter("step"))
+
+
+def _requests_of(source: Stream, place: int, wanted: Iterable[_Wanted]) -> Iterator[_Request]:
+    request, end = None, 0
+    for step, parts in wanted:
+        rest = parts[place]
+        while rest:
+            if request is None or rest.start >= end or step >= request.step + _MOST_STEPS:
+                if request is not None:
+                    yield request
+                request, end = _Request(step, place, []), _end(source, rest)
+            inside, rest = range(rest.start, min(rest.stop, end)), range(end, rest.stop)
+            request = request._replace(positions=[*request.positions, inside])
+    if request is not None:
+        yield request
+
+
+def _end(source: Stream, positions: range) -> int:
+    """Return where the positions end that are read together with the first of these."""
+    if isinstance(source, ReadInWindows):
+        return source.window(positions.start).stop
+    return positions.stop
+
+
+def _batches(
+    stream: Stream,
+    readings: Iterator[tuple[int, Batch]],
+    wanted: Iterable[_Wanted],
+    share: Callable[[int], range],
+) -> Iterator[Batch]:
+    waiting: list[_Waiting] = []
+    for step, parts in wanted:
+        waiting = waiting or [_Waiting() for _ in parts]
+        for source, part in zip(waiting, parts, strict=True):
+            while source.num_rows < len(part):
+                place, batch = next(readings)
+                waiting[place].add(batch)
+        given = [
+            source.take(len(part)) if part else None
+            for source, part in zip(waiting, parts, strict=True)
+        ]
+        if isinstance(stream, Mixture):
+            yield stream.joined(given, positions=share(step))
+        else:
+            assert given[0] is not None  # a share has positions
+            yield given[0]
+
+
+class _Waiting:
+    """Examples of a source that were read and not yet taken."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._read: deque[Batch] = deque()
+
+    def add(self, batch: Batch) -> None:
+        self._read.append(batch)
+        self.num_rows += len(batch[1])
+
+    def take(self, num_rows: int) -> Batch:
+        """Return the first examples, at least one of those that wait."""
+        self.num_rows -= num_rows
+        taken = []
+        while num_rows:
+            features, labels = self._read.popleft()
+            here, rest = slice(num_rows), slice(num_rows, None)
+            taken.append((cut(features, here), labels[here]))
+            if len(labels) > num_rows:
+                self._read.appendleft((cut(features, rest), labels[rest]))
+            num_rows -= len(taken[-1][1])
+        return taken[0] if len(taken) == 1 else _joined(taken)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    inputs = zip(*(tensors_of(features) for features, _ in batches), strict=True)
+    features = rebuilt([torch.cat(each) for each in inputs], like=batches[0][0])
+    return features, torch.cat([labels for _, labels in batches])
+
+
+def _context() -> ForkServerContext:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once, not by each process
+    return context
+
+
+def _started(loader: DataLoader[_Reading]) -> Any:  # Any: the iterator's class is private
+    try:
+        with warnings.catch_warnings():  # it warns of what the error tells
+            warnings.filterwarnings("ignore", "Got pickle error")
+            return iter(loader)
+    except (TypeError, AttributeError, PickleError) as error:
+        raise DataError(
+            f"the examples cannot be sent to the processes that would read them: {error}; define "
+            "the classes and functions that they use at the top of a module, or read without "
+            "workers"
+        ) from error
+
+
+def _read(readings: Iterator[_Reading], *, has_workers: bool) -> Iterator[tuple[int, Batch]]:
+    while True:
+        try:
+            reading = next(readings)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not has_workers or "in DataLoader worker process" in str(error):
+                raise  # what the application's dataset raised
+            raise DataError(
+                f"a process that reads examples was killed: {error}; it may lack memory, or shared "
+                "memory (/dev/shm): take fewer workers or smaller windows"
+            ) from error
+        if isinstance(reading.batch, DataError):
+            raise reading.batch
+        yield reading.source, reading.batch
+
+
+def _end_with_parent(_worker: int) -> None:
+    """Have this process end when the one that trains does, whatever ends it.
+
+    A DataLoader's own watch looks for another parent, and the server is one that stays as long as
+    there are processes of it.
+    """
+    parent = parent_process()
+    assert parent is not None  # this is a child
+    Thread(target=exit_with_parent, args=(parent.sentinel,), daemon=True).start()
+
+
+def _unchanged(reading: Any) -> Any:  # Any: a DataLoader expects a list of them
+    return reading

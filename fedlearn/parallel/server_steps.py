@@ -1,0 +1,101 @@
+"""The coordinator trains, too: before the first round, and after every k-th."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.strategy import State, Stepped, Wrapped
+from fedlearn.core.params import Params
+from fedlearn.parallel.task import TrainingState
+
+#: Prefixes of what is kept from round to round: where the training stands, and of its optimiser.
+_PROGRESS, _ROUNDS, _OPTIMIZER = "training/progress", "training/rounds", "training/optimizer/"
+
+#: Trains from a state until so many steps are taken in all; returns where it stands then, and the
+#: loss it told last.
+Trains = Callable[[TrainingState, int], tuple[TrainingState, float]]
+
+
+@dataclass(frozen=True)
+class ServerSteps(Wrapped):
+    """A strategy whose coordinator trains the model on data of its own.
+
+    Steps, the position in the data and the optimiser's moments go on from one training to the
+    next: they are part of the strategy's state, so that a run which is killed in the middle of one
+    ends in the same model.
+
+    Attributes:
+        inner: The strategy of the rounds.
+        train: Trains; the same in every process of a simulation.
+        num_steps: Steps before the first round, >= 0.
+        every_rounds: Rounds from one training to the next; 0: there are none but the first.
+        round_steps: Steps of each, >= 1.
+    """
+
+    train: Trains
+    num_steps: int
+    every_rounds: int
+    round_steps: int
+
+    def inner_state(self, state: State) -> State:
+        """Return the state as the inner strategy sees it."""
+        return {name: value for name, value in state.items() if not _is_own(name)}
+
+    def init(self, params: Params) -> State:
+        """Return the inner strategy's state, and that nothing is trained yet."""
+        return {**self.inner.init(params), **_kept(TrainingState(model={}), 0)}
+
+    def begin(self, params: Params) -> Stepped:
+        """Return the model that the coordinator has trained, and what rounds begin with."""
+        standing, metrics = TrainingState(model=params.named()), {}
+        if self.num_steps:
+            standing, loss = self.train(standing, self.num_steps)
+            params, metrics = with_state(params, standing), {"server_loss": loss}
+        begun = self.inner.begin(params)
+        state = {**begun.state, **_kept(standing, 0)}
+        return Stepped(begun.params, state, {**begun.metrics, **metrics})
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Take the inner strategy's step; after every k-th round, train what it gives."""
+        stepped = self.inner.step(params, aggregate, self.inner_state(state))
+        num_rounds = int(state[_ROUNDS]) + 1
+        standing = _standing(stepped.params, state)
+        if not self.every_rounds or num_rounds % self.every_rounds:
+            return replace(stepped, state={**stepped.state, **_kept(standing, num_rounds)})
+        trained, loss = self.train(standing, standing.step_num + self.round_steps)
+        return Stepped(
+            with_state(stepped.params, trained),
+            {**stepped.state, **_kept(trained, num_rounds)},
+            {**stepped.metrics, "server_loss": loss},
+        )
+
+
+def _is_own(name: str) -> bool:
+    return name in (_PROGRESS, _ROUNDS) or name.startswith(_OPTIMIZER)
+
+
+def _kept(standing: TrainingState, num_rounds: int) -> dict[str, Tensor]:
+    """Return what is kept of a training: all but the model, which the run has."""
+    optimizer = {_OPTIMIZER + name: value for name, value in standing.optimizer.items()}
+    rounds = torch.tensor(num_rounds, dtype=torch.int64)
+    return {_PROGRESS: standing.progress, _ROUNDS: rounds, **optimizer}
+
+
+def _standing(params: Params, state: State) -> TrainingState:
+    optimizer = {
+        name.removeprefix(_OPTIMIZER): value.cpu()
+        for name, value in state.items()
+        if name.startswith(_OPTIMIZER)
+    }
+    return TrainingState(model=params.named(), optimizer=optimizer, progress=state[_PROGRESS].cpu())
+
+
+def with_state(params: Params, trained: TrainingState) -> Params:
+    """Return the model that was trained, buffers included."""
+    model: Mapping[str, Tensor] = trained.model
+    vector = params.layout.pack(model, out=torch.empty_like(params.vector))
+    constants = {name: model[name].to(value.device) for name, value in params.constants.items()}
+    return Params(params.layout, vector, constants)

@@ -1,0 +1,147 @@
+"""A stream of examples in Parquet or Arrow files, which may be larger than memory.
+
+In each pass the row groups come in a new order, and rows are shuffled inside windows of several row
+groups. Which row stands at a position is a function of the seed alone, computed from the sizes of
+row groups: any position can be read without those before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.features import Features, Inputs, named, require_finite
+from fedlearn.core.randomness import Seed
+from fedlearn.core.ranges import Count, Ranged
+from fedlearn.parallel.streams import LastUsed
+from fedlearn.training.tables import RowGroup, RowGroups, Rows, Table, columns_of_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFiles(Ranged):
+    """Examples in Parquet or Arrow files.
+
+    Attributes:
+        path: A file, or a folder of ``*.parquet``, ``*.arrow`` and ``*.feather`` files, in the
+            order of their names.
+        label_column: A number: integers for classes.
+        feature_columns: Columns of numbers or of fixed-size lists of them, laid side by side;
+            ``None``: all but the label. A tuple of such lists are the positional, a dict the
+            keyword arguments of the model's forward.
+        window_bytes: How much is shuffled together, and about what a reader holds in memory, in
+            bytes of decoded examples; at least one row group is.
+    """
+
+    path: Path
+    label_column: str
+    feature_columns: Inputs[Sequence[str]] | None
+    window_bytes: Count
+
+    def stream(self, *, seed: Seed) -> "TableStream":
+        """Return the examples in orders of this seed.
+
+        Raises:
+            DataError: As :class:`TableStream`, or no column is left for features.
+        """
+        columns = columns_of_file(self.path, label=self.label_column, features=self.feature_columns)
+        table = Table.at(self.path, columns)
+        return TableStream(table, window_bytes=self.window_bytes, seed=seed)
+
+
+class TableStream:
+    """All rows of a table in a new order in each pass, shuffled inside windows of row groups.
+
+    Memory holds the sizes of row groups, and decoded row groups of one window. A table that fits
+    into a window is shuffled as a whole, and read once.
+
+    Args:
+        table: The files.
+        window_bytes: How much is shuffled together, in bytes of decoded examples, >= 1: a window
+            has the row groups that begin inside it, so at least one.
+        seed: Of the orders.
+
+    Raises:
+        DataError: A file cannot be read, or there are no rows.
+    """
+
+    def __init__(self, table: Table, *, window_bytes: int, seed: Seed) -> None:
+        groups = table.sizes()
+        table.require_rows(len(groups))
+        largest = max(group.num_rows for group in groups) * table.row_bytes
+        self._rows = RowGroups(
+            table, groups=groups, cache_bytes=window_bytes + largest, check=_require_finite
+        )
+        self._window_rows, self._seed = max(1, window_bytes // table.row_bytes), seed
+        self._orders, self._shuffled = LastUsed(self._order), LastUsed(self._shuffle)
+
+    def __len__(self) -> int:
+        return int(self._rows.offsets[-1])
+
+    def batch(self, positions: range) -> tuple[Features, Tensor]:
+        """Return the examples at these positions.
+
+        Raises:
+            DataError: The files changed or are damaged, or a value is missing or not finite.
+        """
+        return self.examples(np.arange(positions.start, positions.stop))
+
+    def window(self, position: int) -> range:
+        """Return the positions around this one whose rows lie in the same row groups."""
+        number, place = divmod(position, len(self))
+        starts = self._orders[number].starts
+        window = int(np.searchsorted(starts, place, side="right")) - 1
+        first = number * len(self)
+        return range(first + int(starts[window]), first + int(starts[window + 1]))
+
+    def examples(self, positions: NDArray[np.int64]) -> tuple[Features, Tensor]:
+        """Return the examples at these positions, which ascend.
+
+        Raises:
+            DataError: As :meth:`batch`.
+        """
+        parts, rest = [], positions
+        while rest.size:
+            window = self.window(int(rest[0]))
+            inside, rest = np.split(rest, [np.searchsorted(rest, window.stop)])
+            parts.append(self._shuffled[window.start][inside - window.start])
+        return self._rows.take(np.concatenate(parts))
+
+    def _order(self, number: int) -> "_Order":
+        offsets = self._rows.offsets
+        groups = self._seed.derive("pass", number).numpy().permutation(offsets.size - 1)
+        ends = np.cumsum(np.diff(offsets)[groups])
+        begins = np.concatenate([[0], ends[:-1]])
+        _, firsts = np.unique(begins // self._window_rows, return_index=True)
+        return _Order(groups, np.append(firsts, groups.size), np.append(begins[firsts], ends[-1]))
+
+    def _shuffle(self, position: int) -> NDArray[np.int64]:
+        """Return the rows of the window that begins at a position, in their order."""
+        number, place = divmod(position, len(self))
+        order, offsets = self._orders[number], self._rows.offsets
+        window = int(np.searchsorted(order.starts, place))
+        groups = order.groups[slice(*order.firsts[window : window + 2])]
+        rows = np.concatenate([np.arange(offsets[each], offsets[each + 1]) for each in groups])
+        seed = self._seed.derive("pass", number, "window", window)
+        return rows[seed.numpy().permutation(rows.size)]
+
+
+class _Order(NamedTuple):
+    """The order of a pass."""
+
+    groups: NDArray[np.int64]  # the row groups
+    firsts: NDArray[np.int64]  # of each window: which of these is its first, and at last the end
+    starts: NDArray[np.int64]  # of each window: its first place, and at last the end
+
+
+def _require_finite(group: RowGroup, rows: Rows) -> None:
+    def place(at: int) -> str:
+        return f"{group}, row {at} of it"
+
+    for name, tensor in named(rows.features).items():
+        what = "feature" if tensor is rows.features else f"value of {name}"
+        require_finite(tensor, what=what, place=place)
+    require_finite(rows.labels, what="label", place=place)

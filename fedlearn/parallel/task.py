@@ -1,0 +1,118 @@
+"""What is trained, and where a training stands."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.core.features import only
+from fedlearn.errors import ConfigError, DataError
+from fedlearn.parallel.parts import cuts_of, stage_of
+from fedlearn.parallel.plan import TrainingPlan
+from fedlearn.parallel.streams import Stream
+from fedlearn.training.example_gradients import batch_statistics
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is trained: the same in each of its processes.
+
+    Attributes:
+        make_model: Builds the network, on the CPU; its initial weights are those of rank 0.
+        objective: What is minimised.
+        stream: The examples.
+        plan: How.
+        num_readers: Processes of each rank that read batches ahead, >= 0; 0: the rank reads.
+    """
+
+    make_model: Callable[[], nn.Module]
+    objective: Objective
+    stream: Stream
+    plan: TrainingPlan
+    num_readers: int = 0
+
+    def require_fitting(self) -> None:
+        """Refuse what would end, or hang, in the middle: before any process is started.
+
+        Raises:
+            ConfigError: The model cannot be cut as the mesh asks, or batches must not be cut.
+        """
+        spread, mesh = self.plan.spread, self.plan.spread.mesh
+        num_parts = mesh.data * spread.num_micro_batches
+        if num_parts > 1 and not self.objective.per_example:
+            raise ConfigError(
+                "the loss couples the examples of a batch, and of a batch in "
+                f"{num_parts} parts it would be another loss; set replicate, shard and "
+                "num_micro_batches to 1"
+            )
+        if num_parts > 1 or mesh.pipeline > 1 or mesh.tensor > 1:
+            module = self.make_model().train()
+            if num_parts > 1 and (layer := batch_statistics(module)) is not None:
+                raise ConfigError(
+                    f"{layer} computes with all examples of a batch, and of a batch in "
+                    f"{num_parts} parts it would be another model; take one with GroupNorm or "
+                    "LayerNorm in its place, or set replicate, shard and num_micro_batches to 1"
+                )
+            for index in range(mesh.pipeline):
+                part = stage_of(module, index, mesh.pipeline) if mesh.pipeline > 1 else module
+                if mesh.tensor > 1:
+                    cuts_of(part, mesh.tensor)
+            if mesh.pipeline > 1:
+                self._require_one_input()
+
+    def _require_one_input(self) -> None:
+        features, _ = self.stream.batch(range(1))
+        try:
+            only(features)
+        except DataError as error:
+            raise ConfigError(
+                f"pipeline is {self.plan.spread.mesh.pipeline}, and a stage takes one tensor, but "
+                f"{error}; join the inputs in one, or set pipeline to 1"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """Where a training stands: all that it goes on from.
+
+    Attributes:
+        model: Parameters and buffers by name.
+        optimizer: What the optimiser keeps, by parameter and name: ``"0.weight/exp_avg"``; without
+            any it begins anew.
+        progress: Steps taken, and of float16 the scale of the loss, the steps since it changed and
+            those that were skipped: float64 [4].
+    """
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    progress: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+
+    @property
+    def step_num(self) -> int:
+        """Steps taken."""
+        return int(self.progress[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a training is, told now and then.
+
+    Attributes:
+        step_num: Steps taken.
+        num_steps: Of the training.
+        loss: Mean over the examples of the steps since it was last told.
+        examples_per_s: Likewise, over all processes.
+        learning_rate: Of the last step.
+        loss_scale: What the loss is multiplied by; 1 but with float16.
+        num_skipped: Steps that were skipped since gradients had overflowed.
+    """
+
+    step_num: int
+    num_steps: int
+    loss: float
+    examples_per_s: float
+    learning_rate: float
+    loss_scale: float
+    num_skipped: int

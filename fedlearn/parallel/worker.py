@@ -1,0 +1,111 @@
+"""One rank of a job: what torchrun starts. The argument is the job's folder.
+
+It runs :mod:`fedlearn.parallel.tethered` to the process that has started the job.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fedlearn.errors import ConfigError, FedlearnError
+from fedlearn.parallel import checkpoints
+from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.jobs import PROGRESS, Folder, Job, begin, device_of, ended, follow, told
+from fedlearn.parallel.task import Progress, Task, TrainingState
+from fedlearn.training.trainer import UNATTENDED
+
+#: Longest wait for another rank in one operation: a dead one is found sooner, by torchrun.
+_TIMEOUT = timedelta(minutes=10)
+
+
+def main() -> None:
+    """Train until the job is done; an error that would come again is written down."""
+    folder = Folder(Path(sys.argv[1]))
+    if folder.failure.exists():  # a restart would end so again
+        sys.exit(1)
+    job = json.loads(folder.job.read_text())
+    try:
+        join()
+        task = _made(job["task"])(**job["arguments"])
+        engine = Engine(task, device=device_of(int(os.environ["LOCAL_RANK"])))
+        follow(engine, folder, job=job, control=UNATTENDED, report=tell)
+        checkpoints.save(engine, folder.checkpoints, keep=1)
+    except FedlearnError as error:
+        written = folder.path / f"failure-{os.getpid()}"
+        written.write_text(f"{type(error).__name__}\n{error}")
+        written.rename(folder.failure)  # whole, if it is there
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+def train_as_rank(
+    job: Job, *, start: TrainingState | None, report: Callable[[Progress], None]
+) -> TrainingState | None:
+    """Run a job as one of the ranks that torchrun has started, perhaps on several machines.
+
+    Args:
+        job: What is trained; its folder is the same for all of them.
+        start: Where it begins; ``None``: with the model's own weights.
+        report: Told how far it is, in rank 0.
+
+    Returns:
+        Where it stands at the end, in rank 0; ``None`` in the others.
+
+    Raises:
+        ConfigError: The mesh is of another number of processes, or does not fit the model.
+        FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
+    """
+    task, folder = job.make_task(), Folder(job.folder)
+    task.require_fitting()
+    mesh, started = task.plan.spread.mesh, int(os.environ["WORLD_SIZE"])
+    if mesh.world_size != started:
+        raise ConfigError(
+            f"the mesh is {mesh}, {mesh.world_size} in all, but torchrun has started {started} "
+            "processes; make their product so many, or start as many"
+        )
+    join()
+    if dist.get_rank() == 0:
+        begin(job, folder, start)
+    dist.barrier()
+    engine = Engine(task, device=device_of(int(os.environ["LOCAL_RANK"])))
+    follow(engine, folder, job=told(job, start), control=UNATTENDED, report=report)
+    checkpoints.save(engine, folder.checkpoints, keep=1)
+    dist.destroy_process_group()
+    if engine.rank > 0:
+        return None
+    result = checkpoints.latest(folder.checkpoints)
+    assert result is not None  # it was just written
+    return ended(job, checkpoints.read(result))
+
+
+def join() -> None:
+    """Join the world that torchrun has started: NCCL where each process has a GPU, else gloo."""
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+
+
+def tell(progress: Progress) -> None:
+    """Report to the process that has started the job: a line of JSON."""
+    sys.stdout.flush()  # what code of the user's has printed, which may be the beginning of a line
+    os.write(sys.stdout.fileno(), b"\n" + PROGRESS.dump_json(progress) + b"\n")
+
+
+def _made(name: str) -> Callable[..., Task]:
+    """Return the function that makes the task."""
+    module, _, function = name.partition(":")
+    made: Callable[..., Task] = getattr(importlib.import_module(module), function)
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A model on its mesh: cut, sharded or replicated by what torch has for it.
+
+========================= ==============================================
+mesh                      how
+========================= ==============================================
+pipeline > 1              the stage of this process alone
+tensor > 1                ``parallelize_module``
+shard > 1                 FSDP2; with replicate > 1 on a mesh of both
+replicate > 1, tensor > 1 FSDP2 with shard 1: DDP knows no cut tensors
+replicate > 1             DDP
+========================= ==============================================
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fedlearn.parallel.mesh import NAMES, Mesh
+from fedlearn.parallel.parts import blocks_of, cuts_of, stage_of
+from fedlearn.parallel.plan import Spread
+from fedlearn.parallel.wrapped import Wrapped
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return torch's mesh over all processes, its dimensions named as the degrees."""
+    shape = tuple(getattr(mesh, name) for name in NAMES)
+    return init_device_mesh(device.type, shape, mesh_dim_names=NAMES)
+
+
+def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> Wrapped:
+    """Return a model as this process trains it.
+
+    Args:
+        module: The whole of it, with the weights that training begins with, where it computes;
+            it is changed.
+        spread: How it is spread.
+        grid: Over all processes.
+        stage: Of the pipeline, this process's.
+    """
+    mesh = spread.mesh
+    if mesh.pipeline > 1:
+        module = stage_of(module, stage, mesh.pipeline)
+    if mesh.tensor > 1:
+        styles = {name: _STYLES[cut.along]() for name, cut in cuts_of(module, mesh.tensor).items()}
+        parallelize_module(module, grid["tensor"], styles)
+    if mesh.data == 1:
+        return Wrapped(module, module)
+    if mesh.shard > 1 or mesh.tensor > 1:
+        return _sharded(module, list(blocks_of(module).values()), spread, grid)
+    replicas = DistributedDataParallel(
+        module, process_group=grid["replicate"].get_group(), bucket_cap_mb=spread.bucket_mbytes
+    )
+
+    def synchronised(wanted: bool) -> AbstractContextManager[None]:  # noqa: FBT001 (as the others)
+        return nullcontext() if wanted else replicas.no_sync()
+
+    return Wrapped(replicas, module, synchronised)
+
+
+def schedule(
+    model: Wrapped, spread: Spread, grid: DeviceMesh, *, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Schedule1F1B | ScheduleGPipe:
+    """Return the schedule by which this process's stage takes part in a pipeline.
+
+    Args:
+        model: The stage.
+        spread: How the model is spread.
+        grid: Over all processes.
+        loss: Of the last stage's outputs and the labels: the mean of a micro-batch.
+    """
+    group = grid["pipeline"].get_group()
+    stage = PipelineStage(
+        model.called,
+        grid["pipeline"].get_local_rank(),
+        spread.mesh.pipeline,
+        torch.device(grid.device_type),
+        group=group,
+    )
+    make = Schedule1F1B if spread.schedule == "1f1b" else ScheduleGPipe
+    return make(stage, spread.num_micro_batches, loss_fn=loss)
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "columns": ColwiseParallel,
+    "rows": RowwiseParallel,
+}
+
+
+def _sharded(
+    module: nn.Module, blocks: list[nn.Module], spread: Spread, grid: DeviceMesh
+) -> Wrapped:
+    half = spread.precision.half
+    over = grid["replicate", "shard"] if spread.mesh.replicate > 1 else grid["shard"]
+    precision = MixedPrecisionPolicy()
+    if half is not None:
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if spread.offload:  # without an accelerator there is nothing to pin memory for
+        offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
+    shard = partial(fully_shard, mesh=over, mp_policy=precision, offload_policy=offload)
+    for each in (*blocks, module):
+        each.register_forward_hook(_no_view)
+    for block in blocks:
+        shard(block)
+    whole: FSDPModule = shard(module)
+
+    @contextmanager
+    def synchronised(wanted: bool) -> Iterator[None]:  # noqa: FBT001 (as the others)
+        whole.set_requires_gradient_sync(wanted)
+        yield
+
+    return Wrapped(module, module, synchronised)
+
+
+def _no_view(_module: nn.Module, _inputs: object, output: object) -> object:
+    """Return what a module has returned, copied if it is a view, as that of a linear layer may be.
+
+    Were one changed in place by the next layer, FSDP would not hear of its gradient, and not have
+    the parameters together on the way back.
+    """
+    is_view = isinstance(output, Tensor) and output._base is not None  # noqa: SLF001 (no other way)
+    return output.clone() if isinstance(output, Tensor) and is_view else output

@@ -1,0 +1,104 @@
+"""Some of the clients of a population, and the examples of all of them as one set."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.features import Features, moved, taken
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import DataError
+from fedlearn.simulation.partition import offsets_of
+from fedlearn.simulation.population import ClientRows, Population
+
+
+@dataclass(frozen=True, eq=False)
+class Subpopulation:
+    """Some of the clients of a population, numbered anew.
+
+    Attributes:
+        parts: The population.
+        client_ids: Who they are there: int64 [n].
+    """
+
+    parts: Population
+    client_ids: NDArray[np.int64]
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.client_ids)
+
+    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many examples each of these clients has."""
+        return self.parts.num_examples(self.client_ids[client_ids])
+
+    def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
+        """Return the examples of these clients."""
+        return self.parts.load(self.client_ids[client_ids])
+
+
+def set_aside(
+    population: Population, *, share: float, seed: Seed
+) -> tuple[Subpopulation, Subpopulation]:
+    """Return a share of the clients, drawn at random and at least one, and the others.
+
+    Args:
+        population: All of them.
+        share: In (0, 1].
+        seed: Of the draw.
+
+    Example:
+        >>> from fedlearn.simulation.partition import Iid
+        >>> from fedlearn.simulation.population import ArrayPopulation
+        >>> rows, partition = torch.zeros(20, 1), Iid(num_clients=5)
+        >>> everyone = ArrayPopulation(
+        ...     features=rows,
+        ...     labels=torch.zeros(20).long(),
+        ...     num_classes=1,
+        ...     partition=partition.split(np.zeros(20), seed=Seed(0)),
+        ... )
+        >>> aside, others = set_aside(everyone, share=0.4, seed=Seed(1))
+        >>> aside.num_clients, others.num_clients
+        (2, 3)
+    """
+    order = seed.numpy().permutation(population.num_clients).astype(np.int64)
+    number = max(1, round(share * population.num_clients))
+    aside, others = (np.sort(each) for each in (order[:number], order[number:]))
+    return Subpopulation(population, aside), Subpopulation(population, others)
+
+
+@dataclass(frozen=True, eq=False)
+class PooledExamples:
+    """The examples of all clients of a population, client after client, read batch by batch.
+
+    Attributes:
+        population: The clients.
+        device: Where a batch is to be.
+    """
+
+    population: Population
+    device: torch.device
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        sizes = self.population.num_examples(np.arange(self.population.num_clients))
+        if not sizes.sum():
+            raise DataError("there are no examples; give at least one")
+        return offsets_of(sizes)
+
+    def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:  # noqa: ARG002 (nothing is random)
+        """Return these examples: features [b, ...] and labels [b, ...]."""
+        owners = np.searchsorted(self._offsets, rows, side="right") - 1
+        clients, places = np.unique(owners, return_inverse=True)
+        loaded = self.population.load(clients)
+        at = loaded.rows[loaded.offsets[places] + rows - self._offsets[owners]]
+        index = torch.from_numpy(at).to(loaded.labels.device)
+        features, labels = taken(loaded.features, index), loaded.labels.index_select(0, index)
+        return moved(features, self.device), labels.to(self.device)

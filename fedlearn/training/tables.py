@@ -1,0 +1,535 @@
+"""Examples in tables that may be larger than memory: Parquet and Arrow files, by row group.
+
+What Parquet calls a row group, an Arrow IPC file (Feather, version 2) calls a record batch: rows
+that are read together. A file is opened for each reading, so that a table can be sent to another
+process, and a file is not held open.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.core.features import Features, Inputs, mapped, named, tensors_of
+from fedlearn.errors import DataError
+
+_ARROW = (".arrow", ".feather")
+_SUFFIXES = (".parquet", *_ARROW)
+_MOST_AT_ONCE = 8  # row groups in memory beside those kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputColumns:
+    """The columns that make one input of a model.
+
+    Attributes:
+        names: Columns of numbers or of fixed-size lists of numbers, laid side by side.
+        shape: Shape of one example; the columns hold as many numbers.
+        dtype: What they become, e.g. ``torch.float32``; ``torch.int64`` for tokens,
+            ``torch.bool`` for a mask.
+
+    Raises:
+        ValueError: No column is named.
+    """
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("no feature column is named; name at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleColumns:
+    """Which columns of a table hold what of an example.
+
+    Attributes:
+        features: The columns of the features, or of each input.
+        label: A number: integers for classes.
+    """
+
+    features: Inputs[InputColumns]
+    label: str
+
+    @property
+    def inputs(self) -> Sequence[InputColumns]:
+        """The columns of each input, in the order of its tensors."""
+        return list(named(self.features).values())
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of features and of the label, each once."""
+        names = (name for each in self.inputs for name in each.names)
+        return list(dict.fromkeys([*names, self.label]))
+
+
+def columns_of_file(
+    path: Path,
+    *,
+    label: str,
+    features: Inputs[Sequence[str]] | None,
+    others: Collection[str] = (),
+) -> ExampleColumns:
+    """Return the columns of a file, with the shape and dtype that its schema tells.
+
+    One feature column keeps its shape, that of nested lists included; several become
+    one vector. Features that are all integers become int64, else float32; one of several
+    inputs whose columns are all boolean is a mask.
+
+    Args:
+        path: A file, or a folder of them whose first is looked at.
+        label: As above.
+        features: Columns, or those of each input; ``None``: all that have no other role.
+        others: Columns with another role, which must be there.
+
+    Raises:
+        DataError: There is no such file, it is damaged, or it lacks a column.
+        ValueError: An input has no column.
+    """
+    first = _files_at(path)[0]
+    with _opened(first) as file:
+        schema = file.schema
+    groups = _groups(_free_columns(schema, {label, *others}) if features is None else features)
+    if not groups:
+        raise DataError(f"{first} has no column for features; it has {schema.names}")
+    names = [name for group in named(groups).values() for name in group]
+    _require_columns(schema, [*others, label, *names], path=first)
+    of_schema = partial(_input_columns, schema, is_only=isinstance(groups, list))
+    return ExampleColumns(features=mapped(of_schema, groups), label=label)
+
+
+def _input_columns(
+    schema: Any,  # pyarrow has no types
+    names: Sequence[str],
+    *,
+    is_only: bool,
+) -> InputColumns:
+    """Return the columns with the shape and dtype of the schema; a mask is not the only input."""
+    kinds = [schema.field(name).type for name in names]
+    shapes, numbers = [_shape(kind) for kind in kinds], [_number(kind) for kind in kinds]
+    dtype = torch.int64 if all(map(pt.is_integer, numbers)) else torch.float32
+    width = sum(torch.Size(shape).numel() for shape in shapes)
+    return InputColumns(
+        names=tuple(names),
+        shape=shapes[0] or (1,) if len(names) == 1 else (width,),
+        dtype=torch.bool if not is_only and all(map(pt.is_boolean, numbers)) else dtype,
+    )
+
+
+class Rows(NamedTuple):
+    """Decoded rows of a table."""
+
+    features: Features
+    labels: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take in memory."""
+        return sum(tensor.nbytes for tensor in tensors_of(self.features)) + self.labels.nbytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """Files as one table.
+
+    Attributes:
+        files: In the order of their rows.
+        columns: Which columns hold what.
+        label_dtype: int64 if labels are integers in all files, else float32.
+    """
+
+    files: Sequence[Path]
+    columns: ExampleColumns
+    label_dtype: torch.dtype
+
+    @classmethod
+    def at(cls, path: Path, columns: ExampleColumns) -> Self:
+        """Return the table, if all files have the columns.
+
+        Args:
+            path: A file, or a folder of ``*.parquet``, ``*.arrow`` and ``*.feather`` files.
+            columns: As above.
+
+        Raises:
+            DataError: There is no such file, it is damaged, or a column is missing or of
+                another type.
+        """
+        files, dtypes = _files_at(path), set()
+        for each in files:
+            with _opened(each) as file:
+                dtypes.add(_check_schema(file.schema, columns=columns, path=each))
+        return cls(files, columns, torch.int64 if dtypes == {torch.int64} else torch.float32)
+
+    @property
+    def row_bytes(self) -> int:
+        """What an example takes in memory."""
+        inputs = self.columns.inputs
+        sizes = (torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
+        return sum(sizes) + self.label_dtype.itemsize
+
+    def sizes(self) -> list["RowGroup"]:
+        """Return where each row group that has rows is, and how many it has.
+
+        Nothing but a file's metadata is read; of an Arrow file, the labels too.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
+        found = []
+        for path in self.files:
+            with _opened(path) as file:
+                sizes = [file.num_rows(group, self.columns.label) for group in range(len(file))]
+            found += [RowGroup(path, group, size) for group, size in enumerate(sizes) if size]
+        return found
+
+    def row_groups(self, names: list[str]) -> Iterator[tuple["RowGroup", Any]]:
+        """Yield each row group that has rows, and these columns of it, a table of pyarrow.
+
+        Raises:
+            DataError: A file lacks a column or cannot be read.
+        """
+        for path in self.files:
+            with _opened(path) as file:
+                _require_columns(file.schema, names, path=path)
+                for group in range(len(file)):
+                    rows = file.read(group, names)
+                    if len(rows):
+                        yield RowGroup(path, group, len(rows)), rows
+
+    def read(self, group: "RowGroup") -> Rows:
+        """Read the examples of a row group.
+
+        Raises:
+            DataError: It cannot be read, has other rows than it had, or a value is missing.
+        """
+        with _opened(group.path, what=str(group)) as file:
+            rows = file.read(group.number, self.columns.names)
+        if len(rows) != group.num_rows:
+            raise DataError(
+                f"{group} has {len(rows)} rows and had {group.num_rows} when training began; "
+                "leave the files as they are while they are read"
+            )
+        return self.decoded(rows, place=str(group))
+
+    def decoded(self, rows: Any, *, place: str) -> Rows:  # Any: pyarrow has no types
+        """Return what rows of the columns of examples hold.
+
+        Args:
+            rows: A table of pyarrow.
+            place: What a message calls them.
+
+        Raises:
+            DataError: A value is missing.
+        """
+        labels = _numbers(rows, self.columns.label, place=place)
+        return Rows(
+            mapped(lambda each: _input(rows, each, place=place), self.columns.features),
+            _tensor(labels, dtype=self.label_dtype),
+        )
+
+    def require_rows(self, num_rows: int) -> None:
+        """Refuse a table without rows.
+
+        Raises:
+            DataError: It has none.
+        """
+        if not num_rows:
+            raise DataError(f"{self.files[0]} and its neighbours have no rows; write some examples")
+
+
+class RowGroup(NamedTuple):
+    """Where rows are that are read together."""
+
+    path: Path
+    number: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.number}"
+
+
+class RowGroups:
+    """The rows of a table by their number, and the row groups used last in memory.
+
+    Args:
+        table: Whose rows.
+        groups: Its row groups, in the order of the rows.
+        cache_bytes: Most bytes of decoded row groups to keep.
+        check: Refuses a row group that was just read.
+
+    Attributes:
+        offsets: Row group g has the rows offsets[g]:offsets[g + 1].
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        groups: Sequence[RowGroup],
+        cache_bytes: int,
+        check: Callable[[RowGroup, Rows], None] | None = None,
+    ) -> None:
+        sizes = [group.num_rows for group in groups]
+        self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
+        self._table, self._groups, self._check = table, groups, check
+        self._max_bytes, self._num_bytes = cache_bytes, 0
+        self._kept: dict[int, Rows] = {}  # the one used last is last
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_kept": {}, "_num_bytes": 0}  # another process reads its own
+
+    def take(self, rows: NDArray[np.int64]) -> Rows:
+        """Return these rows, copied, in this order.
+
+        Several row groups are read at once, as many as torch may use threads.
+
+        Raises:
+            DataError: The files changed or are damaged, or a value is missing.
+        """
+        columns = self._table.columns.features
+        features = mapped(lambda each: _empty(rows.size, *each.shape, dtype=each.dtype), columns)
+        labels = _empty(rows.size, dtype=self._table.label_dtype)
+        groups = np.searchsorted(self.offsets, rows, side="right") - 1
+        for group, read in self._read(np.unique(groups).tolist()):
+            here = np.flatnonzero(groups == group)
+            inside = rows[here] - self.offsets[group]
+            for whole, part in zip(tensors_of(features), tensors_of(read.features), strict=True):
+                _items(whole)[here] = _items(part)[inside]
+            _items(labels)[here] = _items(read.labels)[inside]
+        return Rows(features, labels)
+
+    def _read(self, groups: list[int]) -> Iterator[tuple[int, Rows]]:
+        """Yield these row groups, which were used last or are read now."""
+        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)  # 1 in a worker of a DataLoader
+        for start in range(0, len(groups), at_once):
+            some = groups[start : start + at_once]
+            read = {group: self._dropped(group) for group in some if group in self._kept}
+            missing = [group for group in some if group not in read]
+            read |= zip(missing, self._decoded(missing), strict=True)
+            for group in some:
+                yield group, read[group]
+                self._keep(group, read[group])
+
+    def _decoded(self, groups: list[int]) -> list[Rows]:
+        if len(groups) <= 1:
+            return [self._checked(each) for each in groups]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            return list(pool.map(self._checked, groups))
+
+    def _checked(self, group: int) -> Rows:
+        rows = self._table.read(self._groups[group])
+        if self._check is not None:
+            self._check(self._groups[group], rows)
+        return rows
+
+    def _keep(self, group: int, rows: Rows) -> None:
+        if rows.num_bytes > self._max_bytes:
+            return
+        self._kept[group] = rows
+        self._num_bytes += rows.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._dropped(next(iter(self._kept)))
+
+    def _dropped(self, group: int) -> Rows:
+        rows = self._kept.pop(group)
+        self._num_bytes -= rows.num_bytes
+        return rows
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return memory from numpy, which asks for large pages: it is filled in a fifth of the time."""
+    octets = torch.from_numpy(np.empty(torch.Size(shape).numel() * dtype.itemsize, np.uint8))
+    return octets.view(dtype).reshape(shape)
+
+
+def _items(values: Tensor) -> NDArray[np.void]:
+    """Return each row as one item of numpy, whatever its dtype: the tensor's own memory.
+
+    Numpy copies rows without starting threads, which costs more than a batch's few rows.
+    """
+    octets = values.reshape(len(values), -1).view(torch.uint8).numpy()
+    return octets.view(f"V{octets.shape[1]}")[:, 0]
+
+
+def _files_at(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(each for suffix in _SUFFIXES for each in path.glob(f"*{suffix}"))
+    if not files:
+        known = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
+        what = f"no {known} file in the folder" if path.is_dir() else "no file or folder"
+        raise DataError(f"{what} {path}; name a Parquet or Arrow file, or a folder of them")
+    return files
+
+
+class _File(Protocol):
+    """An open file."""
+
+    schema: Any  # pyarrow has no types
+
+    def __len__(self) -> int:
+        """Return how many row groups there are."""
+
+    def num_rows(self, group: int, column: str) -> int:
+        """Return the rows of a row group; ``column`` is read where nothing else tells."""
+
+    def read(self, group: int, names: Sequence[str]) -> Any:
+        """Return columns of a row group as a table of pyarrow."""
+
+
+class _ParquetFile:
+    def __init__(self, file: Any) -> None:  # pyarrow has no types
+        self._file, self.schema = file, file.schema_arrow
+
+    def __len__(self) -> int:
+        count: int = self._file.num_row_groups
+        return count
+
+    def num_rows(self, group: int, column: str) -> int:  # noqa: ARG002 - the metadata tell
+        count: int = self._file.metadata.row_group(group).num_rows
+        return count
+
+    def read(self, group: int, names: Sequence[str]) -> Any:
+        return self._file.read_row_group(group, columns=names)
+
+
+class _ArrowFile:
+    def __init__(self, source: Any) -> None:  # pyarrow has no types
+        self._source = source
+        self._all = pa.ipc.open_file(source)
+        self.schema = self._all.schema
+
+    def __len__(self) -> int:
+        count: int = self._all.num_record_batches
+        return count
+
+    def num_rows(self, group: int, column: str) -> int:
+        return len(self.read(group, [column]))
+
+    def read(self, group: int, names: Sequence[str]) -> Any:
+        wanted = [self.schema.get_field_index(name) for name in names]
+        options = pa.ipc.IpcReadOptions(included_fields=wanted)
+        batch = pa.ipc.open_file(self._source, options=options).get_batch(group)
+        batch.validate()  # a damaged file may tell lengths that its buffers do not have
+        return pa.Table.from_batches([batch]).select(names)
+
+
+@contextmanager
+def _opened(path: Path, *, what: str | None = None) -> Iterator[_File]:
+    is_arrow = path.suffix in _ARROW
+    kind, remedy = ("Arrow", " with pyarrow.feather.write_feather") if is_arrow else ("Parquet", "")
+    try:
+        if is_arrow:
+            with pa.OSFile(str(path)) as source:  # mapped, a file that is cut ends the process
+                yield _ArrowFile(source)
+        else:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                yield _ParquetFile(file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{what or path} cannot be read as {kind}: {error}; write it again{remedy}"
+        ) from error
+
+
+def _free_columns(schema: Any, taken: set[str]) -> list[str]:
+    """Return the columns without a role: not those taken, nor the index that pandas adds."""
+    index = (schema.pandas_metadata or {}).get("index_columns", ())
+    return [name for name in schema.names if name not in taken and name not in index]
+
+
+def _groups(features: Inputs[Sequence[str]]) -> Inputs[Sequence[str]]:
+    """Return the columns of each input; names alone, in a list or a tuple, are those of one."""
+    if isinstance(features, Mapping):
+        return features
+    names = [each for each in features if isinstance(each, str)]
+    return names if len(names) == len(features) else tuple(features)
+
+
+def _require_columns(schema: Any, names: Sequence[str], *, path: Path) -> None:
+    for name in names:
+        if name not in schema.names:
+            raise DataError(f"{path} has no column {name!r}; it has {schema.names}")
+
+
+def _shape(kind: Any) -> tuple[int, ...]:
+    """Return the shape of one value of a column: () for a number."""
+    if not pt.is_fixed_size_list(kind):
+        return ()
+    return (kind.list_size, *_shape(kind.value_type))
+
+
+def _number(kind: Any) -> Any:
+    """Return the type of what a column, or the lists in it, hold."""
+    return _number(kind.value_type) if pt.is_fixed_size_list(kind) else kind
+
+
+def _check_schema(schema: Any, *, columns: ExampleColumns, path: Path) -> torch.dtype:
+    """Return the dtype of labels, or refuse the file."""
+    for each in columns.inputs:
+        _require_columns(schema, [*each.names, columns.label], path=path)
+        _check_input(schema, each, path=path)
+    label = schema.field(columns.label).type
+    if not (pt.is_integer(label) or pt.is_floating(label)):
+        raise DataError(f"{path}: label column {columns.label!r} is {label}; cast it to numbers")
+    return torch.int64 if pt.is_integer(label) else torch.float32
+
+
+def _check_input(schema: Any, columns: InputColumns, *, path: Path) -> None:
+    width, expected = 0, torch.Size(columns.shape).numel()
+    for name in columns.names:
+        kind = schema.field(name).type
+        number, width = _number(kind), width + torch.Size(_shape(kind)).numel()
+        is_mask = columns.dtype == torch.bool
+        if is_mask != pt.is_boolean(number) or not (
+            is_mask or pt.is_integer(number) or pt.is_floating(number)
+        ):
+            raise DataError(
+                f"{path}: feature column {name!r} is {kind}; cast it to numbers or to "
+                "fixed-size lists of numbers, or name the feature columns without it"
+            )
+        if pt.is_floating(number) and not columns.dtype.is_floating_point:
+            raise DataError(
+                f"{path}: feature column {name!r} is {kind}, which {columns.dtype} would "
+                "round; write the same type in all files"
+            )
+    if width != expected:
+        raise DataError(
+            f"{path}: {list(columns.names)} hold {width} numbers an example, "
+            f"the shape {columns.shape} has {expected}; change either"
+        )
+
+
+def _input(table: Any, columns: InputColumns, *, place: str) -> Tensor:
+    parts = [_numbers(table, name, place=place).reshape(len(table), -1) for name in columns.names]
+    numbers = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    return _tensor(numbers, dtype=columns.dtype).reshape(len(table), *columns.shape)
+
+
+def _tensor(numbers: NDArray[Any], *, dtype: torch.dtype) -> Tensor:  # Any: of any type
+    """Return the numbers, copied where they lie in memory that is pyarrow's."""
+    return torch.from_numpy(np.require(numbers, requirements="W")).to(dtype)
+
+
+def _numbers(table: Any, name: str, *, place: str) -> NDArray[Any]:
+    """Return all numbers of a column, those of lists one after another."""
+    values = table.column(name).combine_chunks()
+    while pt.is_fixed_size_list(values.type) and not values.null_count:
+        values = values.flatten()
+    if values.null_count:
+        raise DataError(f"{place}: column {name!r} has missing values; fill or drop them")
+    numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return numbers

@@ -1,0 +1,130 @@
+"""Our data-parallel training beside plain `torchrun` with DDP, on the same model and batches.
+
+    python simulations/bench/data_parallel.py
+    python simulations/bench/data_parallel.py --processes 4 --turns 5
+
+Whole programs by turns, each with processes of its own. Rates are those that each tells of its
+steps after the first few, and the median ratio of a turn stands in the last line: 0.97 is what it
+should not fall below. The plain program, `plain_ddp.py`, shares no code with ours.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.core.randomness import Seed
+from fedlearn.parallel.jobs import Job, train
+from fedlearn.parallel.local_world import loopback
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.optimizers import AdamKin
+from fedlearn.parallel.plan import Spread, TrainingPlan
+from fedlearn.parallel.streams import Shuffled
+from fedlearn.parallel.task import Progress, Task
+from fedlearn.training.local_data import TensorData
+from fedlearn.training.trainer import UNATTENDED
+
+HERE = Path(__file__).parent
+#: Steps of one figure, and figures that do not count: memory is touched for the first time.
+_EVERY, _WARMUP = 20, 2
+_EXAMPLES, _INPUTS, _WIDTH, _OUTPUTS = 4096, 256, 1024, 10
+
+
+def network() -> nn.Module:
+    """Return the model, in both programs."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(_INPUTS, _WIDTH),
+        nn.GELU(),
+        nn.Linear(_WIDTH, _WIDTH),
+        nn.GELU(),
+        nn.Linear(_WIDTH, _WIDTH),
+        nn.GELU(),
+        nn.Linear(_WIDTH, _OUTPUTS),
+    )
+
+
+def task_of(processes: int, batch_size: int, num_steps: int) -> Task:
+    """Return our training; the ranks make it by this function's name."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(_EXAMPLES, _INPUTS, generator=generator)
+    labels = torch.randint(0, _OUTPUTS, (_EXAMPLES,), generator=generator)
+    return Task(
+        make_model=network,
+        objective=CrossEntropy(),
+        stream=Shuffled(TensorData(features, labels, device=features.device), seed=Seed(0)),
+        plan=TrainingPlan(
+            batch_size=batch_size,
+            num_steps=num_steps,
+            optimizer=AdamKin(learning_rate=1e-3),
+            seed=Seed(0),
+            spread=Spread(mesh=Mesh(replicate=processes)),
+        ),
+    )
+
+
+def ours(arguments: argparse.Namespace) -> float:
+    """Return our examples a second."""
+    told = list[float]()
+
+    def tell(progress: Progress) -> None:
+        told.append(progress.examples_per_s)
+
+    workload = {
+        "processes": arguments.processes,
+        "batch_size": arguments.batch_size,
+        "num_steps": arguments.steps,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(
+            make_task=lambda: task_of(**workload),
+            name="data_parallel:task_of",
+            arguments=workload,
+            folder=Path(folder, "job"),
+            checkpoint_every=0,
+            report_every=_EVERY,
+            max_restarts=0,
+        )
+        train(job, start=None, control=UNATTENDED, report=tell)
+    return statistics.median(told[_WARMUP:])
+
+
+def plain(arguments: argparse.Namespace) -> float:
+    """Return the examples a second of DDP under torchrun."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={arguments.processes}", str(HERE / "plain_ddp.py")),
+        *(str(arguments.batch_size), str(arguments.steps), str(_EVERY)),
+    ]
+    threads = max(1, (os.cpu_count() or 1) // arguments.processes)
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback()}
+    done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
+    return statistics.median([float(line) for line in done.stdout.split()][_WARMUP:])
+
+
+def main() -> None:
+    """Parse the arguments, and print a line a turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    ratios = []
+    for _ in range(arguments.turns):
+        mine, theirs = ours(arguments), plain(arguments)
+        ratios.append(mine / theirs)
+        print(f"fedlearn {mine:8.0f}/s   plain {theirs:8.0f}/s   {ratios[-1]:.3f} x", flush=True)
+    print(f"median {statistics.median(ratios):.3f} x")
+
+
+if __name__ == "__main__":
+    main()

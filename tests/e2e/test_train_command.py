@@ -1,0 +1,206 @@
+"""``fedlearn train``, and a run whose coordinator trains, as a user types them; and kills."""
+
+import json
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedlearn.cli.app import main
+from fedlearn.parallel import checkpoints
+from fedlearn.parallel.engine import Engine
+from fedlearn.store.runs import StoredRun
+from tests.processes import Crash, Launcher, json_lines
+
+#: On the digits: five of the fifty clients are set aside.
+TRAINING = (
+    "coordinator.training.num_steps=40",
+    "coordinator.training.share=0.1",
+    "coordinator.training.report_every=5",
+    "coordinator.training.checkpoint_every=10",
+)
+BETWEEN = ("coordinator.training.every_rounds=1", "coordinator.training.round_steps=20")
+RUN = (
+    *("num_rounds=3", "engine.num_workers=1", "engine.executor=sequential"),
+    *("store.checkpoint_every_s=0.0", "evaluation.clients=0"),
+)
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+def sets(*overrides: str) -> list[str]:
+    return [word for each in overrides for word in ("--set", each)]
+
+
+def equal(first: Path, second: Path) -> bool:
+    """Whether two files hold the same weights, to the bit."""
+    one: dict[str, Tensor] = load_file(first)
+    other: dict[str, Tensor] = load_file(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- In this process ----------------------------------------------------------------------
+
+
+def test_a_warm_start_is_what_the_command_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """The clients stand still, so the run's model is that of before round 0."""
+    assert main(["train", *sets(*TRAINING), "--json", "--output", "alone.safetensors"]) == 0
+    *told, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["step_num"] for each in told] == list(range(5, 41, 5))
+    assert last["event"] == "trained"
+    assert (last["steps"], last["path"]) == (40, "alone.safetensors")
+    assert last["accuracy"] > 0.3
+    still = (*TRAINING, *RUN, "num_rounds=1", "client.learning_rate=1e-30", "client.momentum=0.0")
+    assert main(["simulate", "--name", "run", *sets(*still)]) == 0
+    assert main(["export", "run", "--last", "--output", "run.safetensors"]) == 0
+    assert equal(Path("alone.safetensors"), Path("run.safetensors"))
+    untrained = ["simulate", "--name", "cold", *sets(*still, "coordinator.training.num_steps=0")]
+    assert main([*untrained, "--set", "coordinator.training.share=1.0"]) == 0
+    assert main(["export", "cold", "--last", "--output", "cold.safetensors"]) == 0
+    assert not equal(Path("alone.safetensors"), Path("cold.safetensors")), "the control"
+
+
+def test_the_command_tells_a_person_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a report, a last one with the metrics; nothing is left but the model."""
+    assert main(["train", *sets(*TRAINING)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert lines[-1].startswith("step 40/40 loss=")
+    assert last.startswith("steps 40, ")
+    assert last.endswith("path model.safetensors")
+    assert [path.name for path in Path("runs").glob("*")] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "coordinator.training.num_steps is 0: there is nothing to train"),
+        (sets(*TRAINING, "data.source=none"), 'but data.source is "none"'),
+        ([*sets(*TRAINING), "--output", "no/model"], "cannot write no/model"),
+        ([*sets(*TRAINING), "--output", "folder", "--force"], "cannot write folder"),
+        ([*sets(*TRAINING), "--output", "there"], "there is there already; give --force"),
+    ],
+    ids=["no steps", "no data", "no folder", "a folder", "a file"],
+)
+def test_what_cannot_end_well_does_not_begin(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No step is taken before the refusal."""
+    Path("folder").mkdir()
+    Path("there").write_text("what somebody wants to keep")
+    assert main(["train", *words]) != 0
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "step " not in printed.out
+    assert Path("there").read_text() == "what somebody wants to keep"
+    assert list(Path("folder").iterdir()) == []
+
+
+def test_a_file_is_replaced_if_it_is_asked_for() -> None:
+    """The control of the refusal above."""
+    Path("there").write_text("what nobody wants")
+    assert main(["train", *sets(*TRAINING), "--output", "there", "--force"]) == 0
+    assert load_file("there")
+
+
+def test_a_training_that_diverges_writes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """And names the key."""
+    diverging = ("coordinator.training.optimizer=sgd", "coordinator.training.learning_rate=3e38")
+    assert main(["train", *sets(*TRAINING, *diverging)]) != 0
+    assert "coordinator.training.learning_rate: " in capsys.readouterr().err
+    assert not Path("model.safetensors").exists()
+
+
+def test_a_check_shows_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what was left out."""
+    Path("experiment.toml").write_text(
+        "[coordinator.training]\nnum_steps = 40\nshare = 0.1\nreplicate = 2\n"
+    )
+    assert main(["check", "experiment.toml"]) == 0
+    shown = capsys.readouterr().out
+    table = shown[shown.index("[coordinator.training]") :]
+    for line in ("num_steps = 40", "share = 0.1", "replicate = 2", 'optimizer = "adamw"'):
+        assert line in table
+
+
+# ---- Killed -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where commands are typed in processes of their own."""
+
+    launcher: Launcher
+    path: Path
+
+    def type(self, *words: str, crash: Crash | None = None) -> list[dict[str, object]]:
+        """Run a command, which crashes if it shall; return the steps that it told of."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("FEDLEARN_")}
+        number = len(list(self.path.glob("*.err")))
+        process = self.launcher.launch(
+            self.path / f"{number}.log", *words, environ=kept, cwd=self.path, crash=crash
+        )
+        with closing(process):
+            code = process.wait()
+            assert code == (None if crash else 0), process.tail()
+            assert process.has_crashed_itself() == (crash is not None), process.tail()
+            lines = [*json_lines(process.out()), *json_lines(process.err())]
+        return [line for line in lines if line["event"] in ("training", "server_training")]
+
+
+@pytest.fixture
+def folder(launcher: Launcher, tmp_path: Path) -> Folder:
+    return Folder(launcher, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a run that nothing disturbs."""
+    undisturbed = Folder(launcher, tmp_path_factory.mktemp("whole"))
+    undisturbed.type("simulate", "--name", "run", *sets(*TRAINING, *BETWEEN, *RUN))
+    undisturbed.type("export", "run", "--last", "--output", "model")
+    return undisturbed.path / "model"
+
+
+CRASHES = [
+    (Crash("in the warm start", Engine.take_step, "after", 27), 25),
+    (Crash("in the middle of a checkpoint", checkpoints.write, "before", 3), 15),
+    (Crash("trained, no commit", StoredRun.commit, "before"), 5),
+    (Crash("between", StoredRun.commit, "after", 2), 65),
+    (Crash("in a server-side step", Engine.take_step, "after", 40 + 20 + 13), 75),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("crash", "first"), CRASHES, ids=[crash.phase for crash, _ in CRASHES])
+def test_a_run_that_is_killed_ends_in_the_same_model(
+    folder: Folder, whole: Path, crash: Crash, first: int
+) -> None:
+    """It goes on from the training's last checkpoint, as its first report tells."""
+    folder.type("simulate", "--name", "run", *sets(*TRAINING, *BETWEEN, *RUN), crash=crash)
+    told = folder.type("resume", "run")
+    assert told[0]["step_num"] == first
+    assert told[-1]["step_num"] == 100
+    folder.type("export", "run", "--last", "--output", "model")
+    assert equal(folder.path / "model", whole)
+    assert not (folder.path / "runs" / "run" / "training").exists()
+
+
+@pytest.mark.slow
+def test_a_training_alone_that_is_killed_goes_on(folder: Folder) -> None:
+    """The same command again; and other settings begin anew."""
+    train = ("train", "--json", *sets(*TRAINING), "--output")
+    folder.type(*train, "whole")
+    crash = Crash("in the middle", Engine.take_step, "after", 27)
+    folder.type(*train, "model", crash=crash)
+    assert not (folder.path / "model").exists()
+    assert folder.type(*train, "model")[0]["step_num"] == 25
+    assert equal(folder.path / "model", folder.path / "whole")
+    folder.type(*train, "again", crash=crash)
+    other = folder.type(*train, "again", "--set", "coordinator.training.learning_rate=0.01")
+    assert other[0]["step_num"] == 5

@@ -1,0 +1,170 @@
+"""A training in processes of its own: what is killed goes on, what is called off leaves nobody.
+
+Each start of torchrun costs tens of seconds of a core, so there are few, and each shows several
+things.
+"""
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from fedlearn.errors import Cancelled, DataError, EngineError
+from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.jobs import Job, train
+from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.task import Progress
+from tests.processes import Launcher, until
+from tests.trainings import NUM_STEPS, fragile_task, task_of, trained
+
+pytestmark = pytest.mark.slow
+
+#: By when nobody of a job is left.
+GONE_S = 1.0
+
+
+@dataclass
+class Watch:
+    """What a job tells, and whether it is called off.
+
+    Attributes:
+        calls_off: Asked at each look.
+        steps: Those it has told of.
+    """
+
+    calls_off: Callable[[], bool] = lambda: False
+    steps: list[int] = field(default_factory=list)
+
+    def check(self) -> None:
+        if self.calls_off():
+            raise Cancelled("nobody wants it any more")
+
+    def report(self, progress: Progress) -> None:
+        self.steps.append(progress.step_num)
+
+
+def job_in(folder: Path, *, faults: Mapping[str, str], max_restarts: int = 1) -> Job:
+    """Return a job of two processes with a checkpoint every second step."""
+    (folder / "marks").mkdir(exist_ok=True)
+    marks = str(folder / "marks")
+    return Job(
+        make_task=lambda: fragile_task(faults=faults, marks=marks),
+        name="tests.trainings:fragile_task",
+        arguments={"faults": dict(faults), "marks": marks},
+        folder=folder / "job",
+        checkpoint_every=2,
+        report_every=1,
+        max_restarts=max_restarts,
+    )
+
+
+def left_in(folder: Path) -> list[int]:
+    """Return the processes of a job: its folder is among their arguments."""
+    found = []
+    for each in Path("/proc").iterdir():
+        try:
+            if (
+                each.name.isdigit()
+                and str(folder / "job").encode() in (each / "cmdline").read_bytes()
+            ):
+                found.append(int(each.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def made_in(folder: Path) -> int:
+    """Return how many processes have made the task."""
+    return len(list((folder / "marks").glob("made-*")))
+
+
+def uninterrupted() -> dict[str, torch.Tensor]:
+    """Return the weights of the same training, in processes that nothing happens to."""
+
+    def body() -> dict[str, torch.Tensor]:
+        engine = Engine(task_of(Mesh(replicate=2)), device=torch.device("cpu"))
+        trained(engine)
+        return {name: each.detach().clone() for name, each in engine.tensors().items()}
+
+    first, second = in_processes(body, world_size=2, timeout_s=300.0)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return first
+
+
+#: Runs the job whose folder is the argument, until this process kills itself.
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from fedlearn.parallel.jobs import train
+    from tests.e2e.test_training_jobs import Watch, job_in
+
+    class Killed(Watch):
+        def report(self, progress):
+            if progress.step_num == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    watch = Killed()
+    job = job_in(Path(sys.argv[1]), faults={"3": "stall", "5": "kill"})
+    train(job, start=None, control=watch, report=watch.report)
+"""
+
+
+def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the process that has started the job, in the middle, and then one of its ranks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = launcher.run(dedent(KILLED), str(tmp_path))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    took_s = until(lambda: not left_in(tmp_path))
+    assert took_s < GONE_S
+    assert sorted(path.name for path in (tmp_path / "job" / "checkpoints").iterdir()) == ["step-2"]
+
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
+    watch = Watch()
+    job = job_in(tmp_path, faults={"3": "stall", "5": "kill"})
+    state = train(job, start=None, control=watch, report=watch.report)
+    assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers
+    assert watch.steps == [3, 4, 5, 5, 6]  # from the second step on, and then from the fourth
+    assert not left_in(tmp_path)
+    assert not job.folder.exists()
+    assert state.step_num == NUM_STEPS
+    expected = uninterrupted()
+    named = {f"model/{name}": each for name, each in state.model.items()}
+    named |= {f"optimizer/{name}": each for name, each in state.optimizer.items()}
+    assert named.keys() == expected.keys()
+    assert all(torch.equal(named[name], expected[name]) for name in named)
+
+
+def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path: Path) -> None:
+    """Its ranks would go on, and nobody would end them."""
+    watch = Watch()
+    job = job_in(tmp_path, faults={"3": "kill torchrun", "4": "stall"})
+    with pytest.raises(EngineError, match=r"failed \(exit code -9\)"):
+        train(job, start=None, control=watch, report=watch.report)
+    assert not left_in(tmp_path)
+    assert (job.folder / "checkpoints" / "step-2" / ".metadata").exists()
+
+
+def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(tmp_path: Path) -> None:
+    watch = Watch()
+    job = job_in(tmp_path, faults={"3": "refuse"}, max_restarts=3)
+    with pytest.raises(DataError, match="the examples of step 3 cannot be read; mend the file"):
+        train(job, start=None, control=watch, report=watch.report)
+    assert not left_in(tmp_path)
+    assert made_in(tmp_path) == 3  # this process, to look at it, and two ranks
+    assert watch.steps == [1, 2, 3]
+
+
+def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:
+    """Even while its processes are about to start."""
+    watch = Watch(calls_off=lambda: bool(left_in(tmp_path)))
+    job = job_in(tmp_path, faults={})
+    with pytest.raises(Cancelled):
+        train(job, start=None, control=watch, report=watch.report)
+    assert not left_in(tmp_path)

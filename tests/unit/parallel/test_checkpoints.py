@@ -1,0 +1,86 @@
+"""Checkpoints of a training in one process: which count, and what becomes of damaged ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.errors import StoreError
+from fedlearn.parallel import checkpoints
+from fedlearn.parallel.engine import Engine
+from tests.trainings import Outcome, alone, outcome, task_of, trained
+
+
+def engine() -> Engine:
+    return Engine(task_of(), device=torch.device("cpu"))
+
+
+def saved(folder: Path, *steps: int, keep: int = 9) -> Engine:
+    """Return a training that was written down after these steps."""
+    made = engine()
+    for step in steps:
+        trained(made, until=step)
+        checkpoints.save(made, folder, keep=keep)
+    return made
+
+
+def gone_on(checkpoint: Path) -> Outcome:
+    """Return what becomes of a training that goes on from a checkpoint."""
+    made = engine()
+    checkpoints.restore(made, checkpoint)
+    trained(made)
+    return outcome([], made.state())
+
+
+def test_a_training_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    newest = checkpoints.latest(tmp_path)
+    assert newest == tmp_path / "step-4"
+    assert gone_on(newest).apart(replace(alone(task_of()), losses=[])) == 0.0
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
+def test_one_that_was_cut_off_does_not_count_and_is_written_again(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    (tmp_path / "step-4" / ".metadata").unlink()
+    newest = checkpoints.latest(tmp_path)
+    assert newest == tmp_path / "step-2"
+    made = engine()
+    checkpoints.restore(made, newest)
+    trained(made, until=4)
+    checkpoints.save(made, tmp_path, keep=2)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-4"
+    ended = gone_on(tmp_path / "step-4")
+    assert ended.apart(replace(alone(task_of()), losses=[])) == 0.0
+
+
+def test_there_is_none_where_nothing_is(tmp_path: Path) -> None:
+    assert checkpoints.latest(tmp_path / "nowhere") is None
+    (tmp_path / "step-9").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert checkpoints.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("size", [0, 100])
+def test_one_that_is_damaged_is_refused_by_name(tmp_path: Path, name: str, size: int) -> None:
+    saved(tmp_path, 2)
+    damaged = tmp_path / "step-2" / name
+    damaged.write_bytes(damaged.read_bytes()[:size])
+    for look in (gone_on, checkpoints.read):
+        with pytest.raises(StoreError, match=r"step-2 cannot be read .*; remove the folder"):
+            look(tmp_path / "step-2")
+
+
+def test_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    task = replace(task_of(), make_model=lambda: nn.Sequential(nn.Linear(3, 3)).double())
+    other = Engine(task, device=torch.device("cpu"))
+    with pytest.raises(StoreError, match="step-2 cannot be read"):
+        checkpoints.restore(other, tmp_path / "step-2")

@@ -1,0 +1,634 @@
+"""A training is the same on every mesh: weights, what the optimiser keeps, and every loss.
+
+What it is compared with is a loop in one process that has nothing of the package's; and the same
+comparison finds each mistake that is made on purpose.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # once, before forks, each of which would
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from fedlearn.errors import EngineError
+from fedlearn.parallel import checkpoints, engine, wrapping
+from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.norms import own_part, sum_of_squares
+from fedlearn.parallel.optimizers import Rate
+from fedlearn.parallel.plan import Precision, TrainingPlan
+from fedlearn.parallel.task import TrainingState
+from tests.trainings import (
+    BATCH_SIZE,
+    INPUTS,
+    MAX_NORM,
+    NUM_CLASSES,
+    NUM_EXAMPLES,
+    NUM_STEPS,
+    WIDTH,
+    InOrder,
+    Outcome,
+    Pool,
+    alone,
+    outcome,
+    task_of,
+    trained,
+    transformer,
+)
+
+pytestmark = pytest.mark.xdist_group("meshes")  # worlds and imports that they share cost seconds
+
+#: Of float64, after six steps: roundings.
+SAME = 1e-12
+#: What no rounding is.
+OTHER = 1e-6
+LIMIT_S = 300.0
+
+
+# ---- the same training, without the package ----------------------------------------------------
+
+
+def plainly(optimizer: str, *, dtype: torch.dtype = torch.float64) -> Outcome:
+    """Train in one process, by a plain loop."""
+    model, examples = transformer(dtype=dtype), InOrder.small(dtype)
+    named = dict(model.named_parameters())
+    state, take = _OPTIMIZERS[optimizer](named)
+    losses = []
+    for step in range(NUM_STEPS):
+        rows = torch.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE) % NUM_EXAMPLES
+        model.zero_grad()
+        loss = F.cross_entropy(model(examples.features[rows]), examples.labels[rows])
+        loss.backward()
+        grads = [parameter.grad for parameter in named.values() if parameter.grad is not None]
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        for grad in grads:  # torch's clip_grad_norm_ adds 1e-6 to the norm
+            grad.mul_(min(1.0, MAX_NORM / norm))
+        take([1, 4 / 3, 5 / 3][step] if step < 3 else 2)  # the base rate is for half the batch
+        losses.append(float(loss.detach()))
+    kept = {
+        f"{name}/{key}": value
+        for name, parameter in named.items()
+        for key, value in state[parameter].items()
+    }
+    return Outcome(losses, model.state_dict(), kept)
+
+
+#: What an optimiser keeps of each parameter, and its step, given the rate's factor.
+Plain = tuple[Mapping[Tensor, dict[str, Tensor]], Callable[[float], None]]
+
+
+def _of_torch(make: Callable[..., torch.optim.Optimizer], named: Mapping[str, Tensor]) -> Plain:
+    made = make(list(named.values()))
+    rate = made.param_groups[0]["lr"]
+
+    def take(factor: float) -> None:
+        made.param_groups[0]["lr"] = rate * factor
+        made.step()
+
+    return made.state, take
+
+
+def _lars(named: Mapping[str, Tensor]) -> Plain:
+    """Algorithm 1 of You, Gitman and Ginsburg, tensor by tensor."""
+    state = {w: {"momentum_buffer": torch.zeros_like(w)} for w in named.values()}
+
+    @torch.no_grad()
+    def take(factor: float) -> None:
+        for w, kept in state.items():
+            assert w.grad is not None
+            rate, move = 2.0 * factor, w.grad
+            if w.dim() == 2:
+                size, slope = math.sqrt(float((w * w).sum())), math.sqrt(float((move * move).sum()))
+                rate *= 0.001 * size / (slope + 0.001 * size)
+                move = move + 0.001 * w
+            kept["momentum_buffer"] = 0.9 * kept["momentum_buffer"] + rate * move
+            w.sub_(kept["momentum_buffer"])
+
+    return state, take
+
+
+_OPTIMIZERS: Mapping[str, Callable[[Mapping[str, Tensor]], Plain]] = {
+    "adamw": partial(_of_torch, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)),
+    "sgd": partial(_of_torch, partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "lars": _lars,
+}
+
+
+# ---- the same training, on meshes --------------------------------------------------------------
+
+
+#: A change of the package, in one process.
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on a mesh.
+
+    Attributes:
+        mesh: Which.
+        micro: Micro-batches.
+        optimizer: By its name.
+        mistake: Made on purpose in each process.
+        settings: Of :func:`task_of`, beside these.
+    """
+
+    mesh: Mesh
+    micro: int = 1
+    optimizer: str = "adamw"
+    mistake: Mistake | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: as the fields of Spread
+
+    def __str__(self) -> str:
+        told = [str(self.mesh), f"{self.micro} micro-batches", self.optimizer]
+        told += [f"{name} {value}" for name, value in self.settings.items()]
+        return ", ".join(told if self.mistake is None else [*told, self.mistake.__name__])
+
+    def engine(self) -> Engine:
+        """Return a process of it."""
+        task = task_of(
+            self.mesh, optimizer=self.optimizer, num_micro_batches=self.micro, **self.settings
+        )
+        return Engine(task, device=torch.device("cpu"))
+
+    def trained(self, folder: Path) -> list[float]:
+        """Train as one process of the world; a checkpoint in the folder has the end of it."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.mistake is not None:
+                self.mistake(patch)
+            made = self.engine()
+            losses = [each.loss for each in trained(made)]
+        checkpoints.save(made, folder, keep=1)
+        return losses
+
+
+def in_one_world(cases: Sequence[Case]) -> dict[str, Outcome]:
+    """Return what becomes of each training, one after the other in one world."""
+    (world_size,) = {case.mesh.world_size for case in cases}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body() -> list[list[float]]:
+            return [case.trained(Path(folder, str(at))) for at, case in enumerate(cases)]
+
+        losses, *_ = in_processes(body, world_size=world_size, timeout_s=LIMIT_S)
+        states = [ended_in(Path(folder, str(at))) for at in range(len(cases))]
+    ended = zip(cases, losses, states, strict=True)
+    return {str(case): outcome(told, state) for case, told, state in ended}
+
+
+def ended_in(folder: Path) -> TrainingState:
+    """Return where a training stood when it was last written down."""
+    newest = checkpoints.latest(folder)
+    assert newest is not None
+    return checkpoints.read(newest)
+
+
+# ---- mistakes ----------------------------------------------------------------------------------
+
+
+def without_clip(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_scaled_gradients", lambda *_: True)
+
+
+def clipped_by_stage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_norm", lambda _, grads: sum_of_squares(grads).sqrt())
+
+
+def clipped_by_shard(patch: pytest.MonkeyPatch) -> None:
+    def own_squares(grads: Sequence[Tensor]) -> Tensor:
+        return torch.stack([own_part(each).double().square().sum() for each in grads]).sum()
+
+    patch.setattr(engine, "sum_of_squares", own_squares)
+
+
+def without_sync(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wrapping, "DistributedDataParallel", lambda module, **_: module)
+
+
+def without_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
+    switch = FSDPModule.set_requires_gradient_sync
+    patch.setattr(FSDPModule, "set_requires_gradient_sync", lambda module, _: switch(module, False))
+
+
+def summed_over_processes(patch: pytest.MonkeyPatch) -> None:
+    def summed(bucket: Any) -> torch.futures.Future[Tensor]:  # Any: torch's own
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        done: torch.futures.Future[Tensor] = work.get_future().then(lambda all_: all_.value()[0])
+        return done
+
+    def made(module: nn.Module, **settings: Any) -> DistributedDataParallel:  # Any: torch's own
+        replicas = DistributedDataParallel(module, **settings)
+        # Without annotations: torch compares them with a type that it does not name.
+        replicas.register_comm_hook(None, lambda state, bucket: summed(bucket))  # noqa: ARG005
+        return replicas
+
+    patch.setattr(wrapping, "DistributedDataParallel", made)
+
+
+def summed_over_examples(patch: pytest.MonkeyPatch) -> None:
+    def summed(_: Engine, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels, reduction="sum")
+
+    patch.setattr(Engine, "_loss", summed)
+
+
+def without_warmup(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rate, "at", lambda *_, **__: 2.0)
+
+
+def without_scaled_rate(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rate, "at", lambda *_, **__: 1.0)
+
+
+def on_the_same_examples(patch: pytest.MonkeyPatch) -> None:
+    positions = TrainingPlan.positions
+    patch.setattr(TrainingPlan, "positions", lambda plan, step, _: positions(plan, step, 0))
+
+
+# ---- what is trained ---------------------------------------------------------------------------
+
+#: By the degrees, sixteen meshes; most with several micro-batches, some with other optimisers.
+CASES = [
+    Case(Mesh(replicate=2)),
+    Case(Mesh(replicate=2), micro=4, optimizer="sgd"),
+    Case(Mesh(replicate=2), optimizer="lars"),
+    Case(Mesh(shard=2), micro=2),
+    Case(Mesh(shard=2), optimizer="lars"),
+    Case(Mesh(shard=2), settings={"offload": True}),
+    Case(Mesh(tensor=2)),
+    Case(Mesh(tensor=2), micro=2, optimizer="sgd"),
+    Case(Mesh(tensor=2), optimizer="lars"),
+    Case(Mesh(pipeline=2), micro=4),
+    Case(Mesh(pipeline=2), micro=2, optimizer="lars"),
+    Case(Mesh(pipeline=2), settings={"schedule": "gpipe"}),
+    Case(Mesh(replicate=4), micro=2),
+    Case(Mesh(shard=4)),
+    Case(Mesh(tensor=4)),
+    Case(Mesh(pipeline=4), micro=8),
+    Case(Mesh(pipeline=4), micro=2, settings={"schedule": "gpipe"}),
+    Case(Mesh(replicate=2, shard=2), micro=2),
+    Case(Mesh(replicate=2, tensor=2), micro=2),
+    Case(Mesh(shard=2, tensor=2)),
+    Case(Mesh(shard=2, tensor=2), micro=2, optimizer="lars"),
+    Case(Mesh(pipeline=2, replicate=2), micro=4),
+    Case(Mesh(pipeline=2, shard=2), micro=4),
+    Case(Mesh(pipeline=2, tensor=2), micro=2),
+    Case(Mesh(pipeline=2, replicate=2, tensor=2), micro=2),
+    Case(Mesh(replicate=2, shard=2, tensor=2), optimizer="sgd"),
+]
+
+MISTAKES = [
+    Case(Mesh(replicate=2), mistake=without_clip),
+    Case(Mesh(pipeline=2), micro=4, mistake=clipped_by_stage),
+    Case(Mesh(shard=2), micro=2, mistake=clipped_by_shard),
+    Case(Mesh(tensor=2), mistake=clipped_by_shard),
+    Case(Mesh(replicate=2), mistake=without_sync),
+    Case(Mesh(shard=2), micro=2, mistake=without_reduce_scatter),
+    Case(Mesh(replicate=2), mistake=summed_over_processes),
+    Case(Mesh(replicate=2), mistake=summed_over_examples),
+    Case(Mesh(replicate=2), mistake=without_warmup),
+    Case(Mesh(replicate=2), mistake=without_scaled_rate),
+    Case(Mesh(replicate=2), mistake=on_the_same_examples),
+]
+
+#: That compute some or all of it in half precision.
+HALVES = [
+    Case(mesh, settings={"dtype": torch.float32, "precision": precision})
+    for mesh in (Mesh(replicate=2), Mesh(shard=2))
+    for precision in (Precision.BFLOAT16, Precision.FLOAT16)
+] + [
+    Case(
+        Mesh(pipeline=2),
+        micro=2,
+        settings={"dtype": torch.float32, "precision": Precision.BFLOAT16},
+    ),
+    Case(Mesh(tensor=2), settings={"dtype": torch.float32, "precision": Precision.BFLOAT16}),
+]
+
+#: Of which each is followed by the same with the blocks computed again.
+RECOMPUTED = [
+    Case(mesh, micro=2, settings={"dropout": 0.3, "recompute": again})
+    for mesh in (Mesh(replicate=2), Mesh(shard=2), Mesh(pipeline=2))
+    for again in (False, True)
+]
+
+
+#: One of each degree: what a default run can spare.
+QUICK = [
+    Case(Mesh(replicate=2)),
+    Case(Mesh(shard=2), micro=2),
+    Case(Mesh(tensor=2)),
+    Case(Mesh(pipeline=2), micro=4),
+]
+
+
+_LONG = [each for each in (*CASES, *MISTAKES, *HALVES, *RECOMPUTED) if each not in QUICK]
+#: Trainings that share a world.
+WORLDS = [QUICK, *([each for each in _LONG if each.mesh.world_size == n] for n in (2, 4, 8))]
+
+
+@cache
+def ended(world: int) -> Mapping[str, Outcome] | EngineError:
+    """Return what becomes of the trainings of a world; of one that fails, why, and once."""
+    try:
+        return in_one_world(WORLDS[world])
+    except EngineError as error:
+        return error
+
+
+def on_mesh(case: Case) -> Outcome:
+    """Return what becomes of a training."""
+    outcomes = ended(next(at for at, cases in enumerate(WORLDS) if case in cases))
+    if isinstance(outcomes, EngineError):
+        raise outcomes
+    return outcomes[str(case)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Mapping[str, Outcome]:
+    """The same trainings in a plain loop, by the optimiser."""
+    return {optimizer: plainly(optimizer) for optimizer in _OPTIMIZERS}
+
+
+def each_of(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Return the mark by which a test is given each case."""
+    slow = pytest.mark.slow
+    given = [
+        pytest.param(each, id=str(each), marks=() if each in QUICK else slow) for each in cases
+    ]
+    return pytest.mark.parametrize("case", given)
+
+
+# ---- one process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+def test_one_process_equals_a_plain_loop(optimizer: str, plain: Mapping[str, Outcome]) -> None:
+    assert alone(task_of(optimizer=optimizer)).apart(plain[optimizer]) <= SAME
+
+
+def test_micro_batches_add_up_to_the_batch(plain: Mapping[str, Outcome]) -> None:
+    assert alone(task_of(num_micro_batches=8)).apart(plain["adamw"]) <= SAME
+
+
+def test_some_steps_are_clipped_and_some_are_not() -> None:
+    """Else a gradient that is wrong by a factor would be made right."""
+    norms = list[float]()
+    with pytest.MonkeyPatch.context() as patch:
+        norm = Engine._norm  # noqa: SLF001 (what is looked at)
+
+        def noted(one: Engine, grads: Sequence[Tensor]) -> Tensor:
+            norms.append(float(norm(one, grads)))
+            return norm(one, grads)
+
+        patch.setattr(Engine, "_norm", noted)
+        alone(task_of())
+    assert min(norms) < MAX_NORM < max(norms)
+
+
+# ---- meshes ------------------------------------------------------------------------------------
+
+
+@each_of(CASES)
+def test_a_mesh_equals_a_plain_loop(case: Case, plain: Mapping[str, Outcome]) -> None:
+    assert on_mesh(case).apart(plain[case.optimizer]) <= SAME
+
+
+def test_there_are_sixteen_meshes() -> None:
+    assert len({case.mesh for case in CASES}) == 16
+
+
+@each_of(MISTAKES)
+def test_a_mistake_is_found(case: Case, plain: Mapping[str, Outcome]) -> None:
+    """By the comparison that finds nothing wrong on the same mesh without it."""
+    assert replace(case, mistake=None) in QUICK
+    assert on_mesh(case).apart(plain["adamw"]) > OTHER
+
+
+@each_of(HALVES)
+def test_half_precision_stays_near_the_whole(case: Case) -> None:
+    """And is not as near as the whole itself, which would show that it was never used."""
+    whole, half = plainly("adamw", dtype=torch.float32), on_mesh(case)
+    worst = max(abs(a - b) for a, b in zip(whole.losses, half.losses, strict=True))
+    assert 1e-5 < worst < 0.02
+
+
+@each_of(RECOMPUTED[1::2])
+def test_what_is_computed_again_has_the_same_bits(case: Case) -> None:
+    """Though the model draws random numbers."""
+    kept = replace(case, settings={**case.settings, "recompute": False})
+    assert on_mesh(case).apart(on_mesh(kept)) == 0.0
+
+
+def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
+    tmp_path: Path, plain: Mapping[str, Outcome]
+) -> None:
+    """Two steps each: sharded, in stages, replicated."""
+    meshes = [
+        Case(Mesh(shard=2), micro=2),
+        Case(Mesh(pipeline=2), micro=4),
+        Case(Mesh(replicate=2)),
+    ]
+
+    def body() -> list[float]:
+        losses = list[float]()
+        for at, case in enumerate(meshes):
+            made = case.engine()
+            if (newest := checkpoints.latest(tmp_path)) is not None:
+                checkpoints.restore(made, newest)
+            losses += [each.loss for each in trained(made, until=2 * at + 2)]
+            checkpoints.save(made, tmp_path, keep=2)
+        return losses
+
+    losses, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    assert outcome(losses, ended_in(tmp_path)).apart(plain["adamw"]) <= SAME
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(replicate=2), Mesh(shard=2)], ids=str)
+def test_a_step_that_overflows_is_skipped_by_all_alike(mesh: Mesh) -> None:
+    """The scale is halved until gradients fit in float16; before, no weight moves."""
+    start = 2.0**24
+    settings = {"precision": Precision.FLOAT16, "initial_loss_scale": start}
+    case = Case(mesh, settings={"dtype": torch.float32, **settings})
+
+    def body() -> list[tuple[list[float], Tensor]]:
+        made, seen = case.engine(), []
+        for step in range(14):
+            trained(made, until=step + 1)
+            weights = [own_part(each).flatten() for each in made.tensors().values()]
+            whole = torch.cat([each.double() for each in weights])
+            seen.append((made.progress().tolist(), whole))
+        return seen
+
+    first, second = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    assert [progress for progress, _ in first] == [progress for progress, _ in second]
+    skipped = [0, *(int(progress[3]) for progress, _ in first)]
+    for (before, after), (progress, _) in zip(pairwise(skipped), first, strict=True):
+        assert after - before in (0, 1)
+        assert progress[1] == start / 2**after
+    assert 0 < skipped[-1] < 14  # some fit in the end
+    for (a, b), (one, other) in zip(pairwise(skipped[1:]), pairwise(first), strict=True):
+        assert torch.equal(one[1], other[1]) == (a < b)  # a step that is skipped moves nothing
+    if mesh.shard == 1:  # else each has a part of its own
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+
+
+class Underway(torch.autograd.Function):
+    """Counts micro-batches that have gone forward, and not yet back."""
+
+    now = most = 0
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # Any: torch's own
+        Underway.now += 1
+        Underway.most = max(Underway.most, Underway.now)
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Any) -> Any:
+        Underway.now -= 1
+        return grads[0]
+
+
+class Counted(nn.Linear):
+    """A layer that counts them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From [batch, length, inputs] to [batch, length, outputs]."""
+        apply: Any = Underway.apply  # Any: torch's own
+        counted: Tensor = apply(super().forward(x))
+        return counted
+
+
+def most_underway(stages: int, schedule: str) -> list[int]:
+    """Return how many of eight micro-batches a stage has underway at most, by the stage."""
+    task = task_of(Mesh(pipeline=stages), num_micro_batches=8, schedule=schedule)
+
+    def model() -> nn.Module:
+        widths = [Counted(INPUTS, INPUTS) for _ in range(stages - 1)]
+        return nn.Sequential(*widths, Pool(), Counted(INPUTS, NUM_CLASSES)).double()
+
+    def body() -> int:
+        made = Engine(replace(task, make_model=model), device=torch.device("cpu"))
+        trained(made, until=1)  # the first learns the shapes, by a pass of its own
+        Underway.now = Underway.most = 0
+        trained(made, until=2)
+        return Underway.most
+
+    return in_processes(body, world_size=stages, timeout_s=LIMIT_S)
+
+
+def test_1f1b_has_as_many_micro_batches_underway_as_stages_follow_and_gpipe_all() -> None:
+    assert most_underway(2, "1f1b") == [2, 1]
+    assert most_underway(2, "gpipe") == [8, 8]
+
+
+@pytest.mark.slow
+def test_the_first_of_four_stages_has_four_underway() -> None:
+    assert most_underway(4, "1f1b") == [4, 3, 2, 1]
+
+
+class Term(nn.Module):
+    """Adds one product: from x_0, x_1, x_2 and y to the same, with y + w_i x_i."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.w = index, nn.Linear(INPUTS, INPUTS, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """From [batch, 4, inputs] to the same."""
+        y = rows[:, 3] + self.w(rows[:, self.index])
+        return torch.cat([rows[:, :3], y.unsqueeze(1)], dim=1)
+
+
+class Last(nn.Module):
+    """Takes y, of which the first numbers are those of the classes."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """From [batch, 4, inputs] to [batch, classes]."""
+        return rows[:, 3, :NUM_CLASSES]
+
+
+@pytest.mark.slow
+def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: Path) -> None:
+    """In three processes, y = w_0 x_0 + w_1 x_1 + w_2 x_2: a pipeline without micro-batches."""
+    mesh = Mesh(pipeline=3)
+    examples = InOrder.small()
+    padded = torch.cat([examples.features, torch.zeros(NUM_EXAMPLES, 1, INPUTS)], dim=1)
+
+    def model() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(*(Term(index) for index in range(3)), Last()).double()
+
+    def body() -> list[float]:
+        task = replace(
+            task_of(mesh, optimizer="sgd", schedule="gpipe"),
+            make_model=model,
+            stream=InOrder(padded, examples.labels),
+        )
+        made = Engine(task, device=torch.device("cpu"))
+        losses = [each.loss for each in trained(made, until=1)]
+        checkpoints.save(made, tmp_path, keep=1)
+        return losses
+
+    losses, *_ = in_processes(body, world_size=3, timeout_s=LIMIT_S)
+    w = [each.detach().requires_grad_() for each in model().parameters()]
+    x, labels = examples.features[:BATCH_SIZE], examples.labels[:BATCH_SIZE]
+    y = x[:, 0] @ w[0].T + x[:, 1] @ w[1].T + x[:, 2] @ w[2].T
+    loss = F.cross_entropy(y[:, :NUM_CLASSES], labels)
+    loss.backward()
+    assert losses[0] == pytest.approx(float(loss.detach()), abs=SAME)
+    ended = list(ended_in(tmp_path).model.values())
+    grads = [each.grad for each in w if each.grad is not None]
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+    for before, grad, after in zip(w, grads, ended, strict=True):
+        step = 0.1 * (grad * min(1.0, MAX_NORM / norm) + 0.01 * before)
+        assert float((before - step - after).detach().abs().max()) <= SAME
+
+
+def test_stages_do_not_draw_the_same_random_numbers() -> None:
+    """Else dropout would leave out the same numbers in each."""
+
+    def body() -> Tensor:
+        made = Case(Mesh(pipeline=2), micro=2).engine()
+        trained(made, until=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(made, "_gradients", lambda: torch.rand(8).double())
+            return made.take_step()
+
+    first, second = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    assert not torch.equal(first, second)
+    again, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    assert torch.equal(first, again)  # a control: they are the same each time
+
+
+def test_a_layer_that_changes_its_input_in_place_may_follow_a_sharded_one() -> None:
+    """A linear layer of a sequence returns a view, of whose gradient FSDP hears no more then."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(INPUTS, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+        last = [nn.ReLU(inplace=True), Pool(), nn.Linear(WIDTH, NUM_CLASSES)]
+        return nn.Sequential(*layers, *last).double()
+
+    def losses(mesh: Mesh) -> list[float]:
+        task = replace(task_of(mesh), make_model=model)
+        return [each.loss for each in trained(Engine(task, device=torch.device("cpu")))]
+
+    spread, _ = in_processes(lambda: losses(Mesh(shard=2)), world_size=2, timeout_s=LIMIT_S)
+    assert spread == pytest.approx(losses(Mesh()), abs=SAME)

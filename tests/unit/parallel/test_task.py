@@ -1,0 +1,188 @@
+"""What a model and its examples must be for a mesh, before any process is started."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fedlearn.algorithms.objectives import CustomLoss
+from fedlearn.core.features import Features
+from fedlearn.errors import ConfigError
+from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.optimizers import Sgd
+from fedlearn.parallel.parts import Cut, stage_of
+from fedlearn.parallel.task import Task
+from tests.trainings import BATCH_SIZE, alone, task_of, transformer
+
+PAIR = Mesh(replicate=2)
+STAGES: dict[str, Any] = {"mesh": Mesh(pipeline=2), "num_micro_batches": 2}
+
+
+def of(model: Callable[[], nn.Module], **settings: Any) -> Task:  # Any: as of task_of
+    return replace(task_of(**settings), make_model=model)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(8))))
+
+
+def frozen() -> nn.Module:
+    return normalised().eval()  # but training sets it to train
+
+
+class NoChain(nn.Module):
+    """Two layers in no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class WrongCut(nn.Module):
+    """A cut of what is no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def tensor_cuts(self) -> Mapping[str, Cut]:
+        return {"norm": Cut(along="rows")}
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (normalised, {"mesh": PAIR}, r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts .*GroupNorm"),
+        (frozen, {"num_micro_batches": 4}, r"layer 1\.norm \(BatchNorm1d\) .* in 4 parts"),
+        (NoChain, STAGES, "pipeline is 2, but the model is a NoChain, .* nn.Sequential"),
+        (
+            odd,
+            {"mesh": Mesh(pipeline=3), "num_micro_batches": 4},
+            "pipeline is 3, but the model has 2 layers with parameters; .* set pipeline to 2",
+        ),
+        (NoChain, {"mesh": Mesh(tensor=2)}, "tensor is 2, but the model has no two linear layers"),
+        (
+            odd,
+            {"mesh": Mesh(tensor=4)},
+            "tensor is 4, but layer '0' has 6 columns, .* a degree that divides 6",
+        ),
+        (
+            transformer,
+            {"mesh": Mesh(tensor=8)},
+            "tensor is 8, but layer '1.query' has 16 columns of 4 together, .* divides 4",
+        ),
+        (WrongCut, {"mesh": Mesh(tensor=2)}, "names 'norm', a LayerNorm; only nn.Linear is cut"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+    model: Callable[[], nn.Module], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of(model, **settings).require_fitting()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (normalised, {}),
+        (NoChain, {"mesh": PAIR}),
+        (odd, {"mesh": Mesh(tensor=3)}),
+        (odd, STAGES),
+        (transformer, {"mesh": Mesh(tensor=4)}),
+    ],
+)
+def test_a_model_that_fits_is_taken(
+    model: Callable[[], nn.Module], settings: dict[str, Any]
+) -> None:
+    of(model, **settings).require_fitting()
+
+
+def test_statistics_of_batches_would_hang_on_the_mesh() -> None:
+    """The reason for which they are refused: in parts, another model."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24), nn.Linear(24, 4)).double()
+
+    assert alone(of(model)).apart(alone(of(model, num_micro_batches=4))) > 1e-3
+
+
+def test_a_loss_that_couples_examples_is_not_cut() -> None:
+    coupled = CustomLoss(lambda outputs, _: outputs.square().sum(), per_example=False)
+    for settings in ({"mesh": PAIR}, {"num_micro_batches": 2}):
+        task = replace(task_of(**settings), objective=coupled)
+        with pytest.raises(ConfigError, match="in 2 parts it would be another loss"):
+            task.require_fitting()
+    replace(task_of(mesh=Mesh(tensor=2)), objective=coupled).require_fitting()
+
+
+def test_a_pipeline_takes_one_input() -> None:
+    @dataclass(frozen=True)
+    class Several:
+        def __len__(self) -> int:
+            return 4
+
+        def batch(self, positions: range) -> tuple[Features, Tensor]:
+            rows = torch.zeros(len(positions), 3, 8)
+            return {"ids": rows, "mask": rows}, torch.zeros(len(positions), dtype=torch.int64)
+
+    task = replace(task_of(**STAGES), stream=Several())
+    with pytest.raises(ConfigError, match=r"input 'ids', input 'mask'.* set pipeline to 1"):
+        task.require_fitting()
+    replace(task_of(mesh=PAIR), stream=Several()).require_fitting()
+
+
+def test_stages_are_as_even_as_can_be_and_keep_names() -> None:
+    model = transformer()
+    stages = [stage_of(model, index, 2) for index in range(2)]
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert names == list(model.state_dict())
+    sizes = [sum(each.numel() for each in stage.parameters()) for stage in stages]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+def test_a_sum_of_gradients_with_the_rate_over_p_is_their_mean() -> None:
+    mean = task_of(optimizer="sgd")
+    plan = replace(
+        mean.plan, optimizer=Sgd(learning_rate=0.1, momentum=0.9), max_gradient_norm=None
+    )
+    mean = replace(mean, plan=plan)
+    num_shares = 4
+
+    def summed(outputs: Tensor, labels: Tensor) -> Tensor:
+        return num_shares * nn.functional.cross_entropy(outputs, labels, reduction="none")
+
+    rate = Sgd(learning_rate=0.1 / num_shares, momentum=0.9)
+    total = replace(mean, objective=CustomLoss(summed), plan=replace(plan, optimizer=rate))
+    ours, theirs = alone(mean).model, alone(total).model
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-12
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_to_compute_again_keeps_less_and_changes_no_bit(dropout: float) -> None:
+    def kept_bytes(task: Task) -> int:
+        sizes = list[int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        engine = Engine(task, device=torch.device("cpu"))
+        features, _ = task.stream.batch(range(BATCH_SIZE))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            engine._wrapped.called(features)  # noqa: SLF001 (what is measured)
+        return sum(sizes)
+
+    whole, again = (task_of(dropout=dropout, recompute=each) for each in (False, True))
+    assert kept_bytes(again) < 0.2 * kept_bytes(whole)
+    assert alone(again).apart(alone(whole)) == 0.0
