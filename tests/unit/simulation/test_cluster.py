@@ -214,9 +214,8 @@ INHERITED = """
         cluster.all_reduce([gone])
         return gone.tolist()
 
-    gc.disable()
+    gc.disable()  # for good: what is left must still be there when the process forks
     left = asyncio.run(served())
-    gc.enable()
 """
 
 
