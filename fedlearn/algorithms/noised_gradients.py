@@ -88,9 +88,9 @@ class NoisedGradients(Ranged, Around):
     def clipped(
         self, grads: Tensors, is_real_KB: Tensor, *, products: Sequence[Product] = ()
     ) -> list[Tensor]:
-        """Return the sums of examples' gradients, each clipped: [K, ...].
+        """Return the sums of examples' gradients, each clipped: [K, ...], in levels of a grid.
 
-        In float64 where there are more examples than are summed together.
+        A level is :attr:`level`. In float64 where there are more examples than are summed together.
 
         Args:
             grads: [K, B, ...] each.
@@ -121,7 +121,7 @@ class NoisedGradients(Ranged, Around):
         norms_KB = torch.stack(each_KB).square_().sum(0).sqrt_()
         is_used_KB = is_real_KB & torch.isfinite(norms_KB)
         # A norm of zero divides to infinity, and is not scaled.
-        scales_KB = (self.example_clip_norm / norms_KB).clamp(max=1.0) * is_used_KB
+        scales_KB = (_LEVELS / norms_KB).clamp(max=1.0 / self.level) * is_used_KB
         if not bool(torch.isfinite(norms_KB).all()):
             scales_KB, rows = scales_KB.nan_to_num(0.0), [_finite(row) for row in rows]
             pairs = [(_finite(left), _finite(right)) for left, right in pairs]
@@ -133,13 +133,17 @@ class NoisedGradients(Ranged, Around):
             sums.append(_sum_of_products(left * scales_KB[..., None].to(left), right))
         return sums
 
+    @property
+    def level(self) -> float:
+        """The distance of two neighbours on the grid that a sum is cut to before it has noise."""
+        return self.example_clip_norm / _LEVELS
+
     def sensitivity(self, *, num_examples: int, size: int) -> float:
         r"""Return how far one example moves a sum on its grid, in levels.
 
         Of :math:`2^{20}` levels for C: these, and what rounding adds. A sum of b terms in float32
-        errs by :math:`b u` of them all, and counting it in levels by another :math:`u`, in each of
-        the two sums that are told apart. Each number is cut to a level, towards zero, which moves
-        two numbers apart by at most one.
+        errs by :math:`b u` of them all, in each of the two sums that are told apart. Each number
+        is cut to a level, towards zero, which moves two numbers apart by at most one.
 
         Args:
             num_examples: Of the batch, b.
@@ -149,7 +153,7 @@ class NoisedGradients(Ranged, Around):
             Higham, 2002, Accuracy and Stability of Numerical Algorithms, section 4.2.
         """
         together = min(num_examples, TOGETHER)
-        summing = 2.0 * num_examples * (together + 1) * _ROUNDING * (1.0 + _MARGIN)
+        summing = 2.0 * num_examples * together * _ROUNDING * (1.0 + _MARGIN)
         return _LEVELS * (1.0 + _MARGIN + summing) + math.sqrt(size)
 
     def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
@@ -169,12 +173,12 @@ class NoisedGradients(Ranged, Around):
         sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()
         if num_examples * sensitivity + largest_sample(sigma) > _LARGEST_INT32:
             sums = [each.double() for each in sums]
-        level, means = self.example_clip_norm / _LEVELS, []
-        scales_K = sums[0].new_tensor([level / each for each in sizes_K])
+        scales_K = sums[0].new_tensor([self.level / each for each in sizes_K])
+        means = []
         for each, model in zip(map(Tensor.contiguous, sums), like, strict=True):
             # Integers, which are exact, take the place of the numbers that they are cut from.
             integers = torch.int64 if each.dtype == torch.float64 else torch.int32
-            levels = each.mul_(1.0 / level).view(integers).copy_(each)
+            levels = each.view(integers).copy_(each)
             on_cpu = levels.cpu()  # itself, where it is there
             add_discrete_gaussian(on_cpu.view(-1).numpy(), sigma=sigma, source=source)
             each.copy_(levels.copy_(on_cpu)).mul_(scales_K.view(-1, *[1] * (each.dim() - 1)))

@@ -297,7 +297,8 @@ class StackedExecutor:
         stack, own = self._prefix(height), self._prefix(active)
         sums: dict[str, Tensor] = {}
         for first in range(0, size, TOGETHER):
-            some = batch.examples(slice(first, first + TOGETHER))
+            places = slice(first, first + TOGETHER)
+            some = batch.examples(places, draws=bool(self._gradient.dropouts))
             outcome = self._traced(stack, run.shared, some).first(active)
             clipped = rule.clipped(
                 list(outcome.grads.values()),

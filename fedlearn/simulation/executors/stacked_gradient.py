@@ -103,15 +103,20 @@ class Batch(NamedTuple):
         """Return all tensors, always in the same order."""
         return [*tensors_of(self.features), self.labels, self.weights, self.keys]
 
-    def examples(self, places: slice) -> "Batch":
-        """Return some examples of a batch whose keys are those of steps, with keys of their own."""
-        index = torch.arange(self.labels.shape[1], device=self.keys.device)[places]
-        return Batch(
-            mapped(lambda tensor: tensor[:, places], self.features),
-            self.labels[:, places],
-            self.weights[:, places],
-            example_keys(self.keys[:, None], index),
-        )
+    def examples(self, places: slice, *, draws: bool) -> "Batch":
+        """Return some examples of a batch whose keys are those of steps, with keys of their own.
+
+        Args:
+            places: Which.
+            draws: Whether the model draws by them; else they are zeros.
+        """
+        weights = self.weights[:, places]
+        keys = self.keys.new_zeros(1, 1).expand(weights.shape)
+        if draws:
+            index = torch.arange(self.labels.shape[1], device=self.keys.device)[places]
+            keys = example_keys(self.keys[:, None], index)
+        features = mapped(lambda tensor: tensor[:, places], self.features)
+        return Batch(features, self.labels[:, places], weights, keys)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Batch":
         """Return such a batch of other :meth:`tensors`."""

@@ -47,7 +47,7 @@ def flat(grads: list[Tensor], *, dims: int) -> Tensor:
 def test_each_example_is_clipped_before_it_is_summed(num_examples: int) -> None:
     """By the norm of all parameters together; control: the sum of all, clipped, is another."""
     grads = gradients(num_examples)
-    found = flat(RULE.clipped(grads, all_real(grads)), dims=1)
+    found = flat(RULE.clipped(grads, all_real(grads)), dims=1) * RULE.level
     examples = flat([*grads], dims=2)
     norms = examples.norm(dim=2, keepdim=True)
     expected = (examples * (CLIP / norms).clamp(max=1.0)).sum(1)
@@ -67,12 +67,12 @@ def test_products_of_two_vectors_are_clipped_without_being_written_down() -> Non
     expected = RULE.clipped([bias, written], real)
     found = RULE.clipped([bias], real, products=[(left, right)])
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6 / RULE.level)
     # Norms of such vectors leave float32, that of their product does not.
     products = [(left * 1e-24, right * 1e25)]
     expected = RULE.clipped([bias, written * 10.0], real)
     for one, other in zip(RULE.clipped([bias], real, products=products), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 / RULE.level)
     left[:, :, 1] = math.nan
     for one in RULE.clipped([bias], real, products=[(left, right)]):
         assert bool(torch.isfinite(one).all())
@@ -113,7 +113,7 @@ def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
         without = all_real(grads)
         without[:, -1] = False
         one, other = (
-            torch.round(flat(RULE.clipped(grads, real), dims=1) / (CLIP / 2**20))
+            torch.round(flat(RULE.clipped(grads, real), dims=1))
             for real in (all_real(grads), without)
         )
         moved.append(float((one - other).norm(dim=1).max()))
@@ -166,7 +166,7 @@ def test_all_of_a_block_have_the_noise_of_its_largest_batch(
 def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplier: float) -> None:
     """Added to what is there; control: some of it, at 10000 times the clip, leaves 32 bits."""
     rule = replace(RULE, example_noise_multiplier=multiplier)
-    sums = torch.full((2, 100, 100), 3.0 * CLIP, dtype=dtype).mT  # no two of a row are neighbours
+    sums = torch.full((2, 100, 100), 3.0 * 2**20, dtype=dtype).mT  # no two of a row are neighbours
     (found,) = rule.noised([sums], [1, 1], like=[torch.zeros(1)])
     assert found.dtype == torch.float32
     noise, sigma = found.flatten().double() - 3.0 * CLIP, multiplier * CLIP
@@ -180,12 +180,11 @@ def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplie
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype) -> None:
     """Towards zero; control: they were not on the grid."""
-    level = CLIP / 2**20
     levels = torch.tensor([[0.9, -0.9, 1.0, -2.5, 3.0e6 + 0.5]], dtype=dtype)
     rule = quiet(RULE)
     assert isinstance(rule, NoisedGradients)
-    (found,) = rule.noised([levels * level], [1], like=[torch.zeros(1, dtype=dtype)])
-    assert torch.equal(found, levels.trunc() * level)
+    (found,) = rule.noised([levels.clone()], [1], like=[torch.zeros(1, dtype=dtype)])
+    assert torch.equal(found, levels.trunc() * rule.level)
     assert not torch.equal(levels, levels.trunc())
 
 
