@@ -219,7 +219,7 @@ def test_any_ragged_block_equals_the_reference_in_float64(
     pulled = Proximal(inner=local, proximal=proximal) if proximal else local
     work = work_for(model, pulled, num_examples=num_examples, dtype=torch.float64, seed=seed)
     trained = fused_executor(model, work).train(work)
-    assert difference(trained, by_reference(model, work)) <= 1e-12
+    assert difference(trained, by_reference(model, work)) <= 1e-10
 
 
 def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUpdate:
