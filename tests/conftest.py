@@ -1,12 +1,13 @@
 """What tests of several folders share: real databases, and a process that starts others."""
 
+import gc
 import importlib.util
 import os
 import pwd
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
@@ -29,6 +30,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INITDB_OPTIONS = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays to the end: no search for garbage looks at it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
