@@ -21,7 +21,7 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
 
     Args:
         config: The whole of a tree; what is in ``omit`` has its default value.
-        omit: Keys and tables of the top that are left out.
+        omit: Keys and tables that are left out; one within a table by its dotted path.
         heading: What stands above all, without comment signs.
 
     Example:
@@ -39,7 +39,11 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
 
 def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> Iterator[str]:
     """Yield the lines of the keys of ``section``, then of the tables in it."""
-    fields = {key: info for key, info in type(section).model_fields.items() if key not in omit}
+    fields = {
+        key: info
+        for key, info in type(section).model_fields.items()
+        if dotted((*path, key)) not in omit
+    }
     for key, info in fields.items():
         if not members_of(info):
             yield ""
@@ -53,7 +57,7 @@ def _table(section: Section, path: tuple[str, ...], omit: Collection[str]) -> It
             yield from ("", "")
             yield from _comment(_about(info, inner))
             yield f"[{dotted((*path, key))}]"
-            yield from _table(inner, (*path, key), frozenset())
+            yield from _table(inner, (*path, key), omit)
 
 
 def _named_tables(

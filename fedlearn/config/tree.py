@@ -149,7 +149,9 @@ class StoreSection(Section):
         None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
     )
     checkpoint_every_s: NotNegative = Field(
-        5.0, description="Seconds from one checkpoint to the next, >= 0; 0: after every round."
+        5.0,
+        description="Of a simulation: seconds from one checkpoint to the next, >= 0; 0: after "
+        "every round, as a deployment always does.",
     )
 
     def problems(self) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
+from fedlearn.identity.registry import check_name
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.journal import Control, DeployedRun
 from fedlearn.rounds.records import RunRecord, RunStatus
@@ -53,6 +54,7 @@ class Operator:
             DeploymentError: The name, a tag or the addresses are of no use, or the file is there.
             StoreError: The database cannot be written.
         """
+        check_name(name)  # before the file, whose path may be made of it
         if path.exists():
             raise DeploymentError(f"{path} is there already; name another file with --output")
         section = self.places.config.coordinator

@@ -21,8 +21,8 @@ A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes pa
 it refuses, it refuses whatever the coordinator asks, and says so in its log and to the \
 coordinator. All keys are here with their defaults; delete what you do not change."""
 
-#: What describes simulated devices only.
-_OF_SIMULATIONS = ("centralized", "devices", "engine")
+#: What only a simulation heeds.
+_OF_SIMULATIONS = ("centralized", "devices", "engine", "store.checkpoint_every_s")
 
 
 def starter() -> Config:

@@ -100,7 +100,8 @@ def test_the_template_loads_to_the_tree_it_was_made_of(tmp_path: Path) -> None:
 
 def test_the_template_shows_and_explains_every_key() -> None:
     """A key that is not set, too; only what is left out is missing."""
-    text = template(Config(), omit=("devices", "engine"), heading="Heading.")
+    omit = ("devices", "engine", "store.checkpoint_every_s")
+    text = template(Config(), omit=omit, heading="Heading.")
     for name, info in CoordinatorSection.model_fields.items():
         assert name in text
         if name in ("eligibility", "training"):  # tables, whose own docstrings explain them
@@ -110,5 +111,7 @@ def test_the_template_shows_and_explains_every_key() -> None:
     assert "# patience_rounds =" in text
     assert tomllib.loads(text).keys() >= {"data", "cohort", "coordinator"}
     assert "[devices]" not in text
+    assert "[store]" in text
+    assert "checkpoint_every_s" not in text
     assert "[engine]" not in text
     assert max(map(len, text.splitlines())) <= 100

@@ -111,9 +111,10 @@ def test_an_invitation_that_cannot_be_written_does_not_end_the_one_before(
     opened = site.operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
     with pytest.raises(DeploymentError, match="cannot write"):
         site.operator.invite("clinic-a", tags=(), path=tmp_path / "nowhere" / "b.invitation")
-    with pytest.raises(DeploymentError, match="cannot be called"):
-        site.operator.invite("clinic a", tags=(), path=tmp_path / "b.invitation")
-    assert not (tmp_path / "b.invitation").exists()
+    for name in ("clinic a", "a/b"):  # a path that the command makes of it leads nowhere
+        with pytest.raises(DeploymentError, match=f"cannot be called '{name}'"):
+            site.operator.invite(name, tags=(), path=tmp_path / f"{name}.invitation")
+        assert not (tmp_path / f"{name}.invitation").exists()
     assert Invitation.load(tmp_path / "a.invitation") == opened
     site.operator.registry.redeem(
         "clinic-a",
