@@ -74,8 +74,10 @@ def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
         "    atexit.register(pathlib.Path(f'ended-{rank}').touch)\n"
     )
     (head,) = free_addresses(1)
-    torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
-    torchrun += ("--rdzv-backend", "c10d", "--rdzv-endpoint", head, "--rdzv-id", "1")
+    torchrun = (
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", head, "--rdzv-id", "1"),
+    )
     spread = ("spread.safetensors", "--set", "coordinator.training.replicate=2")
     machines = [begun(*torchrun, *train, *spread, folder=tmp_path) for _ in range(2)]
     together = [line for machine in machines for line in ended(machine)]
