@@ -1,5 +1,6 @@
 """A small training that tests spread over processes."""
 
+import atexit
 import os
 import signal
 import sys
@@ -233,6 +234,8 @@ class Fragile:
 def fragile_task(*, faults: Mapping[str, str], marks: str) -> Task:
     """Return a training of two processes; it notes in the folder who has made it, and prints."""
     Path(marks, f"made-{os.getpid()}").touch()
+    if (start := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
+        atexit.register(Path(marks, f"ended-{start}-{os.getpid()}").touch)
     sys.stdout.write("{")  # the beginning of a line, of what is not to be understood
     sys.stdout.flush()
     task = task_of(Mesh(replicate=2))

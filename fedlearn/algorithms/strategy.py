@@ -69,7 +69,8 @@ class Strategy(Protocol):
     def begin(self, params: Params) -> "Stepped":
         """Return the model and state before the first round; the model as it is, and :meth:`init`.
 
-        A strategy that has the coordinator train the model first returns that model.
+        A strategy that has the coordinator train the model first returns that model. Metrics of it
+        stand in the record of the first round.
         """
         return Stepped(params, self.init(params))
 

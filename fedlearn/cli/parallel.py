@@ -67,6 +67,7 @@ def train(
     from fedlearn.experiment.comparison import json_text
     from fedlearn.experiment.train import train_alone
     from fedlearn.experiment.training_progress import training_progress
+    from fedlearn.parallel.worker import end
 
     config = load(experiment, overrides=overrides or ()).resolved(num_clients=None)
     here = site(config, runs_dir=runs_dir, data_dir=data_dir)
@@ -79,7 +80,7 @@ def train(
     report = training_progress(sys.stdout, as_json=as_json)
     trained = train_alone(config, here, kept, report=report)
     if trained is None:
-        return  # rank 0 has it
+        end()  # rank 0 has it
     write_durably(path, save(dict(trained.state.model)), raises=StoreError)
     told = {"steps": trained.state.step_num, **trained.metrics, "path": str(path)}
     if as_json:

@@ -389,6 +389,7 @@ class Coordinator:
                     is_described=True,
                     cluster=Alone(),
                     control=self.interruption,
+                    told=self.live_status.trained,
                 ),
                 first_attempts=first,
                 identities=self._identities(database),

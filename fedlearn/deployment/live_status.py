@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from fedlearn.core.collecting import Status
 from fedlearn.experiment.comparison import json_values
+from fedlearn.parallel.task import Progress
 from fedlearn.rounds.records import RoundRecord
 
 
@@ -33,7 +34,9 @@ class LiveStatus:
         attempt: Of the round that is next or under way.
         num_needed: Clients that are waited for, while they are.
         round_s: Seconds that the last round took; NaN before the first.
+        metrics: By name what was measured last.
         epsilon: Of the privacy that was spent, when it was last found; NaN before.
+        training: By kind how far the coordinator's own training is, or the last one was.
         counts: Of all rounds in this process: clients by how they ended.
     """
 
@@ -49,6 +52,7 @@ class LiveStatus:
     round_s: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     epsilon: float = math.nan
+    training: dict[str, Progress] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
 
     def finished(self, record: RoundRecord) -> None:
@@ -57,10 +61,14 @@ class LiveStatus:
         self.attempt = 0
         self.round_s = record.seconds
         self.epsilon = record.metrics.get("epsilon", self.epsilon)
-        self.metrics = record.metrics or self.metrics
+        self.metrics = {**self.metrics, **record.metrics}  # not all is measured in each round
         for status in Status:
             self.counts[status] += record.count(status)
         self.phase = Phase.COMMITTING
+
+    def trained(self, kind: str, progress: Progress) -> None:
+        """Take note of how far a training of the coordinator's own is."""
+        self.training = {**self.training, kind: progress}  # another thread may be reading it
 
     def values(self) -> dict[str, object]:
         """Return everything as JSON values, for operators."""
@@ -75,6 +83,7 @@ class LiveStatus:
             "needed": self.num_needed,
             "round_s": self.round_s,
             "metrics": self.metrics,
+            "training": {kind: asdict(progress) for kind, progress in self.training.items()},
         }
         return json_values(values)
 
@@ -89,7 +98,22 @@ class LiveStatus:
             "round_seconds": self.round_s,
             **measured,
             **({} if math.isnan(self.epsilon) else {"privacy_epsilon": self.epsilon}),
+            **self._of_training(),
             **phases,
+        }
+
+    def _of_training(self) -> dict[str, float]:
+        return {
+            f"server_training_{name}{{kind={kind}}}": float(value)
+            for kind, progress in self.training.items()
+            for name, value in (
+                ("step", progress.step_num),
+                ("steps", progress.num_steps),
+                ("loss", progress.loss),
+                ("examples_per_second", progress.examples_per_s),
+                ("loss_scale", progress.loss_scale),
+                ("skipped_steps", progress.num_skipped),
+            )
         }
 
     def counters(self) -> dict[str, float]:

@@ -14,6 +14,8 @@ from fedlearn.core.messages import EvaluateRequest
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
+from fedlearn.experiment.comparison import number_text
+from fedlearn.experiment.server_training import DISTILLATION
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import check_name
@@ -258,6 +260,13 @@ def _phase(status: _Told) -> str:
 def _waiting(status: _Told, *, control: Control) -> list[str]:
     """Return what the run waits for, in words."""
     phase, lines = Phase(status["phase"]), list[str]()
+    for kind, told in status.get("training", {}).items():
+        if told["step_num"] < told["num_steps"]:
+            of = "the clients' models together" if kind == DISTILLATION else "its own examples"
+            lines.append(
+                f"it trains on {of}: step {told['step_num']} of {told['num_steps']}, "
+                f"loss {number_text(told['loss'])}, {told['examples_per_s']:.0f} examples/s"
+            )
     if phase is Phase.WAITING:
         lines.append(
             f"it needs {status['needed']} clients that may be asked: {status.get('connected', 0)} "

@@ -297,7 +297,15 @@ class Summary:
 
 def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
     """Return what a run came to; ``None`` and zeros where it has no rounds."""
-    evaluated = next((one for one in reversed(rounds) if one.metrics), None)
+    measures = directions_of(record)  # what a strategy says of its step is no evaluation
+    evaluated = next(
+        (
+            one
+            for one in reversed(rounds)
+            if any(split(each)[0] in measures for each in one.metrics)
+        ),
+        None,
+    )
     participations = [each for one in rounds for each in one.participations]
     counts = [Counts.of(one) for one in rounds]
     reasons = Counter(each.reason for each in participations if each.status is Status.FAILED)

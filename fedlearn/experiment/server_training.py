@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.build import Pieces, server_task
 from fedlearn.config import Config
 from fedlearn.errors import Diverged
+from fedlearn.parallel.distillation import Distilling, Watch
 from fedlearn.parallel.jobs import Control, Job, train
 from fedlearn.parallel.server_steps import ServerSteps, Trains
 from fedlearn.parallel.task import Progress, Task, TrainingState
@@ -26,6 +28,12 @@ Kind: TypeAlias = Literal["simulation", "deployment", "alone"]
 _TASK = "fedlearn.experiment.server_training:task_of"
 #: Of a run's own training, in the folder of the run.
 FOLDER = "training"
+
+#: The kinds of training that a run's coordinator does, as its log and its gauges name them.
+STEPS, DISTILLATION = "steps", "distillation"
+
+#: Told how far a training of a kind is.
+Told: TypeAlias = Callable[[str, Progress], None]
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +54,9 @@ def task_of(kind: Kind, config: str, data_dir: str) -> Task:
     return server_task(make[kind](Config.from_json(config), data_dir=Path(data_dir)))
 
 
+def _tell_nobody(_kind: str, _progress: Progress) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a run's own training takes place.
@@ -58,6 +69,7 @@ class Place:
             Python's, and other processes cannot make them.
         control: How the training hears that it is called off.
         cluster: The processes of the simulation; only the first trains.
+        told: Told how far each training is.
     """
 
     kind: Kind
@@ -66,6 +78,7 @@ class Place:
     is_described: bool
     cluster: Cluster
     control: Control = UNATTENDED
+    told: Told = _tell_nobody
 
 
 def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -> Strategy:
@@ -83,9 +96,13 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
         ConfigError: The mesh does not fit the model, the data or this machine.
     """
     section = pieces.config.coordinator.training
-    if not section.has_steps:
+    if not section.is_on:
         return strategy
     assert place is not None  # whoever runs a configuration says where
+    if section.distil_steps:
+        strategy = _watched(strategy, place, report_every=section.report_every)
+    if not section.has_steps:
+        return strategy
     task = server_task(pieces)
     task.require_fitting()
     trains = _shared(_trains(pieces, task, place), place.cluster)
@@ -102,6 +119,25 @@ def with_server_steps(pieces: Pieces, strategy: Strategy, place: Place | None) -
         )
 
     return training(strategy)
+
+
+def _watched(strategy: Strategy, place: Place, *, report_every: int) -> Strategy:
+    """Return a strategy whose distillation is told of, and called off with the run."""
+    if isinstance(strategy, Distilling):
+        watch = Watch(control=place.control, report_every=report_every)
+        if place.cluster.rank == 0:  # others distil the same
+            watch = replace(watch, report=partial(_tell, place, DISTILLATION))
+        return replace(strategy, watch=watch)
+    if isinstance(strategy, Wrapped):
+        inner = _watched(strategy.inner, place, report_every=report_every)
+        return replace(strategy, inner=inner)
+    return strategy
+
+
+def _tell(place: Place, kind: str, progress: Progress) -> None:
+    facts = {name: _rounded(value) for name, value in asdict(progress).items()}
+    _log.info("server_training", kind=kind, **facts)
+    place.told(kind, progress)
 
 
 def job_of(pieces: Pieces, task: Task, place: Place, *, until: int) -> Job:
@@ -130,8 +166,7 @@ def _trains(pieces: Pieces, task: Task, place: Place) -> Trains:
 
         def tell(progress: Progress) -> None:
             losses.append(progress.loss)
-            told = asdict(replace(progress, num_steps=until))
-            _log.info("server_training", **{n: _rounded(value) for n, value in told.items()})
+            _tell(place, STEPS, replace(progress, num_steps=until))
 
         job = job_of(pieces, task, place, until=until)
         with divergence_explained():

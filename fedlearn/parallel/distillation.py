@@ -11,8 +11,8 @@ References:
     Learning <https://arxiv.org/abs/2006.07242>`_, algorithm 1 (FedDF).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -30,8 +30,10 @@ from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.engine import Engine, run
+from fedlearn.parallel.jobs import Control
 from fedlearn.parallel.streams import Stream
-from fedlearn.parallel.task import Task, TrainingState
+from fedlearn.parallel.task import Progress, Task, TrainingState
+from fedlearn.training.trainer import UNATTENDED
 
 _MODEL, _ROUNDS = "distillation/model", "distillation/rounds"
 _MATRIX = 2
@@ -94,6 +96,24 @@ class Taught:
         return features, (total / len(self._members)).softmax(dim=1)
 
 
+def _tell_nobody(_progress: Progress) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Who is told of a round's distillation, and may call it off.
+
+    Attributes:
+        control: Checked between steps.
+        report: Told how far it is.
+        report_every: Steps between two reports, >= 1.
+    """
+
+    control: Control = UNATTENDED
+    report: Callable[[Progress], None] = _tell_nobody
+    report_every: Count = 100
+
+
 @dataclass(frozen=True)
 class Distillation(FullAggregation):
     """The mean of the updates, and from there some steps towards what all models say together.
@@ -105,6 +125,7 @@ class Distillation(FullAggregation):
         num_steps: Of each round.
         base: The global model that the updates are relative to: [P]; ``None`` before there is one.
         num_rounds: Rounds before this one, by which the examples go on.
+        watch: Who is told of it, and may call it off.
     """
 
     mean: WeightedMean
@@ -113,6 +134,7 @@ class Distillation(FullAggregation):
     num_steps: Count
     base: Tensor | None = None
     num_rounds: int = 0
+    watch: Watch = field(default_factory=Watch)
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the mean's weights."""
@@ -136,6 +158,7 @@ class Distillation(FullAggregation):
     def _taught(self, student: Params, members: Sequence[Params]) -> Tensor:
         """Return the student's vector after its steps."""
         task, done = self.task, self.num_rounds * self.num_steps
+        until, watch = done + self.num_steps, self.watch
         taught = Taught(task.stream, task, members)
         task = replace(task, stream=taught, objective=SoftCrossEntropy())
         engine = Engine(task, device=student.vector.device)
@@ -143,11 +166,11 @@ class Distillation(FullAggregation):
         engine.adopt(TrainingState(model=student.named(), progress=progress))
         run(
             engine,
-            until=done + self.num_steps,
+            until=until,
             clock=SystemClock(),
-            report_every=self.num_steps,
-            report=lambda _: None,
-            after_step=lambda _: None,
+            report_every=watch.report_every,
+            report=lambda progress: watch.report(replace(progress, num_steps=until)),
+            after_step=lambda _: watch.control.check(),
         )
         return student.layout.pack(engine.state().model)
 
@@ -162,6 +185,7 @@ class Distilling(Wrapped):
         num_steps: Of each round, >= 1.
         base: The global model of this round; ``None`` outside of one.
         num_rounds: Rounds before it.
+        watch: Who is told of its distillation, and may call it off.
 
     Raises:
         ConfigError: The aggregation is no mean, the objective no cross-entropy, or the mesh of
@@ -172,6 +196,7 @@ class Distilling(Wrapped):
     num_steps: Count
     base: Tensor | None = None
     num_rounds: int = 0
+    watch: Watch = field(default_factory=Watch, repr=False)
 
     own: ClassVar[frozenset[str]] = frozenset({_MODEL, _ROUNDS})
 
@@ -198,7 +223,10 @@ class Distilling(Wrapped):
         """The inner mean, distilled."""
         mean = self.inner.aggregation
         assert isinstance(mean, WeightedMean)  # checked when this was made
-        return Distillation(mean, self.lanes, self.task, self.num_steps, self.base, self.num_rounds)
+        task, num_steps = self.task, self.num_steps
+        return Distillation(
+            mean, self.lanes, task, num_steps, self.base, self.num_rounds, self.watch
+        )
 
     def init(self, params: Params) -> State:
         """Return the inner strategy's state, and the model of the first round."""

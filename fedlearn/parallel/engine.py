@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.objectives import mean_loss
 from fedlearn.core.clock import Clock
 from fedlearn.core.features import Features, called, cut, only
-from fedlearn.errors import Diverged
+from fedlearn.errors import ConfigError, Diverged
 from fedlearn.parallel.loss_scale import LossScale
 from fedlearn.parallel.mesh import Place
 from fedlearn.parallel.norms import by_mesh, own_part, sum_of_squares
@@ -56,12 +56,18 @@ class Engine:
             for name, each in self._wrapped.module.named_parameters()
             if each.requires_grad
         }
+        if not self._parameters:
+            raise ConfigError(
+                "the model has no parameter to train: each is frozen (requires_grad is False); "
+                "leave some as they are made"
+            )
         self._optimizer = plan.optimizer.over(groups_of(self._parameters.values()))
         _prime(self._optimizer)
         is_scaled = plan.spread.precision is Precision.FLOAT16
         self._scale = LossScale(plan.spread.initial_loss_scale) if is_scaled else None
         self.step_num = 0
         self._batches: Iterator[Batch] = iter(())
+        self._has_stepped = False
         self._schedule = None
         if mesh.pipeline > 1:
             from fedlearn.parallel.wrapping import schedule  # noqa: PLC0415 (seconds)
@@ -141,6 +147,7 @@ class Engine:
         torch.manual_seed(plan.seed.derive("step", self.step_num, self._share, stage).value)
         self._optimizer.zero_grad()
         loss = self._gradients()
+        self._require_alike()
         if self._scale is not None or plan.max_gradient_norm is not None:
             is_finite = self._scaled_gradients(plan.max_gradient_norm)
         else:
@@ -187,6 +194,43 @@ class Engine:
             total += loss.detach()
         return total
 
+    def _require_alike(self) -> None:
+        """Refuse what makes copies of a model differ, once it can be seen: after a backward pass.
+
+        Raises:
+            ConfigError: A parameter of a replica has no gradient, or a buffer is another in each
+                process.
+        """
+        mesh = self.task.plan.spread.mesh
+        if mesh.replicate > 1 and not mesh.is_sharded:
+            # DDP leaves the gradients beside it unsummed, and says so a step later.
+            idle = [name for name, each in self._parameters.items() if each.grad is None]
+            if idle:
+                raise ConfigError(
+                    f"parameter {idle[0]!r} has no gradient in step {self.step_num}, and copies of "
+                    "the model wait for those of all parameters: freeze it "
+                    "(requires_grad_(False)), leave it out, or take shard in place of replicate"
+                )
+        if mesh.data > 1 and not self._has_stepped:
+            self._require_same_buffers()
+        self._has_stepped = True
+
+    def _require_same_buffers(self) -> None:
+        assert self._grid is not None  # there are several processes
+        for name, buffer in self._wrapped.module.named_buffers():
+            sums = buffer.detach().double().flatten()
+            sums = torch.stack([sums.sum(), sums.square().sum()]).nan_to_num()
+            extremes = torch.cat([sums, -sums])
+            for axis in ("replicate", "shard"):
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._grid[axis].get_group())
+            most, least = extremes.chunk(2)
+            if not torch.equal(most, -least):
+                raise ConfigError(
+                    f"buffer {name!r} has other values in each process after a step: it is "
+                    "computed from a process's share of a batch; leave it as it is in training, or "
+                    "set replicate and shard to 1"
+                )
+
     def _piped(self) -> Tensor:
         assert self._schedule is not None  # the caller looked
         stage, last = self._place.pipeline, self.task.plan.spread.mesh.pipeline - 1
@@ -210,9 +254,7 @@ class Engine:
     def _passes(self) -> AbstractContextManager[object]:
         """Return what surrounds forward passes: sharded modules have a policy of their own."""
         spread = self.task.plan.spread
-        mesh = spread.mesh
-        is_sharded = mesh.shard > 1 or (mesh.tensor > 1 and mesh.data > 1)
-        if spread.precision.half is None or is_sharded:
+        if spread.precision.half is None or spread.mesh.is_sharded:
             return nullcontext()
         return torch.autocast(self.device.type, spread.precision.half)
 

@@ -49,6 +49,11 @@ class Mesh(Ranged):
         return self.replicate * self.shard
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 has the parameters: DDP knows no cut tensors."""
+        return self.shard > 1 or (self.tensor > 1 and self.data > 1)
+
+    @property
     def world_size(self) -> int:
         """How many processes there are."""
         return self.pipeline * self.data * self.tensor

@@ -1,6 +1,6 @@
 """How a model is cut: into blocks, into stages of a pipeline, into columns and rows of matrices."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError
+from fedlearn.parallel.mesh import Mesh
 
 #: Layers that take each number by itself: what lies between two matrices that are cut.
 _ELEMENTWISE = (
@@ -111,6 +112,57 @@ def stage_of(module: nn.Module, index: int, num_stages: int) -> nn.Module:
     names = _stages(module, num_stages)[index]
     kept = OrderedDict((name, child) for name, child in module.named_children() if name in names)
     return nn.Sequential(kept).train(module.training)
+
+
+def require_whole(module: nn.Module, mesh: Mesh) -> None:
+    """Refuse parameters that a mesh would tear apart, or leave a process nothing to train.
+
+    Args:
+        module: The whole of it, which fits the mesh otherwise.
+        mesh: Which.
+
+    Raises:
+        ConfigError: A stage has frozen parameters alone; a parameter that is to be sharded has no
+            dimension; or layers share one that would not stay one: in two stages, in two blocks
+            that are sharded, or cut.
+    """
+    parts = [module]
+    if mesh.pipeline > 1:
+        parts = [stage_of(module, index, mesh.pipeline) for index in range(mesh.pipeline)]
+    owner_of = dict[str, object]()
+    for place, part in enumerate(parts):
+        named = dict(part.named_parameters(remove_duplicate=False))
+        if mesh.pipeline > 1 and not any(each.requires_grad for each in named.values()):
+            raise ConfigError(
+                f"pipeline is {mesh.pipeline}, but stage {place} ({', '.join(named)}) is frozen, "
+                "and a stage trains something; lower pipeline"
+            )
+        blocks = list(blocks_of(part)) if mesh.is_sharded else []
+        cuts = cuts_of(part, mesh.tensor) if mesh.tensor > 1 else {}
+        for name, each in named.items():
+            if mesh.is_sharded and not each.dim():
+                raise ConfigError(
+                    f"parameter {name!r} is one number without a dimension, which cannot be "
+                    "sharded; give it the shape [1], or set shard to 1"
+                )
+            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
+            is_cut = name.rpartition(".")[0] in cuts
+            owner_of[name] = (place, block, name if is_cut else "")
+    for names in _tied(module):
+        if len({owner_of[name] for name in names}) > 1:
+            raise ConfigError(
+                f"{names[0]!r} and {names[1]!r} are one parameter, and on the mesh {mesh} they "
+                "would be two; put the layers that share it into one block, a module of your own, "
+                "make them two, or spread the model by replicate alone"
+            )
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, each in module.named_parameters(remove_duplicate=False):
+        names[id(each)].append(name)
+    return [found for found in names.values() if len(found) > 1]
 
 
 def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:

@@ -53,7 +53,7 @@ class ServerSteps(Wrapped):
         standing, metrics = TrainingState(model=params.named()), {}
         if self.num_steps:
             standing, loss = self.train(standing, self.num_steps)
-            params, metrics = with_state(params, standing), {"server_loss": loss}
+            params, metrics = with_state(params, standing), {"warm_start_loss": loss}
         begun = self.inner.begin(params)
         state = {**begun.state, **_kept(standing, 0)}
         return Stepped(begun.params, state, {**begun.metrics, **metrics})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import only
 from fedlearn.errors import ConfigError, DataError
-from fedlearn.parallel.parts import cuts_of, stage_of
+from fedlearn.parallel.parts import require_whole
 from fedlearn.parallel.plan import TrainingPlan
 from fedlearn.parallel.streams import Stream
 from fedlearn.training.example_gradients import batch_statistics
@@ -47,20 +47,33 @@ class Task:
                 f"{num_parts} parts it would be another loss; set replicate, shard and "
                 "num_micro_batches to 1"
             )
-        if num_parts > 1 or mesh.pipeline > 1 or mesh.tensor > 1:
+        if num_parts > 1 or mesh.world_size > 1 or spread.recompute:
             module = self.make_model().train()
-            if num_parts > 1 and (layer := batch_statistics(module)) is not None:
-                raise ConfigError(
-                    f"{layer} computes with all examples of a batch, and of a batch in "
-                    f"{num_parts} parts it would be another model; take one with GroupNorm or "
-                    "LayerNorm in its place, or set replicate, shard and num_micro_batches to 1"
-                )
-            for index in range(mesh.pipeline):
-                part = stage_of(module, index, mesh.pipeline) if mesh.pipeline > 1 else module
-                if mesh.tensor > 1:
-                    cuts_of(part, mesh.tensor)
+            if (layer := batch_statistics(module)) is not None:
+                self._refuse_statistics(layer, num_parts)
+            require_whole(module, mesh)
             if mesh.pipeline > 1:
                 self._require_one_input()
+
+    def _refuse_statistics(self, layer: str, num_parts: int) -> None:
+        spread = self.plan.spread
+        instead = "take one with GroupNorm or LayerNorm in its place, or set"
+        if num_parts > 1:
+            raise ConfigError(
+                f"{layer} computes with all examples of a batch, and of a batch in {num_parts} "
+                f"parts it would be another model; {instead} replicate, shard and "
+                "num_micro_batches to 1"
+            )
+        if spread.mesh.pipeline > 1:
+            raise ConfigError(
+                f"{layer} keeps statistics of batches, and a pipeline tries each stage with a "
+                f"batch of zeros, which would count; {instead} pipeline to 1"
+            )
+        if spread.recompute:
+            raise ConfigError(
+                f"{layer} keeps statistics of batches, and computed again each batch would count "
+                f"twice; {instead} recompute to false"
+            )
 
     def _require_one_input(self) -> None:
         features, _ = self.stream.batch(range(1))

@@ -11,7 +11,7 @@ replicate > 1             DDP
 ========================= ==============================================
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -34,8 +34,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fedlearn.core.randomness import Seed
 from fedlearn.parallel.mesh import NAMES, Mesh
-from fedlearn.parallel.parts import blocks_of, cuts_of, stage_of
+from fedlearn.parallel.parts import Cut, blocks_of, cuts_of, stage_of
 from fedlearn.parallel.plan import Spread
 from fedlearn.parallel.wrapped import Wrapped
 
@@ -60,11 +61,13 @@ def wrapped(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> 
     if mesh.pipeline > 1:
         module = stage_of(module, stage, mesh.pipeline)
     if mesh.tensor > 1:
-        styles = {name: _STYLES[cut.along]() for name, cut in cuts_of(module, mesh.tensor).items()}
+        cuts = cuts_of(module, mesh.tensor)
+        styles = {name: _STYLES[cut.along]() for name, cut in cuts.items()}
         parallelize_module(module, grid["tensor"], styles)
+        _OwnMasks(grid["tensor"].get_local_rank()).between(module, cuts)
     if mesh.data == 1:
         return Wrapped(module, module)
-    if mesh.shard > 1 or mesh.tensor > 1:
+    if mesh.is_sharded:
         return _sharded(module, list(blocks_of(module).values()), spread, grid)
     replicas = DistributedDataParallel(
         module, process_group=grid["replicate"].get_group(), bucket_cap_mb=spread.bucket_mbytes
@@ -103,6 +106,53 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "columns": ColwiseParallel,
     "rows": RowwiseParallel,
 }
+
+
+class _OwnMasks:
+    """Has each process draw by itself between layers of columns and of rows.
+
+    There it has some units of a layer, elsewhere all of them: whatever dropout draws must be its
+    own there, and the same in all processes elsewhere. Shoeybi et al., 2019, section 3.
+
+    Args:
+        rank: Which part of the matrices this process has.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._shared: Tensor | None = None  # the generator's state where all draw alike
+
+    def between(self, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+        """Draw so from each layer of columns to the layer of rows that follows it."""
+        for name, cut in cuts.items():
+            layer = module.get_submodule(name)
+            if cut.along == "columns":
+                layer.register_forward_hook(self._enter)
+            else:
+                layer.register_forward_pre_hook(self._leave)
+
+    def _enter(self, _layer: nn.Module, _inputs: object, output: Tensor) -> None:
+        if self._shared is None:  # not inside, as a key beside a query is
+            device = output.device
+            seed = torch.randint(1 << 62, (), device=device)
+            self._shared = _state(device)
+            torch.manual_seed(Seed(int(seed)).derive("part", self._rank).value)
+
+    def _leave(self, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._shared is not None:
+            _set_state(inputs[0].device, self._shared)
+            self._shared = None
+
+
+def _state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _sharded(

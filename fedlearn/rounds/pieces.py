@@ -15,10 +15,14 @@ from fedlearn.errors import RoundError
 
 
 def begun_by(strategy: Strategy, params: Params) -> Stepped:
-    """Return what a strategy begins with; RoundError if its state is no tensors."""
-    begun = strategy.begin(params)
-    _require_state(begun.state, who=f"{type(strategy).__name__}.init")
-    return begun
+    """Return what a strategy begins with, its metrics as numbers.
+
+    Raises:
+        RoundError: Its state is no tensors, or a metric is no number.
+    """
+    begun, who = strategy.begin(params), type(strategy).__name__
+    _require_state(begun.state, who=f"{who}.init")
+    return replace(begun, metrics=_numbers(begun.metrics, who=f"{who}.begin"))
 
 
 def strategy_at(strategy: Strategy, state: State) -> Strategy:
@@ -71,7 +75,7 @@ def stepped_by(strategy: Strategy, params: Params, aggregate: Aggregate, state: 
         raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
     _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
     _require_state(stepped.state, who=f"{who}.step")
-    return replace(stepped, metrics=_numbers(stepped.metrics, who=who))
+    return replace(stepped, metrics=_numbers(stepped.metrics, who=f"{who}.step"))
 
 
 def _require_state(state: Mapping[str, object], *, who: str) -> None:
@@ -113,7 +117,7 @@ def _numbers(
             found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RoundError(
-                f"{who}.step returned the metric {name!r} as {type(value).__name__}; a metric is "
+                f"{who} returned the metric {name!r} as {type(value).__name__}; a metric is "
                 "one number"
             ) from error
     return found

@@ -69,7 +69,8 @@ class RoundRecord:
         metrics: Evaluation after the round by name; empty where none was due. Central:
             ``accuracy``, ``loss``; per client: ``clients/accuracy_mean``, ``_p10``, ``_p50``,
             ``_p90``, ``_worst_decile`` and the same of ``clients/loss``; and metrics of the run's
-            own alike.
+            own alike. Beside them what the strategy says of its step, such as ``server_loss``, in
+            the first round what it said as it began, and ``epsilon``.
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples.
     """

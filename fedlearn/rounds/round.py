@@ -36,12 +36,14 @@ class ServerState:
         params: Global model.
         strategy_state: What the strategy keeps from round to round.
         kept: What the clients keep, where this process plays them.
+        begun: What the strategy said as it began, by name: for the record of the first round.
     """
 
     round_num: int
     params: Params
     strategy_state: State
     kept: Kept = field(default_factory=dict)
+    begun: Mapping[str, float] = field(default_factory=dict)
 
 
 class Release(Protocol):
@@ -96,10 +98,12 @@ class RoundPlan:
         """Return the state before the first round.
 
         Raises:
-            RoundError: The strategy's is no tensors.
+            RoundError: The strategy's is no tensors, or a metric is no number.
         """
         begun = begun_by(self.strategy, params)
-        return ServerState(round_num=0, params=begun.params, strategy_state=begun.state)
+        return ServerState(
+            round_num=0, params=begun.params, strategy_state=begun.state, begun=begun.metrics
+        )
 
 
 class Ran(NamedTuple):

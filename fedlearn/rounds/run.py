@@ -30,6 +30,9 @@ from fedlearn.rounds.round import Ran, RoundPlan, ServerState, run_round
 #: Told of each finished round and of the model after it; returns whether the run ends there.
 AfterRound = Callable[[RoundRecord, Params], bool]
 
+#: Before the names of what the strategy said as it began, in a checkpoint before the first record.
+_BEGUN = "begun/"
+
 #: How many reasons, and clients of each, the error of a round names.
 _TOLD_REASONS, _TOLD_CLIENTS = 3, 5
 
@@ -197,9 +200,9 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
     ran, attempt, duration_s = _attempts(state.server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     moved = server.round_num > state.server.round_num
-    server = replace(server, round_num=state.server.round_num + 1)
+    metrics = {**server.begun, **ran.metrics}
+    server = replace(server, round_num=state.server.round_num + 1, begun={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
-    metrics = ran.metrics
     if plan.is_evaluated(server.round_num):
         evaluated = plan.evaluator.evaluate(server.params, round_num=server.round_num)
         if both := sorted(metrics.keys() & evaluated.keys()):
@@ -288,6 +291,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
         "virtual_s": state.virtual_s,
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
+        **{_BEGUN + name: value for name, value in server.begun.items()},
     }
     return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
 
@@ -303,16 +307,20 @@ def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
     Raises:
         ConfigError: It is the state of another model.
     """
-    device = like.vector.device
+    device, values = like.vector.device, checkpoint.values
     _require_same_model(_part(checkpoint, "params/", device), like)
     server = ServerState(
         round_num=checkpoint.round_num,
         params=_params(_part(checkpoint, "params/", device), like),
         strategy_state=_part(checkpoint, "server/", device),
         kept=from_tensors(_part(checkpoint, "clients/", device)),
+        begun={
+            name.removeprefix(_BEGUN): _number(value)
+            for name, value in values.items()
+            if name.startswith(_BEGUN)
+        },
     )
     best = _part(checkpoint, "best/", device)
-    values = checkpoint.values
     return RunState(
         server=server,
         virtual_s=_number(values["virtual_s"]),

@@ -56,6 +56,11 @@ def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:
     assert steps(third)[0] > NUM_STEPS
     assert steps(third)[-1] == NUM_STEPS + 2 * 30
     assert [record.round_num for record in site.rounds()] == [0, 1]
+    assert "warm_start_loss" in site.rounds()[0].metrics, "though the process is another"
+    with site.database() as database:
+        told = deployment(database, "federation").status["training"]
+    assert isinstance(told, dict)
+    assert told["steps"]["step_num"] == told["steps"]["num_steps"] == NUM_STEPS + 2 * 30
 
 
 def watched(train: Function) -> Function:

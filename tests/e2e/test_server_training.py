@@ -180,6 +180,8 @@ def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
             torch.testing.assert_close(ours[name], value, rtol=0.0, atol=5e-6)
     has_told = ["server_loss" in record.metrics for record in finished.history]
     assert has_told == [bool(every) and number % every == 0 for number in range(1, 5)]
+    has_begun = ["warm_start_loss" in record.metrics for record in finished.history]
+    assert has_begun == [num_steps > 0, False, False, False]
 
 
 def test_moments_that_began_anew_would_be_seen() -> None:

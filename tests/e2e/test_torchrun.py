@@ -1,6 +1,7 @@
 """torchrun spreads a run over processes that it has started itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +11,35 @@ import torch
 from safetensors.torch import load_file
 
 from fedlearn.cli.app import main
+from tests.addresses import free_addresses
+
+
+def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
+    """Begin a command in a folder; modules that lie there are found."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: "subprocess.Popen[str]") -> list[dict[str, object]]:
+    """Return the JSON lines on the standard output of a command, once it has ended."""
+    with process:
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def lines(*command: str, folder: Path) -> list[dict[str, object]]:
     """Run a command and return the JSON lines on its standard output."""
-    completed = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return [json.loads(line) for line in completed.stdout.splitlines()]
+    return ended(begun(*command, folder=folder))
 
 
 @pytest.mark.slow
@@ -42,15 +58,30 @@ def test_torchrun_runs_the_same_simulation_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_shares_a_training_of_the_coordinator(tmp_path: Path) -> None:
-    """Two processes tell once, write one model, and leave nothing else behind."""
+    """As two machines would: they tell once, write one model, and leave nothing else behind.
+
+    Only the process that writes the model comes to the end of its interpreter: in the other, a
+    thread that is still at work would abort it, and with it a training that has succeeded.
+    """
     training = {"num_steps": 20, "report_every": 10, "batch_size": 32, "share": 0.5}
     sets = [f"coordinator.training.{key}={value}" for key, value in training.items()]
     words = [word for each in sets for word in ("--set", each)]
     train = ("-m", "fedlearn", "train", "--json", "--runs-dir", "runs", *words, "--output")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     alone = lines(*train, "alone.safetensors", folder=tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, pathlib\n"
+        "if rank := os.environ.get('RANK'):\n"
+        "    atexit.register(pathlib.Path(f'ended-{rank}').touch)\n"
+    )
+    (head,) = free_addresses(1)
+    torchrun = (
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", head, "--rdzv-id", "1"),
+    )
     spread = ("spread.safetensors", "--set", "coordinator.training.replicate=2")
-    together = lines(*torchrun, *train, *spread, folder=tmp_path)
+    machines = [begun(*torchrun, *train, *spread, folder=tmp_path) for _ in range(2)]
+    together = [line for machine in machines for line in ended(machine)]
+    assert [path.name for path in tmp_path.glob("ended-*")] == ["ended-0"]
     assert [line.get("step_num") for line in together] == [10, 20, None]
     assert together[-1]["loss"] == pytest.approx(alone[-1]["loss"], abs=1e-4)
     one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("alone", "spread"))

@@ -133,6 +133,8 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     assert watch.steps == [3, 4, 5, 5, 6]  # from the second step on, and then from the fourth
     assert not left_in(tmp_path)
     assert not job.folder.exists()
+    ended = list((tmp_path / "marks").glob("ended-1-*"))
+    assert not ended, "threads that are still at work would abort the interpreter"
     assert state.step_num == NUM_STEPS
     expected = uninterrupted()
     named = {f"model/{name}": each for name, each in state.model.items()}

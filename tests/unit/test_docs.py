@@ -29,6 +29,8 @@ from fedlearn.core.messages import (
 )
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
+from fedlearn.experiment.server_training import DISTILLATION
+from fedlearn.parallel.task import Progress
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Down, Up
@@ -465,6 +467,18 @@ def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> P
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     """The names of status, door and coordinator; the guides name no others."""
     live_status = LiveStatus(metrics=dict.fromkeys(MEASURED, 0.5), epsilon=1.0)
+    live_status.trained(
+        DISTILLATION,
+        Progress(
+            step_num=1,
+            num_steps=2,
+            loss=0.5,
+            examples_per_s=10.0,
+            learning_rate=0.1,
+            loss_scale=1.0,
+            num_skipped=0,
+        ),
+    )
     gauges = {*live_status.gauges(), "lease_held", "ready", "connected", "eligible"}
     counters = {*live_status.counters(), *DoorCounters().values(), "refused"}
     said = {_metric(each) for each in gauges} | {f"{_metric(each)}_total" for each in counters}

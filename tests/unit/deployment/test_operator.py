@@ -3,7 +3,7 @@
 import io
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,12 @@ from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced, StoreError
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
+from fedlearn.experiment.server_training import DISTILLATION, STEPS
 from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.parallel.task import Progress
 from fedlearn.rounds.journal import Control
 from fedlearn.store.lease import Lease, set_control
 from fedlearn.store.runs import Database
@@ -227,6 +229,27 @@ def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
     with beating(site, live_status, Interruption(), threading.Event(), told):
         lines = site.operator.why().lines()
     assert "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible" in lines
+
+
+def test_why_tells_how_far_a_training_of_its_own_is(site: Site) -> None:
+    """One that has ended is not told of."""
+    live_status = LiveStatus(num_rounds=20)
+    under_way = Progress(
+        step_num=120,
+        num_steps=300,
+        loss=0.5,
+        examples_per_s=640.0,
+        learning_rate=0.1,
+        loss_scale=1.0,
+        num_skipped=0,
+    )
+    live_status.trained(STEPS, under_way)
+    live_status.trained(DISTILLATION, replace(under_way, step_num=300))
+    with beating(site, live_status, Interruption(), threading.Event()):
+        lines = site.operator.why().lines()
+    assert lines[1:] == [
+        "it trains on its own examples: step 120 of 300, loss 0.5000, 640 examples/s"
+    ]
 
 
 def beating(

@@ -94,6 +94,14 @@ def test_a_summary_counts_what_happened() -> None:
     assert summary.reasons == (("gone", 4),)
 
 
+def test_the_last_evaluation_is_not_what_a_step_says_of_itself() -> None:
+    """A round between two evaluations has the coordinator's own loss, and the epsilon spent."""
+    evaluated, between = rounds([0.6, None])
+    between = replace(between, metrics={"server_loss": 0.2, "epsilon": 1.0})
+    summary = summarize(A[0], [evaluated, between])
+    assert (summary.accuracy, summary.measured_after) == (0.6, 1)
+
+
 def test_a_summary_counts_skipped_rounds_and_retries() -> None:
     """They are told at the end."""
     first, *others = rounds([None, None])

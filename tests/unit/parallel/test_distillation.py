@@ -17,12 +17,12 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.distillation import Distillation, Distilling
+from fedlearn.parallel.distillation import Distillation, Distilling, Watch
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import Sgd
 from fedlearn.parallel.plan import Spread, TrainingPlan
 from fedlearn.parallel.streams import Shuffled
-from fedlearn.parallel.task import Task
+from fedlearn.parallel.task import Progress, Task
 from fedlearn.training.local_data import TensorData
 
 FEATURES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -97,6 +97,23 @@ def test_the_student_learns_what_the_models_say_together(num_rounds: int) -> Non
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12)
     plain = (given.weights_B[:, None] * torch.stack(rows)).sum(0) / 7.0
     assert (found - plain).abs().max() > 1e-3  # the mean alone would be told apart
+
+
+def test_a_distillation_is_told_of_and_can_be_called_off() -> None:
+    """Every other step, and at the end; what the control raises passes."""
+    base, told = Params.of(network()), list[Progress]()
+    given = updates(*torch.randn(2, base.layout.size).double(), weights=(1.0, 1.0))
+    watched = replace(rule(base, num_rounds=1), watch=Watch(report=told.append, report_every=2))
+    watched.combine(given)
+    assert [(each.step_num, each.num_steps) for each in told] == [(6, 10), (8, 10), (10, 10)]
+    assert told[0].loss > 0.0
+
+    class CalledOff:
+        def check(self) -> None:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        replace(watched, watch=Watch(control=CalledOff())).combine(given)
 
 
 def test_labels_of_the_coordinators_examples_are_not_looked_at() -> None:

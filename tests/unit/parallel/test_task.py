@@ -59,9 +59,44 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 
 
+def tied() -> nn.Sequential:
+    chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    chain[2].weight = chain[0].weight
+    return chain
+
+
+def tied_inside() -> nn.Module:
+    return nn.Sequential(tied(), nn.Linear(2, 2))
+
+
+def half_frozen() -> nn.Module:
+    chain = odd()
+    chain.get_submodule("0").requires_grad_(False)
+    return chain
+
+
+class Scaled(nn.Module):
+    """A layer and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.0))
+
+
+GPIPE: dict[str, Any] = {"mesh": Mesh(pipeline=2), "schedule": "gpipe"}
+SHARDS = Mesh(shard=2)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
+        (normalised, GPIPE, r"layer 1\.norm .* keeps statistics .* set pipeline to 1"),
+        (normalised, {"recompute": True}, r"layer 1\.norm .* twice.* recompute to false"),
+        (tied, STAGES, r"'0\.weight' and '2\.weight' are one .* mesh pipeline 2 .* be two"),
+        (tied, {"mesh": Mesh(tensor=2)}, r"'0\.weight' and '2\.weight' are one parameter"),
+        (tied, {"mesh": SHARDS}, r"'0\.weight' and '2\.weight' are one parameter"),
+        (half_frozen, STAGES, r"stage 0 \(0\.weight, 0\.bias\) is frozen"),
+        (Scaled, {"mesh": SHARDS}, r"'scale' is one number .* cannot be sharded; .* shape \[1\]"),
         (normalised, {"mesh": PAIR}, r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts .*GroupNorm"),
         (frozen, {"num_micro_batches": 4}, r"layer 1\.norm \(BatchNorm1d\) .* in 4 parts"),
         (NoChain, STAGES, "pipeline is 2, but the model is a NoChain, .* nn.Sequential"),
@@ -97,6 +132,11 @@ def test_a_model_that_does_not_fit_is_refused(
         (normalised, {}),
         (NoChain, {"mesh": PAIR}),
         (odd, {"mesh": Mesh(tensor=3)}),
+        (tied, {"mesh": PAIR}),
+        (tied_inside, {"mesh": SHARDS}),
+        (tied_inside, STAGES),
+        (half_frozen, {"mesh": SHARDS}),
+        (Scaled, {"mesh": PAIR}),
         (odd, STAGES),
         (transformer, {"mesh": Mesh(tensor=4)}),
     ],
@@ -115,6 +155,11 @@ def test_statistics_of_batches_would_hang_on_the_mesh() -> None:
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(24), nn.Linear(24, 4)).double()
 
     assert alone(of(model)).apart(alone(of(model, num_micro_batches=4))) > 1e-3
+
+
+def test_a_model_that_is_frozen_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter to train: each is frozen"):
+        alone(of(lambda: odd().requires_grad_(False)))
 
 
 def test_a_loss_that_couples_examples_is_not_cut() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import pytest
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import State, Stepped
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Participation, Participations, Status
@@ -212,6 +214,32 @@ def test_a_run_records_every_round() -> None:
     assert {record.outcome for record in told} == {Outcome.AGGREGATED}
     assert told[0].train_loss == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
     assert told[0].count(Status.REPORTED) == 3
+
+
+@dataclass(frozen=True)
+class Begins(Algorithm):
+    """Says something as it begins, and of each step."""
+
+    def begin(self, params: Params) -> Stepped:
+        return Stepped(params, self.init(params), {"warm": 0.5})
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        return replace(super().step(params, aggregate, state), metrics={"said": 1.0})
+
+
+def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
+    """Also where the run is killed between its first commit and its first round."""
+    fed = FedAvg(LOCAL)
+    begins = Begins(**{each.name: getattr(fed, each.name) for each in fields(fed)})
+    plan = run_plan(replace(scripted_round(), strategy=begins), num_rounds=2)
+    _, store = run(plan)
+    told = [record.metrics for record in store.records]
+    assert told == [{"warm": 0.5, "said": 1.0, "accuracy": 0.0}, {"said": 1.0, "accuracy": 0.0}]
+    for at, (checkpoint, before) in enumerate(store.commits[:2]):
+        resumed = MemoryStore()
+        train(plan, linear(), checkpoint=checkpoint, store=resumed, after_round=ignore)
+        assert len(before) == at
+        assert [record.metrics for record in resumed.records] == told[at:]
 
 
 def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
