@@ -261,8 +261,18 @@ class Summary:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether `fedlearn resume NAME` goes on with it; a coordinator does so by itself."""
-        return self.record.status is not RunStatus.DONE and not self.record.is_deployed
+        """Whether `fedlearn resume NAME` is what to type next.
+
+        A coordinator goes on by itself, and what is alive goes on as it is. What failed before a
+        round of it was committed is mended and started anew: nothing is lost.
+        """
+        match self.record.status:
+            case RunStatus.DONE | RunStatus.RUNNING:
+                return False
+            case RunStatus.FAILED if self.num_finished == 0:
+                return False
+            case _:
+                return not self.record.is_deployed
 
     def times(self) -> str:
         """Return what it took, in words; a deployed run has no virtual time."""

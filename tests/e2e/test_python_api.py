@@ -13,7 +13,7 @@ import fedlearn as fl
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
-from fedlearn.errors import ConfigError, RoundError, StoreError
+from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import Site, resume, run_config
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
@@ -187,6 +187,35 @@ def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], tol
     with pytest.raises(ConfigError, match=told):
         run(resume="broken", **settings)
     assert len(run(resume="broken").history) == 8
+
+
+def test_a_run_that_is_alive_is_not_resumed() -> None:
+    """Before, the second one marked it failed while it went on to its end."""
+
+    class Meddling(Quiet):
+        def round(self, record: RoundRecord) -> None:
+            with pytest.raises(RunHeld, match="run 'alive' is alive"):
+                run(resume="alive")
+
+    alive = run(Meddling(), name="alive")
+    assert (alive.record.status, alive.record.error) == (RunStatus.DONE, "")
+
+
+def test_a_done_run_stays_done_whatever_its_checkpoint() -> None:
+    """Damage is told, and changes nothing on record; before, it turned done into failed."""
+    done = run()
+    done.stored.checkpoints()[-1].path.write_bytes(b"damaged")
+    with pytest.raises(CorruptCheckpoint, match="--from-previous"):
+        run(resume=done.name)
+    assert (done.record.status, done.record.error) == (RunStatus.DONE, "")
+
+
+def test_a_done_run_is_resumed_without_a_round() -> None:
+    """It tells what it came to, and is the run that it was."""
+    done, quiet = run(), Quiet()
+    again = run(quiet, resume=done.name)
+    assert (again.record, again.history) == (done.record, done.history)
+    assert (quiet.num_rounds, quiet.ended) == (0, True)
 
 
 def test_a_run_that_no_python_started_is_resumed_from_its_record() -> None:

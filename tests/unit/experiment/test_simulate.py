@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.errors import FedlearnError, Parked, RoundError
+from fedlearn.errors import FedlearnError, OutputClosed, Parked, RoundError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.records import RUN
 
@@ -55,10 +56,32 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
     assert ends == ([] if status is RunStatus.RUNNING else [RunStatus.FAILED])
 
 
-def test_an_interruption_is_told_of_and_fails_nothing(stored: StoredRun) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), OutputClosed()])
+def test_an_interruption_is_told_of_and_fails_nothing(
+    stored: StoredRun, error: BaseException
+) -> None:
     """It can be resumed; who has typed Ctrl-C reads how."""
     told = Told()
-    with pytest.raises(KeyboardInterrupt), outcome_told(stored, told):
-        raise KeyboardInterrupt
-    assert [each.record.status for each in told.ends] == [RunStatus.RUNNING]
-    assert stored.record.error == ""
+    with pytest.raises(type(error)), outcome_told(stored, told):
+        raise error
+    assert [each.record.status for each in told.ends] == [RunStatus.INTERRUPTED]
+    assert [each.is_resumable for each in told.ends] == [True]
+
+
+def test_code_of_the_users_that_fails_fails_the_run(stored: StoredRun) -> None:
+    """What it raised is on record; before, such a run was running for ever."""
+    with pytest.raises(ZeroDivisionError), outcome_told(stored, Told()):
+        raise ZeroDivisionError("by zero")
+    assert stored.record.status is RunStatus.FAILED
+    assert stored.record.error == "ZeroDivisionError: by zero"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), OutputClosed()])
+def test_a_deployed_run_waits_for_its_next_coordinator(
+    stored: StoredRun, error: BaseException
+) -> None:
+    """What clients were told stays true."""
+    deploy(stored.database, stored.name)
+    with pytest.raises(type(error)), outcome_told(stored, Told()):
+        raise error
+    assert stored.record.status is RunStatus.RUNNING
