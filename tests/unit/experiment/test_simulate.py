@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fedlearn.config import load, resolve_addresses
+from fedlearn.core.clock import SystemClock
 from fedlearn.errors import FedlearnError, OutputClosed, Parked, RoundError
 from fedlearn.experiment.comparison import Summary
-from fedlearn.experiment.simulate import outcome_told
+from fedlearn.experiment.simulate import Site, outcome_told, resolve_config
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
@@ -54,6 +56,18 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
     assert stored.record.status is status
     ends = [each.record.status for each in told.ends]
     assert ends == ([] if status is RunStatus.RUNNING else [RunStatus.FAILED])
+
+
+def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
+    """A thousand of them hung. The control: as many as are asked for, if there is work."""
+    for asked, started in ((1000, 13), (3, 3)):
+        settings = [f"engine.num_workers={asked}", "engine.executor=sequential"]
+        config = load(None, overrides=settings)
+        site = Site(resolve_addresses(config, environ={}), {}, SystemClock(), Told())
+        resolved = resolve_config(config, site)
+        assert resolved.config.engine.num_workers == started
+        told = any("1000 were asked for, but a round has 13 clients" in n for n in resolved.notes)
+        assert told is (asked > started)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), OutputClosed()])
