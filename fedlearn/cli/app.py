@@ -249,15 +249,34 @@ def audit(
         raise typer.Exit(RUN_FAILED)
 
 
-@app.command()
-def runs(*, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+@app.command(epilog=examples("runs", "runs --adopt"))
+def runs(
+    *,
+    as_json: Json = False,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="First record the runs whose folders are here and whose database is lost.",
+        ),
+    ] = False,
+    runs_dir: RunsDir = None,
+) -> None:
     """List all runs."""
     from fedlearn.cli.overview import run_line, runs_table
-    from fedlearn.cli.surroundings import has_runs, site
+    from fedlearn.cli.surroundings import has_runs, require_runs, site
+    from fedlearn.experiment.adoption import adopt_all, orphans
 
     here, histories = site(runs_dir=runs_dir), []
+    if adopt:
+        with require_runs(here).database() as database:
+            for each in adopt_all(database):
+                typer.echo(each.text(), err=True)
     if has_runs(here):
         with here.database() as database:
+            if lost := [] if adopt else orphans(database):
+                told = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
+                typer.echo(told, err=True)
             histories = [(each, database.run(each.name).rounds()) for each in database.runs()]
     if as_json:
         for history in histories:

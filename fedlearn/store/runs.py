@@ -180,6 +180,19 @@ class Database:
                 return self.create(replace(record, name=name))
         raise AssertionError("there are names without end")
 
+    def adopt(self, record: RunRecord, files: Sequence[CheckpointFile]) -> "StoredRun":
+        """Add a run whose folder is here already, with the last of the checkpoints in it.
+
+        Raises:
+            RunHeld: The run is alive.
+            StoreError: The name is taken, or the run cannot be written.
+        """
+        with held(self.runs_dir / record.name), self.writing() as session:
+            run_id = _insert_run(session, record=record)
+            for file in files[-_KEPT_CHECKPOINTS:]:
+                session.add(as_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
+        return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
+
     def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
         """Return the run called ``name``; a deployed one's ``guard`` is that of its lease.
 
