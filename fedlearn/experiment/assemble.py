@@ -108,7 +108,7 @@ def resolve(
         *_asked(simulation),
         *_trained_centrally(simulation),
         f"device {device.type}, {workers}: {why_workers}",
-        f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
+        f"{_how(choice)} (engine.executor {choice.kind}): {choice.reason}",
     ]
     if isinstance(simulation.algorithm.aggregation, FullAggregation):
         wanted = simulation.policy.num_wanted
@@ -118,6 +118,13 @@ def resolve(
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
+
+
+def _how(choice: Choice) -> str:
+    """Return how clients train, as a user thinks of it."""
+    if choice.kind is ExecutorKind.SEQUENTIAL:
+        return "clients train one at a time"
+    return f"clients train {choice.block_size} at once"
 
 
 def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:

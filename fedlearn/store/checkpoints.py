@@ -130,6 +130,7 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
         "format": _FORMAT,
         "round_num": checkpoint.round_num,
         "values": dict(checkpoint.values),
+        "names": list(checkpoint.tensors),  # in their order, which the file does not keep
     }
     kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
     specs = {
@@ -157,4 +158,6 @@ def _decode(content: bytes, *, path: Path) -> Checkpoint:
             f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
             f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
         )
-    return Checkpoint(round_num=head["round_num"], tensors=load(content), values=head["values"])
+    found = load(content)
+    tensors = {name: found[name] for name in head.get("names", found)}
+    return Checkpoint(round_num=head["round_num"], tensors=tensors, values=head["values"])

@@ -16,7 +16,9 @@ from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import Site, resume, run_config
-from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.store.runs import Database, sqlite_url
+from tests import records
 
 ALGORITHM = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, keep_momentum=True)
@@ -137,6 +139,21 @@ def test_the_last_model_can_be_loaded_instead_of_the_best() -> None:
     model = finished.load_model(best=False)
     loss = nn.functional.cross_entropy(model(test.features), test.labels).item()
     assert loss == pytest.approx(finished.history[-1].metrics["loss"], abs=1e-6)
+
+
+def test_weights_are_in_the_order_of_the_network(tmp_path: Path) -> None:
+    """Buffers among the parameters; to look draws no random number."""
+    normalised = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with Database.open(sqlite_url(tmp_path / "a.db"), runs_dir=tmp_path / "runs") as database:
+        stored = database.create(records.RUN)
+        names = sorted(normalised.state_dict())
+        assert names != list(normalised.state_dict())
+        tensors = {f"params/{name}": torch.zeros(1) for name in names}
+        stored.commit(Checkpoint(round_num=0, tensors=tensors, values={}))
+        before = torch.get_rng_state()
+        weights = fl.Run(stored, lambda: nn.Sequential(nn.Linear(6, 3), *normalised[1:])).weights()
+        assert list(weights) == list(normalised.state_dict())
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_network_is_refused() -> None:
