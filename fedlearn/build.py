@@ -1,6 +1,7 @@
 """From a configuration to objects: the only registry of names."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ from fedlearn.simulation.sources import Examples
 
 PiecesT = TypeVar("PiecesT", bound="Pieces")
 
+#: Of a model at the least: the global one, a client's, and the sum of what clients send.
+_COPIES = 3
 #: Centralised training: one client that holds all examples and always reports.
 _ALONE = StragglerPolicy(
     num_wanted=1,
@@ -127,7 +130,7 @@ class Pieces:
         Raises:
             ConfigError: Nobody measures what is watched, or it can never reach the target.
         """
-        section, evaluated = self.config.early_stopping, self.config.evaluation.clients
+        section, evaluated = self.config.early_stopping, self.config.evaluation.num_clients
         central = {} if self.test is None else Measures(self.objective, self.metrics).directions
         of_clients = self.directions if evaluated and not self.config.centralized else {}
         watched = section.metric
@@ -407,10 +410,15 @@ def around(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
+    if (evaluated := config.evaluation.num_clients) > population and not pooled:
+        raise ConfigError(
+            f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
+            "lower it, or leave it out: then as many do as there are, 50 at most"
+        )
     pieces = Simulation(
         make_model=make_model,
         objective=objective,
-        metrics=metrics or {},
+        metrics={} if metrics is None else metrics,
         test=data.test,
         population=PooledPopulation(data.population) if pooled else data.population,
         algorithm=algorithm,
@@ -657,7 +665,26 @@ def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn
         outputs = _num_outputs(config.loss, data.test)
         shaped = {"feature_shape": data.feature_shape, "num_outputs": outputs}
     made: Callable[[], nn.Module] = model.build(**shaped)
+    if shaped:
+        _require_memory(made, model)
     return made
+
+
+def _require_memory(make_model: Callable[[], nn.Module], model: Model) -> None:
+    """Refuse a model that this machine cannot hold, before it is told so by the kernel."""
+    with torch.device("meta"):  # shapes without memory
+        parameters = list(make_model().parameters())
+    needed = _COPIES * sum(each.nbytes for each in parameters)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        largest = max(parameters, key=torch.Tensor.numel)
+        size = sum(each.numel() for each in parameters)
+        raise ConfigError(
+            f"model: it would have {size:.3g} parameters, {list(largest.shape)} in the largest "
+            f"layer, and {_COPIES} copies of them take {needed / 2**30:.3g} GiB, but this machine "
+            f"has {there / 2**30:.3g}; make it smaller (model.kind is {model.kind!r}), or correct "
+            "the labels: it has an output for each class up to the largest"
+        )
 
 
 def _require_float_features(model: Model, test: Examples) -> None:

@@ -144,6 +144,17 @@ class Fenced(StoreError):
     """Another coordinator has taken over this run; what this one does no longer counts."""
 
 
+class RunHeld(StoreError):
+    """A run is alive in another process, or in another thread of this one."""
+
+    def __init__(self, *, run: str, holder: str) -> None:
+        super().__init__(
+            f"run {run!r} is alive: {holder or 'another process'} holds it; let it end, or stop it "
+            "first"
+        )
+        self.run, self.holder = run, holder
+
+
 class EnrolmentRefused(FedlearnError):
     """A client may not join: its invitation is unknown, used, expired or of another name."""
 
@@ -166,6 +177,13 @@ class Aborted(FedlearnError):
 
 class DeploymentError(FedlearnError):
     """A coordinator or a client cannot do what an operator asked of it."""
+
+
+class OutputClosed(FedlearnError):
+    """Who reads what a run prints has gone away, as ``head`` does."""
+
+    def __init__(self) -> None:
+        super().__init__("standard output was closed by who reads it")
 
 
 class EngineError(FedlearnError):

@@ -114,6 +114,11 @@ class Measures:
 
     def __post_init__(self) -> None:
         own = ("loss", *_declared(self.objective))
+        if not isinstance(self.metrics, Mapping):
+            raise ConfigError(
+                f"metrics: is {type(self.metrics).__name__}; give a dict of metrics by name, such "
+                'as {"r2": Metric(R2(), direction="max")}'
+            )
         for name, metric in self.metrics.items():
             if not isinstance(metric, Metric):
                 raise ConfigError(
@@ -139,19 +144,22 @@ class Measures:
         Raises:
             ValueError: One has another shape, or the objective measures other than it declares.
         """
-        metrics = self.objective.metrics(outputs, labels)
-        if metrics.keys() != self.objective.directions.keys():
+        metrics: object = self.objective.metrics(outputs, labels)
+        names = sorted(metrics) if isinstance(metrics, Mapping) else None
+        declared = sorted(self.objective.directions)
+        if not isinstance(metrics, Mapping) or names != declared:
             raise ValueError(
-                f"{type(self.objective).__name__}.metrics returned {sorted(metrics)}, but "
-                f"`directions` declares {sorted(self.objective.directions)}; make them the same"
+                f"{type(self.objective).__name__}.metrics returned {names or type(metrics)}, but "
+                f"`directions` declares {declared}; make them the same"
             )
         is_mean = self.objective.per_example
         values = {"loss": self.objective.losses(outputs, labels)} if is_mean else {}
         values |= metrics
         for name, value in values.items():
-            if value.shape != labels.shape[:1]:
+            shape = tuple(getattr(value, "shape", ()))  # a number of the user's has none
+            if shape != tuple(labels.shape[:1]):
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, not one value per example "
+                    f"{name} has shape {shape}, not one value per example "
                     f"({tuple(labels.shape[:1])}); a measure of the whole set goes to `metrics`"
                 )
         return values

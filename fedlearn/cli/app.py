@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from fedlearn.cli import deployed, parallel
-from fedlearn.cli.failures import RUN_FAILED
+from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED
 from fedlearn.cli.failures import report as report_failure
 from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.options import (
@@ -46,7 +46,7 @@ On data that come with it, each in less than a minute:
 
 \b
 Exit codes: 0 done, 2 bad configuration or input, 3 a run failed,
-4 the privacy budget is spent, 130 interrupted.
+4 the privacy budget is spent, 130 interrupted, 141 standard output was closed.
 --debug, anywhere, or FEDLEARN_DEBUG=1 shows tracebacks.
 
 \b
@@ -249,15 +249,34 @@ def audit(
         raise typer.Exit(RUN_FAILED)
 
 
-@app.command()
-def runs(*, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+@app.command(epilog=examples("runs", "runs --adopt"))
+def runs(
+    *,
+    as_json: Json = False,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="First record the runs whose folders are here and whose database is lost.",
+        ),
+    ] = False,
+    runs_dir: RunsDir = None,
+) -> None:
     """List all runs."""
     from fedlearn.cli.overview import run_line, runs_table
-    from fedlearn.cli.surroundings import has_runs, site
+    from fedlearn.cli.surroundings import has_runs, require_runs, site
+    from fedlearn.experiment.adoption import adopt_all, orphans
 
     here, histories = site(runs_dir=runs_dir), []
+    if adopt:
+        with require_runs(here).database() as database:
+            for each in adopt_all(database):
+                typer.echo(each.text(), err=True)
     if has_runs(here):
         with here.database() as database:
+            if lost := [] if adopt else orphans(database):
+                told = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
+                typer.echo(told, err=True)
             histories = [(each, database.run(each.name).rounds()) for each in database.runs()]
     if as_json:
         for history in histories:
@@ -410,6 +429,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)
         # The arguments may be what is wrong, so they are not parsed for this.
         return report_failure(error, as_json="--json" in given, debug=debug, rank=rank)
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return OUTPUT_CLOSED  # typer has made it one; who went away wants to hear no more
     return code if isinstance(code, int) else 0
 
 

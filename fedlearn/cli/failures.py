@@ -1,8 +1,11 @@
 """How a command ends when it does not end well: exit code, message, and the run it left."""
 
 import json
+import os
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import typer
@@ -15,10 +18,12 @@ from fedlearn.errors import (
     DeploymentError,
     EnrolmentRefused,
     FedlearnError,
+    OutputClosed,
     StoreError,
 )
 
 BAD_INPUT, RUN_FAILED, BUDGET_SPENT, INTERRUPTED = 2, 3, 4, 130
+OUTPUT_CLOSED = 141  # 128 + SIGPIPE, as a shell tells of what that signal has killed
 
 
 @runtime_checkable
@@ -32,6 +37,7 @@ class UsageError(Protocol):
 #: The first row that an error is an instance of decides.
 _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
     ((KeyboardInterrupt, typer.Abort), INTERRUPTED),
+    ((OutputClosed,), OUTPUT_CLOSED),
     ((BudgetExhausted,), BUDGET_SPENT),
     ((ConfigError, DataError, StoreError, DeploymentError), BAD_INPUT),
     ((EnrolmentRefused, ConnectionRefused, UsageError), BAD_INPUT),
@@ -39,9 +45,12 @@ _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
 
 
 class RunEnded(Exception):
-    """A run that had begun was ended by an error; ``resume`` is the command that goes on."""
+    """A run that had begun was ended by an error.
 
-    def __init__(self, run: str, cause: BaseException, *, resume: str) -> None:
+    ``resume`` is the command that goes on; ``None`` where there is nothing to go on from.
+    """
+
+    def __init__(self, run: str, cause: BaseException, *, resume: str | None) -> None:
         super().__init__(run)
         self.run, self.cause, self.resume = run, cause, resume
 
@@ -63,6 +72,8 @@ def message(error: BaseException) -> str:
     match error:
         case RunEnded(cause=BudgetExhausted()):
             return message(error.cause)  # to go on would end here, too
+        case RunEnded(resume=None):
+            return message(error.cause)
         case RunEnded():
             return f"{message(error.cause)}\ngo on from the last commit: {error.resume}"
         case UsageError():
@@ -87,9 +98,18 @@ def report(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> in
         traceback.print_exception(error)
     elif rank == 0:
         print(f"fedlearn: {message(error)}", file=sys.stderr)  # noqa: T201 (the terminal)
-    if as_json and rank == 0:
+    code = exit_code(error)
+    if code == OUTPUT_CLOSED:
+        _close_output()
+    elif as_json and rank == 0:
         print(json_line(error), flush=True)  # noqa: T201 (the result)
-    return exit_code(error)
+    return code
+
+
+def _close_output() -> None:
+    """Let what is still in the buffer of standard output go nowhere: the interpreter writes it."""
+    with suppress(OSError), Path(os.devnull).open("w") as nowhere:  # a test's has no descriptor
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def json_line(error: BaseException) -> str:

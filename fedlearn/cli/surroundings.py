@@ -57,15 +57,15 @@ def followed(*, as_json: bool, resume: str | None = None) -> Iterator[Progress]:
     """Yield what prints the rounds of a run on standard output.
 
     An error that comes after the run has begun is told with the command that goes on with it:
-    ``resume``, or that of a simulation.
+    ``resume``, or that of a simulation, where there is something to go on from.
     """
     progress = progress_to(sys.stdout, as_json=as_json)
     try:
         yield progress
-    except BrokenPipeError:  # who reads has gone away: no failure of the run
-        raise
     except (Exception, KeyboardInterrupt) as error:
         if (run := progress.run) is None:
             raise
-        command = resume or next_command("resume", run, path=progress.path)
+        command = resume
+        if resume is None and (progress.ended is None or progress.ended.is_resumable):
+            command = next_command("resume", run, path=progress.path)
         raise RunEnded(run, error, resume=command) from error

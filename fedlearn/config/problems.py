@@ -18,6 +18,9 @@ from fedlearn.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
+#: TOML's integers have 64 bits, as have those of the libraries below; Python reads longer ones.
+_LARGEST_INTEGER = 2**63 - 1
+
 
 class Complaint(NamedTuple):
     """One thing that is wrong, in the order of lines, then of overrides."""
@@ -93,6 +96,12 @@ def checked(
     Raises:
         ConfigError: All that is wrong with them, and ``complaints``, which are known already.
     """
+    if huge := [
+        sources.complain([key], f"is {shown(value)}; give an integer below 2^63")
+        for key, value in _numbers_in(raw)
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER
+    ]:
+        raise _config_error(huge)
     try:
         tree = root.model_validate(raw)
     except ValidationError as error:
@@ -102,6 +111,19 @@ def checked(
     if complaints:
         raise _config_error(complaints)
     return tree
+
+
+def _numbers_in(value: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield the leaves of a tree, those of an array under its key."""
+    match value:
+        case dict():
+            for key, item in value.items():
+                yield from _numbers_in(item, (*path, str(key)))
+        case list() | tuple():
+            for item in value:
+                yield from _numbers_in(item, path)
+        case _:
+            yield path, value
 
 
 def _distinct(error: ValidationError) -> Collection[ErrorDetails]:

@@ -44,6 +44,7 @@ from fedlearn.errors import ConfigError
 
 _MAX_SEED = 2**63 - 1
 _MAX_ROUNDS = 1_000_000_000
+_USUAL_EVALUATED = 50
 
 
 class EvaluationSection(Section):
@@ -52,16 +53,22 @@ class EvaluationSection(Section):
     every_rounds: Whole = Field(
         1, description="Rounds from one evaluation to the next; 0: only at the end."
     )
-    clients: Whole = Field(
-        50,
+    clients: Whole | Literal["auto"] = Field(
+        "auto",
         description="Clients evaluated for the quantiles over clients, at most the population; "
-        "0: none.",
+        f'0: none; "auto": {_USUAL_EVALUATED}, or in a simulation of fewer clients all.',
     )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(
         60.0,
         description="Seconds that a deployed coordinator waits for the clients that evaluate, > 0.",
     )
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients evaluate, in a resolved tree."""
+        assert self.clients != "auto"
+        return self.clients
 
 
 class EarlyStoppingSection(Section):
@@ -401,7 +408,7 @@ class Config(Section):
             yield Problem(keys, text + remedy)
 
     def resolved(self, *, num_clients: int | None) -> "Config":
-        """Return the tree with numbers for the "auto" of ``cohort`` and ``stragglers``.
+        """Return the tree with numbers for the "auto" of cohort, stragglers and evaluation.
 
         Args:
             num_clients: Those that are simulated; ``None``: a deployment, where nobody knows how
@@ -418,11 +425,14 @@ class Config(Section):
             >>> own.resolved(num_clients=3).cohort.num_wanted
             3
         """
-        if "auto" not in (self.cohort.num_wanted, self.stragglers.deadline_s):
+        automatic = (self.cohort.num_wanted, self.stragglers.deadline_s, self.evaluation.clients)
+        if "auto" not in automatic:
             return self
         tree = self.model_dump(mode="json")
+        most = math.inf if num_clients is None else num_clients
+        if self.evaluation.clients == "auto":
+            tree["evaluation"]["clients"] = min(_USUAL_EVALUATED, most)
         if self.cohort.num_wanted == "auto":
-            most = math.inf if num_clients is None else num_clients
             fitting = min(USUAL_WANTED, most / tree["stragglers"]["over_selection"])
             tree["cohort"]["num_wanted"] = max(1, math.floor(fitting))
         if self.stragglers.deadline_s == "auto":

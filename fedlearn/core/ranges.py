@@ -26,6 +26,7 @@ BelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """In [0, 1]."""
 
+_LARGEST_INTEGER = 2**63 - 1  # of the libraries below
 _Limit = Ge | Gt | Le | Lt | MultipleOf
 
 
@@ -55,6 +56,8 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
     """
     for name, limits in _limits_of(piece.__class__).items():
         value = getattr(piece, name)
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            return f"{name} is {value!r}; give a number below 2^63"
         if value is not None and not (
             math.isfinite(value) and all(_holds(each, value) for each in limits)
         ):

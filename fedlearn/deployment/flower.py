@@ -85,7 +85,7 @@ def run(
     record = new_record(pieces, extra={})
     with site.database() as database, one_thread():
         stored = begin(record, database, seed=config.seed)
-        with outcome_told(stored, progress):
+        with stored.held(), outcome_told(stored, progress):
             promised, charging, _ = promise(pieces, stored, num_finished=0, clock=clock)
             progress.start(stored.record, stored.path, [*notes, *promised])
             opening: Opening = SampledOpening(

@@ -96,10 +96,10 @@ def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
             metrics=pieces.metrics,
         )
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
-    if evaluation.clients:
+    if evaluation.num_clients:
         yield ChannelEvaluator(
             channel=channel,
-            cohort=partial(_sample, channel, num_clients=evaluation.clients, seed=pieces.seed),
+            cohort=partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed),
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
         )

@@ -108,7 +108,7 @@ def resolve(
         *_asked(simulation),
         *_trained_centrally(simulation),
         f"device {device.type}, {workers}: {why_workers}",
-        f"executor {choice.kind}, blocks of {choice.block_size}: {choice.reason}",
+        f"{_how(choice)} (engine.executor {choice.kind}): {choice.reason}",
     ]
     if isinstance(simulation.algorithm.aggregation, FullAggregation):
         wanted = simulation.policy.num_wanted
@@ -118,6 +118,13 @@ def resolve(
     if (dtypes := params.layout.dtypes()) is not None:
         notes.append(f"the model {dtypes}")
     return replace(simulation, config=config, notes=tuple(notes))
+
+
+def _how(choice: Choice) -> str:
+    """Return how clients train, as a user thinks of it."""
+    if choice.kind is ExecutorKind.SEQUENTIAL:
+        return "clients train one at a time"
+    return f"clients train {choice.block_size} at once"
 
 
 def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
@@ -179,6 +186,9 @@ def _num_workers(
             f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
         )
     if asked != "auto":
+        most = _most_workers(simulation)
+        if asked > most:
+            return most, f"{asked} were asked for, but a round has {most} clients to train"
         return asked, "as configured"
     if config.engine.transport == "memory":
         return 1, "sessions in this process"
@@ -187,6 +197,13 @@ def _num_workers(
     if _job_flop(simulation, params) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
     return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
+
+
+def _most_workers(simulation: Simulation) -> int:
+    """Return how many workers find something to do: a process more has no client to train."""
+    if _is_ours(simulation.sampler):
+        return simulation.policy.num_asked
+    return simulation.population.num_clients  # a sampler of the user's may ask them all
 
 
 def _job_flop(simulation: Simulation, params: Params) -> float:
@@ -454,8 +471,11 @@ def _sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     given = simulation.sampler
     if simulation.privacy is not None:
         return SharedSampler(given, cluster)
-    is_ours = isinstance(given, UniformSampler | PoissonSampler | CyclicSampler)
-    return given if is_ours else SharedSampler(UserSampler(given), cluster)
+    return given if _is_ours(given) else SharedSampler(UserSampler(given), cluster)
+
+
+def _is_ours(sampler: CohortSampler) -> bool:
+    return isinstance(sampler, UniformSampler | PoissonSampler | CyclicSampler)
 
 
 def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChannel, Collector]:
@@ -505,7 +525,7 @@ def _evaluators(
     config, population = simulation.config, simulation.population
     batch_size = config.evaluation.batch_size
     central = central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
-    num_clients = min(config.evaluation.clients, population.num_clients)
+    num_clients = config.evaluation.num_clients
     if not num_clients or config.centralized:
         return [central]
     sample = evaluated_clients(population.num_clients, num_clients, simulation.seed)

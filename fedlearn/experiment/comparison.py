@@ -261,8 +261,18 @@ class Summary:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether `fedlearn resume NAME` goes on with it; a coordinator does so by itself."""
-        return self.record.status is not RunStatus.DONE and not self.record.is_deployed
+        """Whether `fedlearn resume NAME` is what to type next.
+
+        A coordinator goes on by itself, and what is alive goes on as it is. What failed before a
+        round of it was committed is mended and started anew: nothing is lost.
+        """
+        match self.record.status:
+            case RunStatus.DONE | RunStatus.RUNNING:
+                return False
+            case RunStatus.FAILED if self.num_finished == 0:
+                return False
+            case _:
+                return not self.record.is_deployed
 
     def times(self) -> str:
         """Return what it took, in words; a deployed run has no virtual time."""
@@ -457,10 +467,23 @@ def _race(
             yield _measure(f"final {name}", lasts, "value", number_text, less=less)
     if metric is not None:
         way = directions[metric]
+        yield from _at_the_end_of_the_shorter(a, b, metric, less=way == "min")
         reached = [_first(series(rounds, metric), way, goal) for _, rounds in (a, b)]
         to = f"to {metric} {number_text(goal)}"
         yield _measure(f"rounds {to}", reached, "num_finished", _count_text, less=True)
         yield _measure(f"virtual time {to}", reached, "virtual_s", duration_text, less=True)
+
+
+def _at_the_end_of_the_shorter(
+    a: History, b: History, metric: str, *, less: bool
+) -> Iterator[Measure]:
+    """Yield the metric of both after as many rounds: the last values are of unlike lengths."""
+    common = min(len(a[1]), len(b[1]))
+    if len(a[1]) == len(b[1]):
+        return
+    points = [series(rounds[:common], metric) for _, rounds in (a, b)]
+    lasts = [each[-1] if each else None for each in points]
+    yield _measure(f"{metric} by round {common}", lasts, "value", number_text, less=less)
 
 
 def _short_text(value: float) -> str:

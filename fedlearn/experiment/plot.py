@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
@@ -45,6 +45,8 @@ STATUS_COLOURS = {Status.REPORTED: "#0072B2", Status.LATE: "#E69F00", Status.FAI
 
 _INK, _GRID, _SMALL, _NORMAL, _LARGE = "#222222", "#dddddd", 9, 10.5, 15
 _MARKED_POINTS = 40
+#: How many times longer than another a run is where both no longer fit one linear scale.
+_MUCH_LONGER = 20
 _NUM_BARS = 120
 _MOST_HOVERS = 150
 
@@ -181,6 +183,7 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
         if median:
             _curve(axes, median, colour, label="clients' median", style=":")
     _finish(axes, f"{headed(metric)} by round", "round", _metric_label(metric), keys)
+    _widen(axes, [len(rounds) for _, rounds in runs])
     if axes.collections:
         about = "clients: 10th to 90th percentile, median dotted"
         axes.set_title(about, fontsize=_SMALL, loc="right")
@@ -194,6 +197,7 @@ def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
             if points := series(rounds, metric):
                 keys.append((_curve(axes, points, colour, label=label, style=style), name + label))
     _finish(axes, "Loss by round", "round", "loss", keys)
+    _widen(axes, [len(rounds) for _, rounds in runs])
 
 
 def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
@@ -207,6 +211,7 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
             keys.append((_curve(axes, points, colour, label=metric, at=times), f"{name}{metric}"))
     title = f"{headed(metric)} by virtual time"
     _finish(axes, title, f"virtual time ({unit})", _metric_label(metric), keys)
+    _widen(axes, [rounds[-1].virtual_s for _, rounds in runs if rounds])
 
 
 def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
@@ -303,6 +308,14 @@ def _finish(
         legend = axes.legend(lines, labels, fontsize=_SMALL, frameon=False)
         for text in legend.get_texts():
             text.set_parse_math(False)
+
+
+def _widen(axes: Axes, lengths: Sequence[float]) -> None:
+    """Let a run that is much shorter than another be seen: by a logarithmic scale."""
+    shown = [length for length in lengths if length > 0]
+    if shown and max(shown) > _MUCH_LONGER * min(shown):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
 
 
 def _status_legend(axes: Axes) -> None:

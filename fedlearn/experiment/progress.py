@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedlearn.core.distribution import sign
 from fedlearn.core.words import printable
+from fedlearn.errors import OutputClosed
 from fedlearn.experiment.comparison import (
     Counts,
     Summary,
@@ -69,14 +70,19 @@ class _Lines:
         self._num_rounds = 0
         self._is_deployed = False  # then no time is virtual
         self._metric = "accuracy"
+        #: What it came to, once that is told.
+        self.ended: Summary | None = None
 
     def _begin(self, record: RunRecord, path: Path) -> None:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
         self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
 
     def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except BrokenPipeError as error:
+            raise OutputClosed from error
 
 
 # ---- For a program ------------------------------------------------------------------------
@@ -110,6 +116,7 @@ class JsonProgress(_Lines):
 
     def end(self, summary: Summary) -> None:
         """Write the ``end`` line: the last accuracy and loss, and rounds finished."""
+        self.ended = summary
         self._tell(
             "end",
             run=summary.record.name,
@@ -156,6 +163,7 @@ class PlainProgress(_Lines):
 
     def end(self, summary: Summary) -> None:
         """Write what the run came to."""
+        self.ended = summary
         for label, text in _facts(summary, self.path):
             self._write(f"{label}: {text}")
 
@@ -230,6 +238,7 @@ class TerminalProgress(_Lines):
 
     def end(self, summary: Summary) -> None:
         """Print what the run came to and the commands to type next."""
+        self.ended = summary
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
         self._console.print()
         for label, text in _facts(summary, self.path):

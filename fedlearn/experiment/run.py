@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from fedlearn.config import Addresses
@@ -13,6 +14,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.experiment.privacy import spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from fedlearn.training.keyed_dropout import untouched
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,18 @@ class Run:
     def weights(self, *, best: bool = True) -> dict[str, Tensor]:
         """Return the tensors of the best model, or of the last.
 
+        They are in the order of the network's ``state_dict``, where it is known how that is built;
+        otherwise all parameters come before all buffers.
+
         Raises:
             StoreError: There is no checkpoint, or it is damaged.
         """
-        return self.stored.weights(best=best)
+        found = self.stored.weights(best=best)
+        if self.make_model is None:
+            return found
+        with untouched(torch.default_generator):
+            places = {name: place for place, name in enumerate(self.make_model().state_dict())}
+        return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
 
     def load_model(
         self, make_model: Callable[[], nn.Module] | None = None, *, best: bool = True

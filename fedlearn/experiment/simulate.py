@@ -6,7 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,9 +26,9 @@ from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import ConfigError, FedlearnError, StoreError
+from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.assemble import assemble, device_of, resolve
-from fedlearn.experiment.comparison import leaves, summarize
+from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, known, promise, spending
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin, open_database
@@ -106,7 +106,8 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         StoreError: There is no such run, or it cannot be read.
     """
     with site.database() as database:
-        record = database.run(name).record
+        stored = database.run(name)
+        record = stored.record
         if record.is_deployed:
             raise ConfigError(
                 f"{name} is a deployed run, which its coordinator goes on with: start it again "
@@ -118,6 +119,8 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
                 f"{name} was started from Python, so only Python has its model and data: call "
                 f"fl.simulate(..., resume={name!r}) with the same arguments"
             )
+        with stored.held():
+            pass  # who may not hold it is told before any data are read
         config = Config.from_json(json.dumps(record.config))
         pieces = simulation(config, data_dir=site.addresses.data_dir)
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
@@ -327,19 +330,36 @@ def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
 
 def _run_new(pieces: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
     record = new_record(pieces, extra=extra)
-    opened = partial(begin, record, seed=pieces.config.seed)
-    return _execute(pieces, site, opened, is_described=not extra)
+    begun = partial(begin, record, seed=pieces.config.seed)
+    return _execute(pieces, site, begun, is_described=not extra)
 
 
 def _resume(
     name: str, pieces: Simulation, site: Site, *, from_previous: bool, is_described: bool
 ) -> Run:
-    def opened(database: Database) -> StoredRun:
+    with site.database() as database:
         stored = database.run(name)
-        stored.finish(RunStatus.RUNNING, error="")
-        return stored
+        if stored.record.status is RunStatus.DONE and not from_previous:
+            return _done_before(stored, pieces, site)
+
+    def opened(database: Database) -> StoredRun:
+        return database.run(name)
 
     return _execute(pieces, site, opened, from_previous=from_previous, is_described=is_described)
+
+
+def _done_before(stored: StoredRun, pieces: Simulation, site: Site) -> Run:
+    """Tell what a run came to that is resumed after its end; its record stays as it is.
+
+    Raises:
+        StoreError: Its last checkpoint is damaged.
+    """
+    stored.load()
+    if site.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)  # another worker of torchrun: rank 0 has the run
+    site.progress.start(stored.record, stored.path, ("it was done before",))
+    site.progress.end(_summary(stored))
+    return Run(stored, pieces.make_model)
 
 
 def _execute(
@@ -359,11 +379,16 @@ def _execute(
     assert isinstance(num_workers, int)  # resolved
 
     def body(cluster: Cluster) -> Run | None:
-        stored = opened(site.database()) if cluster.rank == 0 else None
-        with nullcontext() if stored is None else outcome_told(stored, site.progress):
-            checkpoint, charging, num_lost = None, None, 0
-            if stored is not None:
+        with ExitStack() as stack:
+            stored, checkpoint = None, None
+            charging, num_lost = None, 0
+            if cluster.rank == 0:
+                stored = opened(site.database())
+                stack.enter_context(stored.held())
+                # A checkpoint that cannot be read leaves the run as it was.
                 checkpoint = stored.rewind() if from_previous else stored.load()
+                stored.finish(RunStatus.RUNNING, error="")
+                stack.enter_context(outcome_told(stored, site.progress))
                 num_finished = 0 if checkpoint is None else checkpoint.round_num
                 promised, charging, num_lost = promise(
                     pieces, stored, num_finished=num_finished, clock=site.clock
@@ -387,8 +412,9 @@ def _execute(
             )
             told = AfterRound(cluster, site.progress.round, pieces.callbacks, pieces.make_model)
             store: RunStore = stored or _Follower()
-            with nullcontext() if charging is None else closing(charging):
-                train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
+            if charging is not None:
+                stack.enter_context(closing(charging))
+            train(plan, params, checkpoint=checkpoint, store=store, after_round=told)
         return None if stored is None else Run(stored, pieces.make_model)
 
     run = launch(body, num_workers=num_workers, environment=site.environ)
@@ -411,11 +437,14 @@ class _Follower:
 def outcome_told(
     stored: StoredRun, progress: Progress, *, resumable: tuple[type[FedlearnError], ...] = ()
 ) -> Iterator[None]:
-    """Record a failure of the run, and tell how it ended, be it done, failed or interrupted.
+    """Record how a run ends that is not done, and tell how it ended.
 
     If not even that can be written or read back, the cause is what is raised. After an error that
     is ``resumable`` the run goes on where it is: no failure is recorded, and nothing told. To read
     all that a long run has recorded would take longer than whoever stops the process waits.
+
+    A deployed run has failed only where one of our errors says so: after anything else it waits for
+    its next coordinator.
     """
     has_ended = True
     try:
@@ -423,15 +452,35 @@ def outcome_told(
     except resumable:
         has_ended = False
         raise
-    except FedlearnError as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        status, told = _ended_by(error)
+        is_failure = isinstance(error, FedlearnError) and status is RunStatus.FAILED
         with suppress(StoreError):
-            stored.finish(RunStatus.FAILED, error=str(error))
+            if is_failure or not stored.record.is_deployed:
+                stored.finish(status, error=told)
         raise
     finally:
         if has_ended:
             with suppress(StoreError):
-                told = summarize(stored.record, stored.rounds())
-                progress.end(replace(told, privacy=spending(stored)))
+                progress.end(_summary(stored))
+
+
+def _ended_by(error: BaseException) -> tuple[RunStatus, str]:
+    """Return where a run stands after an error, and what is to be read about it."""
+    match error:
+        case KeyboardInterrupt() | SystemExit():
+            return RunStatus.INTERRUPTED, ""
+        case OutputClosed():
+            return RunStatus.INTERRUPTED, str(error)
+        case FedlearnError():
+            return RunStatus.FAILED, str(error)
+        case _:
+            return RunStatus.FAILED, f"{type(error).__name__}: {error}"
+
+
+def _summary(stored: StoredRun) -> Summary:
+    """Return what a run came to, and what was spent on it of its clients."""
+    return replace(summarize(stored.record, stored.rounds()), privacy=spending(stored))
 
 
 def _versions() -> dict[str, str]:

@@ -12,11 +12,17 @@ from fedlearn.core.messages import Scalar
 
 
 class RunStatus(StrEnum):
-    """Where a run stands."""
+    """Where a run stands.
+
+    A simulation is ``lost`` where its record says that it runs and its process is gone. A deployed
+    run is running until it is done or has failed, be there a coordinator at the moment or not.
+    """
 
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    LOST = "lost"
 
 
 class Outcome(StrEnum):

@@ -170,7 +170,7 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
         return _choice(job, ExecutorKind.SEQUENTIAL, trial)
     not_fused = _objection(job, ExecutorKind.FUSED, trial)
     if not_fused is None:
-        return _choice(job, ExecutorKind.FUSED, "the model is a plain chain of layers")
+        return _choice(job, ExecutorKind.FUSED, "the model calls its layers one after another")
     if (not_stacked := _objection(job, ExecutorKind.VMAP, trial)) is not None:
         return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
     try:
@@ -264,10 +264,11 @@ def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
 def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
     ratio = speed.sequential_s / speed.stacked_s
     best_s = min(speed.sequential_s, speed.stacked_s) * job.num_clients
-    measured = f"stacked training is {ratio:.1f} x sequential; not fused: {not_fused}"
+    much = f"{ratio:.1f} times as fast" if ratio > 1.0 else f"{1 / ratio:.1f} times as slow"
+    measured = f"at once they are {much} as one at a time, and not fused: {not_fused}"
     compiled = ExecutorKind.COMPILED
     if best_s > _WORTH_COMPILING_S and _objection(job, compiled, trial) is None:
-        reason = f"a run of about {best_s:.0f} s is worth compiling for ({measured})"
+        reason = f"compiling pays in a run of about {best_s:.0f} s; {measured}"
         return _choice(job, compiled, reason)
     kind = ExecutorKind.VMAP if ratio > 1.0 else ExecutorKind.SEQUENTIAL
     return _choice(job, kind, measured)

@@ -22,6 +22,7 @@ from fedlearn.rounds.records import Checkpoint
 
 _FORMAT = 1
 _SUFFIX_BYTES = 8
+_NAME = re.compile(r"round-(?P<round>\d{6,})-(?P<digest>[0-9a-f]{12})\.safetensors")
 _METADATA_KEY = "fedlearn"  # a single key: safetensors does not keep the order of several
 
 
@@ -93,6 +94,29 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
     return _decode(content, path=file.path)
 
 
+def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
+    """Return the checkpoints in ``folder`` whose bytes are those that their names speak of.
+
+    In the order of their rounds. For where no record says which they are.
+
+    Raises:
+        StoreError: A file cannot be read.
+    """
+    found = []
+    for path in sorted(folder.glob("round-*.safetensors")):
+        with disk_errors(path, raises=StoreError, doing="read"), path.open("rb") as stream:
+            digest = file_digest(stream, "sha256").hexdigest()
+            num_bytes = stream.tell()
+        named = _NAME.fullmatch(path.name)
+        if named is not None and digest.startswith(named["digest"]):
+            found.append(
+                CheckpointFile(
+                    round_num=int(named["round"]), path=path, sha256=digest, num_bytes=num_bytes
+                )
+            )
+    return found
+
+
 def _serialize(checkpoint: Checkpoint, path: Path) -> None:
     """Write a safetensors file straight from the tensors' memory: no copy of the model.
 
@@ -106,6 +130,7 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
         "format": _FORMAT,
         "round_num": checkpoint.round_num,
         "values": dict(checkpoint.values),
+        "names": list(checkpoint.tensors),  # in their order, which the file does not keep
     }
     kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
     specs = {
@@ -133,4 +158,6 @@ def _decode(content: bytes, *, path: Path) -> Checkpoint:
             f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
             f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
         )
-    return Checkpoint(round_num=head["round_num"], tensors=load(content), values=head["values"])
+    found = load(content)
+    tensors = {name: found[name] for name in head.get("names", found)}
+    return Checkpoint(round_num=head["round_num"], tensors=tensors, values=head["values"])

@@ -28,6 +28,7 @@ from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
+from fedlearn.store.holding import held, is_held
 from fedlearn.store.names import memorable_names
 from fedlearn.store.rounds import RoundSummary, insert_rounds, read_rounds, summarise_rounds
 from fedlearn.store.schema import (
@@ -179,6 +180,19 @@ class Database:
                 return self.create(replace(record, name=name))
         raise AssertionError("there are names without end")
 
+    def adopt(self, record: RunRecord, files: Sequence[CheckpointFile]) -> "StoredRun":
+        """Add a run whose folder is here already, with the last of the checkpoints in it.
+
+        Raises:
+            RunHeld: The run is alive.
+            StoreError: The name is taken, or the run cannot be written.
+        """
+        with held(self.runs_dir / record.name), self.writing() as session:
+            run_id = _insert_run(session, record=record)
+            for file in files[-_KEPT_CHECKPOINTS:]:
+                session.add(as_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
+        return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
+
     def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
         """Return the run called ``name``; a deployed one's ``guard`` is that of its lease.
 
@@ -193,7 +207,7 @@ class Database:
         with self.reading() as session:
             deployed = set(session.scalars(select(DeploymentRow.run_id)))
             rows = session.scalars(select(RunRow).order_by(RunRow.id))
-            return [as_record(row, RunRecord, is_deployed=row.id in deployed) for row in rows]
+            return [_found(row, self.runs_dir, is_deployed=row.id in deployed) for row in rows]
 
 
 class StoredRun:
@@ -219,11 +233,19 @@ class StoredRun:
 
     @property
     def record(self) -> RunRecord:
-        """The run as the database has it now."""
+        """The run as it stands now."""
         with self.database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
             row = session.get_one(RunRow, self._run_id)
-            return as_record(row, RunRecord, is_deployed=is_deployed)
+            return _found(row, self.database.runs_dir, is_deployed=is_deployed)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the run for this process while it runs: see :func:`fedlearn.store.holding.held`.
+
+        Raises:
+            RunHeld: Another process holds it.
+        """
+        return held(self.path)
 
     def append(self, record: RoundRecord) -> None:
         """Take the record of a finished round; durable with the next :meth:`commit`."""
@@ -455,6 +477,17 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
             f"there is a run called {record.name!r} already; choose another name"
         ) from error
     return row.id
+
+
+def _found(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
+    """Return a run as it stands: one that is recorded as running may have lost its process.
+
+    A deployed run never had this lock: a lease says who leads it.
+    """
+    record = as_record(row, RunRecord, is_deployed=is_deployed)
+    if record.status is RunStatus.RUNNING and is_held(runs_dir / record.name) is False:
+        return replace(record, status=RunStatus.LOST)
+    return record
 
 
 def new_run_id() -> str:

@@ -120,7 +120,10 @@ class Base(DeclarativeBase):
         Mapping[str, Any]: _JsonText(),
         tuple[str, ...]: _JsonText(),
         tuple[ClientId, ...]: _JsonText(),
-        RunStatus: _Code(RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED),
+        # LOST is never written: it is what a reader finds of a run whose process is gone.
+        RunStatus: _Code(
+            RunStatus.RUNNING, RunStatus.DONE, RunStatus.FAILED, RunStatus.INTERRUPTED
+        ),
         Outcome: _Code(Outcome.AGGREGATED, Outcome.SKIPPED),
         Status: _Code(*STATUSES),
     }

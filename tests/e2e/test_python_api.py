@@ -13,10 +13,12 @@ import fedlearn as fl
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
-from fedlearn.errors import ConfigError, RoundError, StoreError
+from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import Site, resume, run_config
-from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.store.runs import Database, sqlite_url
+from tests import records
 
 ALGORITHM = fl.FedAvg(
     fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, keep_momentum=True)
@@ -139,6 +141,21 @@ def test_the_last_model_can_be_loaded_instead_of_the_best() -> None:
     assert loss == pytest.approx(finished.history[-1].metrics["loss"], abs=1e-6)
 
 
+def test_weights_are_in_the_order_of_the_network(tmp_path: Path) -> None:
+    """Buffers among the parameters; to look draws no random number."""
+    normalised = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    with Database.open(sqlite_url(tmp_path / "a.db"), runs_dir=tmp_path / "runs") as database:
+        stored = database.create(records.RUN)
+        names = sorted(normalised.state_dict())
+        assert names != list(normalised.state_dict())
+        tensors = {f"params/{name}": torch.zeros(1) for name in names}
+        stored.commit(Checkpoint(round_num=0, tensors=tensors, values={}))
+        before = torch.get_rng_state()
+        weights = fl.Run(stored, lambda: nn.Sequential(nn.Linear(6, 3), *normalised[1:])).weights()
+        assert list(weights) == list(normalised.state_dict())
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_another_network_is_refused() -> None:
     """The error names a tensor that differs."""
     with pytest.raises(ValueError, match="differ in"):
@@ -187,6 +204,35 @@ def test_a_run_does_not_go_on_with_other_arguments(settings: dict[str, Any], tol
     with pytest.raises(ConfigError, match=told):
         run(resume="broken", **settings)
     assert len(run(resume="broken").history) == 8
+
+
+def test_a_run_that_is_alive_is_not_resumed() -> None:
+    """Before, the second one marked it failed while it went on to its end."""
+
+    class Meddling(Quiet):
+        def round(self, record: RoundRecord) -> None:
+            with pytest.raises(RunHeld, match="run 'alive' is alive"):
+                run(resume="alive")
+
+    alive = run(Meddling(), name="alive")
+    assert (alive.record.status, alive.record.error) == (RunStatus.DONE, "")
+
+
+def test_a_done_run_stays_done_whatever_its_checkpoint() -> None:
+    """Damage is told, and changes nothing on record; before, it turned done into failed."""
+    done = run()
+    done.stored.checkpoints()[-1].path.write_bytes(b"damaged")
+    with pytest.raises(CorruptCheckpoint, match="--from-previous"):
+        run(resume=done.name)
+    assert (done.record.status, done.record.error) == (RunStatus.DONE, "")
+
+
+def test_a_done_run_is_resumed_without_a_round() -> None:
+    """It tells what it came to, and is the run that it was."""
+    done, quiet = run(), Quiet()
+    again = run(quiet, resume=done.name)
+    assert (again.record, again.history) == (done.record, done.history)
+    assert (quiet.num_rounds, quiet.ended) == (0, True)
 
 
 def test_a_run_that_no_python_started_is_resumed_from_its_record() -> None:

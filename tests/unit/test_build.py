@@ -315,6 +315,34 @@ def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
         _built({"data": _npz_data(path), "cohort": {"num_wanted": 21}})
 
 
+def test_more_clients_than_there_are_do_not_evaluate(tmp_path: Path) -> None:
+    """Left out, as many do as there are, 50 at most; what is written is meant."""
+    data = _npz_data(_npz(tmp_path))
+    with pytest.raises(ConfigError, match=r"evaluation.clients: 21 clients evaluate.* have 20;"):
+        _built({"data": data, "evaluation": {"clients": 21}})
+    assert _built({"data": data}).config.evaluation.num_clients == 20
+    assert _built({"data": data, "evaluation": {"clients": 3}}).config.evaluation.num_clients == 3
+
+
+@pytest.mark.parametrize("hidden", [[10**9], [10**6, 10**6]])
+def test_a_model_that_no_machine_holds_is_refused(tmp_path: Path, hidden: list[int]) -> None:
+    """Before it is allocated: the kernel might kill the process for it."""
+    model = {"kind": "mlp", "hidden": hidden}
+    with pytest.raises(ConfigError, match=r"model: it would have .* GiB, but this machine has"):
+        _built({"data": _npz_data(_npz(tmp_path)), "model": model})
+
+
+def test_a_label_of_a_trillion_is_no_class(tmp_path: Path) -> None:
+    """It asked for 512 TB of outputs. The control: the labels as they were."""
+    path = _npz(tmp_path)
+    arrays = dict(np.load(path))
+    _built({"data": _npz_data(path)})
+    arrays["y"][3] = 10**12
+    np.savez(path, **arrays)
+    with pytest.raises(ConfigError, match=r"model: it would have .* correct the labels"):
+        _built({"data": _npz_data(path)})
+
+
 def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
     """What runs is recorded as numbers. The control: the same cohort on the digits has them."""
     mine = _built({"data": _npz_data(_npz(tmp_path))})

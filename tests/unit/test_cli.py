@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import typer
 
 from fedlearn import errors
 from fedlearn.cli.app import main
-from fedlearn.cli.failures import RunEnded, exit_code, json_line, message
+from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, report
 from fedlearn.cli.logs import configure_logs
 from fedlearn.cli.surroundings import followed
 from fedlearn.errors import (
@@ -30,11 +32,14 @@ from fedlearn.errors import (
     FedlearnError,
     Fenced,
     NewerStore,
+    OutputClosed,
     ProtocolError,
     RoundError,
     StoreError,
     TooFewReports,
 )
+from fedlearn.experiment.comparison import Summary, summarize
+from fedlearn.rounds.records import RunStatus
 from tests.records import RUN
 
 
@@ -83,6 +88,8 @@ def ended(cause: BaseException) -> RunEnded:
         (ended(ZeroDivisionError()), 3),
         (ended(DataError()), 2),
         (ended(KeyboardInterrupt()), 130),
+        (OutputClosed(), 141),
+        (ended(OutputClosed()), 141),
     ],
 )
 def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
@@ -95,7 +102,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert FedlearnError in kinds
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
-    assert {exit_code(error) for error in raised} == {2, 3, 4}
+    assert {exit_code(error) for error in raised} == {2, 3, 4, 141}
 
 
 # ---- Messages -----------------------------------------------------------------------------
@@ -142,9 +149,13 @@ def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | No
 # ---- Which run an error ended -------------------------------------------------------------
 
 
-def follow_run_ending_in(error: BaseException, path: Path = Path("runs")) -> None:
+def follow_run_ending_in(
+    error: BaseException, path: Path = Path("runs"), *, told: Summary | None = None
+) -> None:
     with followed(as_json=False) as progress:
         progress.start(RUN, path, ())
+        if told is not None:
+            progress.end(told)
         raise error
 
 
@@ -163,11 +174,81 @@ def test_an_error_before_the_start_ended_no_run() -> None:
         raise ConfigError
 
 
-@pytest.mark.parametrize("ending", [BrokenPipeError(), SystemExit(0)])
-def test_what_is_no_failure_of_the_run_passes(ending: BaseException) -> None:
-    """The reader of a pipe went away; a worker of torchrun is done."""
-    with pytest.raises(type(ending)):
-        follow_run_ending_in(ending)
+def test_what_is_no_failure_of_the_run_passes() -> None:
+    """A worker of torchrun is done."""
+    with pytest.raises(SystemExit):
+        follow_run_ending_in(SystemExit(0))
+
+
+@pytest.mark.parametrize(
+    ("status", "num_rounds", "goes_on"),
+    [
+        (RunStatus.FAILED, 0, False),
+        (RunStatus.FAILED, 3, True),
+        (RunStatus.INTERRUPTED, 0, True),
+        (RunStatus.DONE, 3, False),
+    ],
+)
+def test_what_fails_before_its_first_commit_is_not_to_be_resumed(
+    status: RunStatus,
+    num_rounds: int,
+    goes_on: bool,  # noqa: FBT001 (a parameter)
+) -> None:
+    """It would fail again in the same place; what is mended is started anew."""
+    summary = replace(summarize(replace(RUN, status=status), []), num_finished=num_rounds)
+    with pytest.raises(RunEnded) as caught:
+        follow_run_ending_in(ValueError(), told=summary)
+    assert (caught.value.resume is not None) is goes_on
+    assert ("fedlearn resume" in message(caught.value)) is goes_on
+
+
+# ---- Who reads goes away ------------------------------------------------------------------
+
+
+@contextmanager
+def output_closed() -> Iterator[None]:
+    """Standard output is a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stream, redirect_stdout(stream):
+        try:
+            yield
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what it still holds goes there
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_run_whose_output_is_closed_ends_and_says_so(
+    as_json: bool,  # noqa: FBT001 (a parameter)
+) -> None:
+    """As by `| head -1`."""
+    with (
+        output_closed(),
+        pytest.raises(RunEnded) as caught,
+        followed(as_json=as_json) as progress,
+    ):
+        progress.start(RUN, Path("runs"), ())
+    assert exit_code(caught.value) == 141
+
+
+def test_a_command_whose_output_is_closed_exits_with_141(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And says nothing: who went away has read enough."""
+    with output_closed():
+        assert main(["--help"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_whose_output_is_closed_is_told_on_standard_error_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """To write the last line of --json would fail again, as what the buffer holds would."""
+    with output_closed():
+        code = report(ended(OutputClosed()), as_json=True, debug=False, rank=0)
+        sys.stdout.write("held back\n")
+    assert code == 141
+    assert "fedlearn resume calm-otter-17" in capfd.readouterr().err
 
 
 # ---- The whole ----------------------------------------------------------------------------

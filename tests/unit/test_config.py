@@ -544,6 +544,11 @@ def test_an_unknown_key_names_file_line_and_nearest_key(
         ("client.learning_rate=true", "client.learning_rate: is true; give a number > 0"),
         ("client.learning_rate=inf", "client.learning_rate: is inf; give a number > 0"),
         ("client.weight_decay=nan", "client.weight_decay: is nan; give a number >= 0"),
+        (
+            "client.batch_size=99999999999999999999",
+            "9; give an integer below 2^63",
+        ),
+        ("model.hidden=[99999999999999999999]", "model.hidden: is 99999999999999999999; give an"),
         ("client.batch_size=0", 'client.batch_size: is 0; give an integer >= 1 or "all"'),
         ("client.batch_size=al", 'give an integer >= 1 or "all"; did you mean "all"?'),
         ("model.hidden=[64, 0]", "is [64, 0]; give an array, each of it an integer >= 1"),

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -142,6 +142,9 @@ def test_an_objective_measures_what_it_declares() -> None:
     with pytest.raises(ValueError, match=r"returned \['miss'\], but `directions` declares"):
         other.by_example(outputs, three)
     whole = Measures(Declares(True, {"hit": "max"}, {"hit": three.mean()}), {})
+    number = Measures(Declares(True, {"hit": "max"}, {"hit": cast(Tensor, 0.5)}), {})
+    with pytest.raises(ValueError, match=r"hit has shape \(\), not one value per example"):
+        number.by_example(outputs, three)
     with pytest.raises(ValueError, match=r"hit has shape \(\), not one value per example"):
         whole.by_example(outputs, three)
 
@@ -182,3 +185,13 @@ def test_f1_is_the_mean_of_precision_and_recall() -> None:
     labels = torch.tensor([1, 1, 0, 1, 1, 0])
     assert float(BinaryF1()(outputs, labels)) == pytest.approx(4 / 7)
     assert math.isnan(BinaryF1()(-outputs.abs(), torch.zeros(6)))
+
+
+def test_metrics_go_by_name() -> None:
+    """A list of them, or one alone, is told so."""
+    sound = Declares(True, {}, {})
+    with pytest.raises(ConfigError, match=r"metrics: is list; give a dict of metrics by name"):
+        Measures(sound, cast(Mapping[str, Metric], [Metric(torch.dist, direction="max")]))
+    bare = Measures(Declares(True, {}, cast(Mapping[str, Tensor], torch.zeros(3))), {})
+    with pytest.raises(ValueError, match=r"Declares.metrics returned <class 'torch.Tensor'>, but"):
+        bare.by_example(torch.zeros(3), torch.zeros(3))

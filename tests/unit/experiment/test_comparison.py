@@ -203,6 +203,12 @@ def test_both_race_to_the_lower_of_the_two_bests() -> None:
     assert figures["final accuracy"] == (0.8, 0.85)
 
 
+def test_runs_of_unlike_length_are_compared_after_as_many_rounds() -> None:
+    """B was ahead of nobody when A had ended. The control: runs of the same length."""
+    assert measured(compare(A, B))["accuracy by round 4"] == (0.8, 0.7)
+    assert not any("by round" in name for name in measured(compare(A, A)))
+
+
 def test_a_target_of_ones_own_may_be_missed() -> None:
     """Only A reaches 0.9."""
     comparison = compare(A, B, target=0.9)

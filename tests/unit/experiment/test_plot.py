@@ -177,3 +177,12 @@ def test_a_file_that_cannot_be_written_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"missing.curves\.png"):
         plot([history([0.5])], tmp_path / "missing" / "curves.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("length", "scale"), [(100, "log"), (10, "linear")])
+def test_a_much_shorter_run_is_seen_beside_a_long_one(length: int, scale: str) -> None:
+    """On a linear scale it would be a dot at the edge. The control: runs that are alike."""
+    runs = [history([0.2, 0.7]), history([0.5] * length, name="long-lynx-20")]
+    *curves, shares = draw(runs).axes
+    assert [axes.get_xscale() for axes in curves] == [scale] * 3
+    assert shares.get_xscale() == "linear"

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.errors import FedlearnError, Parked, RoundError
+from fedlearn.config import load, resolve_addresses
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import FedlearnError, OutputClosed, Parked, RoundError
 from fedlearn.experiment.comparison import Summary
-from fedlearn.experiment.simulate import outcome_told
+from fedlearn.experiment.simulate import Site, outcome_told, resolve_config
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
+from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.records import RUN
 
@@ -55,10 +58,44 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
     assert ends == ([] if status is RunStatus.RUNNING else [RunStatus.FAILED])
 
 
-def test_an_interruption_is_told_of_and_fails_nothing(stored: StoredRun) -> None:
+def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
+    """A thousand of them hung. The control: as many as are asked for, if there is work."""
+    for asked, started in ((1000, 13), (3, 3)):
+        settings = [f"engine.num_workers={asked}", "engine.executor=sequential"]
+        config = load(None, overrides=settings)
+        site = Site(resolve_addresses(config, environ={}), {}, SystemClock(), Told())
+        resolved = resolve_config(config, site)
+        assert resolved.config.engine.num_workers == started
+        told = any("1000 were asked for, but a round has 13 clients" in n for n in resolved.notes)
+        assert told is (asked > started)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), OutputClosed()])
+def test_an_interruption_is_told_of_and_fails_nothing(
+    stored: StoredRun, error: BaseException
+) -> None:
     """It can be resumed; who has typed Ctrl-C reads how."""
     told = Told()
-    with pytest.raises(KeyboardInterrupt), outcome_told(stored, told):
-        raise KeyboardInterrupt
-    assert [each.record.status for each in told.ends] == [RunStatus.RUNNING]
-    assert stored.record.error == ""
+    with pytest.raises(type(error)), outcome_told(stored, told):
+        raise error
+    assert [each.record.status for each in told.ends] == [RunStatus.INTERRUPTED]
+    assert [each.is_resumable for each in told.ends] == [True]
+
+
+def test_code_of_the_users_that_fails_fails_the_run(stored: StoredRun) -> None:
+    """What it raised is on record; before, such a run was running for ever."""
+    with pytest.raises(ZeroDivisionError), outcome_told(stored, Told()):
+        raise ZeroDivisionError("by zero")
+    assert stored.record.status is RunStatus.FAILED
+    assert stored.record.error == "ZeroDivisionError: by zero"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), OutputClosed()])
+def test_a_deployed_run_waits_for_its_next_coordinator(
+    stored: StoredRun, error: BaseException
+) -> None:
+    """What clients were told stays true."""
+    deploy(stored.database, stored.name)
+    with pytest.raises(type(error)), outcome_told(stored, Told()):
+        raise error
+    assert stored.record.status is RunStatus.RUNNING

@@ -48,6 +48,14 @@ def test_scalars_come_back_exactly_with_their_types(
     assert repr(loaded.values) == repr(values)
 
 
+def test_tensors_come_back_in_their_order(tmp_path: Path) -> None:
+    """The file has them by dtype and name; a model's weights are in the model's order."""
+    tensors = {name: torch.zeros(2) for name in ("z", "a", "m")} | {"b": torch.ones(1).double()}
+    checkpoint = Checkpoint(round_num=0, tensors=tensors, values={})
+    loaded = read_checkpoint(write_checkpoint(checkpoint, folder=tmp_path), remedy="")
+    assert list(loaded.tensors) == ["z", "a", "m", "b"]
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool],

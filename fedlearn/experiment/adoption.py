@@ -1,0 +1,113 @@
+"""Runs whose record is lost are taken up again from their folders, which have the model.
+
+What was only in the database stays lost: the rounds before the last checkpoint, versions, enrolled
+clients, and the ledger of privacy, without which a run that promises privacy is not adopted.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fedlearn.config import Config, config_hash
+from fedlearn.core.clock import utc
+from fedlearn.errors import FedlearnError, StoreError
+from fedlearn.experiment.simulate import PYTHON_PIECES
+from fedlearn.rounds.records import RunRecord, RunStatus
+from fedlearn.store.checkpoints import complete_checkpoints
+from fedlearn.store.runs import Database
+
+_CONFIG = "config.json"
+
+
+class Adoption(NamedTuple):
+    """What became of a folder: ``num_finished`` rounds, or ``refused`` for a reason."""
+
+    name: str
+    num_finished: int
+    refused: str = ""
+
+    def text(self) -> str:
+        """Return it in words."""
+        if self.refused:
+            return f"{self.name} is not adopted: {self.refused}"
+        return f"{self.name} is adopted after {self.num_finished} rounds"
+
+
+def orphans(database: Database) -> list[str]:
+    """Return the names of the folders of runs that the database does not have."""
+    known = {record.name for record in database.runs()}
+    folders = sorted(path.parent for path in database.runs_dir.glob(f"*/{_CONFIG}"))
+    return [folder.name for folder in folders if folder.name not in known]
+
+
+def adopt_all(database: Database) -> Iterator[Adoption]:
+    """Adopt every run whose folder is here and whose record is not; yield what became of each.
+
+    Raises:
+        StoreError: The database cannot be written.
+    """
+    for name in orphans(database):
+        try:
+            yield Adoption(name, _adopt(database, name))
+        except FedlearnError as error:
+            yield Adoption(name, 0, str(error))
+
+
+def _adopt(database: Database, name: str) -> int:
+    """Record the run in the folder ``name``; return how many rounds of it are finished.
+
+    Raises:
+        StoreError: There is no complete checkpoint, or the run promises privacy or is alive.
+    """
+    folder = database.runs_dir / name
+    record = _record(folder)
+    files = complete_checkpoints(folder / "checkpoints")
+    if not files:
+        raise StoreError("no checkpoint of it is complete; start it again")
+    num_finished = files[-1].round_num
+    if num_finished == record.num_rounds:
+        record = replace(record, status=RunStatus.DONE)
+    database.adopt(record, files)
+    return num_finished
+
+
+def _record(folder: Path) -> RunRecord:
+    """Return what is known of the run in ``folder``.
+
+    Raises:
+        ConfigError: Its configuration is none of this version's.
+        StoreError: It cannot be read, or promises privacy.
+    """
+    path = folder / _CONFIG
+    try:
+        config = json.loads(path.read_text())
+        num_rounds = int(config["num_rounds"])
+        created_utc = utc(path.stat().st_mtime)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"its {_CONFIG} cannot be read: {error!r}") from error
+    _require_no_promise(config)
+    is_described = PYTHON_PIECES not in config
+    return RunRecord(
+        name=folder.name,
+        status=RunStatus.INTERRUPTED,  # one that stopped early does so again when it is resumed
+        error="",
+        created_utc=created_utc,
+        num_rounds=num_rounds,
+        config=config,
+        config_hash=config_hash(Config.from_json(json.dumps(config))) if is_described else "",
+        versions={},
+    )
+
+
+def _require_no_promise(config: Mapping[str, object]) -> None:
+    """Refuse a run of which nobody knows what its clients were charged."""
+    section = config.get("privacy")
+    privacy = section if isinstance(section, Mapping) else {}
+    if privacy.get("mode", "off") != "off" and not privacy.get("reproducible", False):
+        raise StoreError(
+            f'it promises privacy (privacy.mode is "{privacy["mode"]}"), and the ledger of what '
+            "its clients were charged was in the database: restore that from a backup; the model "
+            "is in its folder `checkpoints`"
+        )

@@ -1,0 +1,80 @@
+"""Runs that have a folder and no record."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.config import Config
+from fedlearn.experiment.adoption import adopt_all, orphans
+from fedlearn.rounds.records import Checkpoint, RunStatus
+from fedlearn.store.holding import held
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from tests.records import RUN
+
+_CONFIG = Config().model_dump(mode="json")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Database]:
+    """The database that takes the place of the one that is lost."""
+    with Database.open(sqlite_url(tmp_path / "new.db"), runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+def orphan(folder: Path, *, num_finished: int, **config: object) -> StoredRun:
+    """Return a run of 20 rounds with checkpoints, whose record is in another database."""
+    with Database.open(sqlite_url(folder / "lost.db"), runs_dir=folder / "runs") as database:
+        run = database.create(replace(RUN, config=_CONFIG | config))
+        for round_num in range(num_finished + 1):
+            weights = torch.full((8,), float(round_num))
+            run.commit(Checkpoint(round_num=round_num, tensors={"params/w": weights}, values={}))
+        return run
+
+
+@pytest.mark.parametrize(("num_finished", "status"), [(3, "interrupted"), (20, "done")])
+def test_a_run_is_adopted_with_its_configuration_and_model(
+    fresh: Database, tmp_path: Path, num_finished: int, status: str
+) -> None:
+    """It goes on from the last checkpoint, or from the one before it; then it is known."""
+    lost = orphan(tmp_path, num_finished=num_finished)
+    (adopted,) = adopt_all(fresh)
+    assert adopted.text() == f"calm-otter-17 is adopted after {num_finished} rounds"
+    run = fresh.run(lost.name)
+    assert (run.record.status, run.record.config) == (RunStatus(status), lost.record.config)
+    assert run.checkpoints() == lost.checkpoints()
+    assert run.weights(best=False)["w"].tolist() == [num_finished] * 8
+    assert run.rewind().round_num == num_finished - 1
+    assert orphans(fresh) == []
+
+
+def test_a_damaged_checkpoint_is_passed_over(fresh: Database, tmp_path: Path) -> None:
+    """Its name tells what its bytes were."""
+    orphan(tmp_path, num_finished=3).checkpoints()[-1].path.write_bytes(b"damaged")
+    (adopted,) = adopt_all(fresh)
+    assert adopted.num_finished == 2
+
+
+def test_what_nobody_can_vouch_for_is_not_adopted(fresh: Database, tmp_path: Path) -> None:
+    """A ledger that is lost, no checkpoint, no configuration: each is told."""
+    privacy = {"mode": "central", "reproducible": False}
+    folder = orphan(tmp_path, num_finished=1, privacy=privacy).path
+    for name, content in (("empty", '{"num_rounds": 3}'), ("torn", "{")):
+        folder.with_name(name).mkdir()
+        (folder.with_name(name) / "config.json").write_text(content)
+    refused = {each.name: each.refused for each in adopt_all(fresh)}
+    assert "ledger" in refused["calm-otter-17"]
+    assert "no checkpoint of it is complete" in refused["empty"]
+    assert "its config.json cannot be read" in refused["torn"]
+    assert fresh.runs() == []
+
+
+def test_a_run_that_is_alive_is_not_adopted(fresh: Database, tmp_path: Path) -> None:
+    """Its process would write to a record that another has begun."""
+    folder = orphan(tmp_path, num_finished=1).path
+    with held(folder):
+        (adopted,) = adopt_all(fresh)
+    assert "is alive" in adopted.refused
+    assert orphans(fresh) == ["calm-otter-17"]

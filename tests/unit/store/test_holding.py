@@ -1,0 +1,115 @@
+"""Who has a run: one process at a time, and none once it is gone."""
+
+import fcntl
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedlearn.core.clock import SystemClock
+from fedlearn.errors import RunHeld
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.holding import held, is_held
+from fedlearn.store.lease import deploy
+from fedlearn.store.runs import Database, StoredRun
+from tests.records import RUN
+
+
+@pytest.fixture
+def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+    """An empty store, once of each kind."""
+    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+@pytest.fixture
+def run(database: Database) -> StoredRun:
+    """A new run."""
+    return database.create(RUN)
+
+
+@contextmanager
+def another_process_holds(folder: Path) -> Iterator[int]:
+    """Yield the number of a process that holds a run until it is killed."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        with held(folder):
+            os.write(tell, b".")
+            signal.pause()
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def test_a_run_is_held_by_one_process_until_that_is_killed(tmp_path: Path) -> None:
+    """Who is refused reads which process has it; kill -9 leaves nothing to clear away."""
+    with another_process_holds(tmp_path) as child:
+        assert is_held(tmp_path)
+        with (
+            pytest.raises(RunHeld, match=rf"process {child} on .*stop it first"),
+            held(tmp_path),
+        ):
+            pass
+    assert is_held(tmp_path) is False
+    with held(tmp_path):
+        assert is_held(tmp_path)
+
+
+def test_a_run_is_held_once_in_a_process(tmp_path: Path) -> None:
+    """Two threads would write over each other as two processes would."""
+    with held(tmp_path), pytest.raises(RunHeld), held(tmp_path):
+        pass
+
+
+def test_a_run_that_nobody_ever_held_is_nobodys_to_judge(tmp_path: Path) -> None:
+    """Its folder may be another machine's; to look makes nothing."""
+    assert is_held(tmp_path) is None
+    assert is_held(tmp_path / "elsewhere") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_looks_does_not_keep_who_begins_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look takes a shared lock for a moment: a start waits for that."""
+    with held(tmp_path):
+        pass
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(SystemClock, "sleep", lambda *_: os.close(looking))
+    with held(tmp_path):
+        assert is_held(tmp_path)
+
+
+def statuses(run: StoredRun) -> list[RunStatus]:
+    """Return where the only run of a store stands, by itself and listed."""
+    return [run.record.status, *(each.status for each in run.database.runs())]
+
+
+def test_a_run_whose_process_is_gone_is_lost(run: StoredRun) -> None:
+    """In either store, one by one and listed; one that has ended stays as it ended."""
+    assert statuses(run) == [RunStatus.RUNNING] * 2
+    with another_process_holds(run.path):
+        assert statuses(run) == [RunStatus.RUNNING] * 2
+    assert statuses(run) == [RunStatus.LOST] * 2
+    for status in (RunStatus.DONE, RunStatus.FAILED, RunStatus.INTERRUPTED):
+        run.finish(status, error="")
+        assert statuses(run) == [status] * 2
+
+
+def test_a_deployed_run_is_running_without_a_coordinator(database: Database) -> None:
+    """It waits for the next one: its lease, not a lock, says who leads it."""
+    deployed = database.create(replace(RUN, name="deployed"))
+    deploy(database, "deployed")
+    assert deployed.record.status is RunStatus.RUNNING
