@@ -18,15 +18,24 @@ from fedlearn.store import migrations
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
 
-#: A server or a network that dies without a word is noticed in seconds, as is, by the server,
-#: a coordinator that stands still inside a transaction: it must not keep others waiting.
+#: What the server shall do: notice, in seconds, that a coordinator stands still inside a
+#: transaction, or that its machine has no power, for it must not keep others waiting.
+_SESSION = {
+    "idle_in_transaction_session_timeout": "10s",
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "2",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "10s",
+}
+
+#: A server or a network that dies without a word is noticed as fast.
 _POSTGRESQL_OPTIONS = {
     "connect_timeout": "5",
     "tcp_user_timeout": "10000",
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "3",
-    "options": "-c idle_in_transaction_session_timeout=10s",
+    "options": " ".join(f"-c {name}={value}" for name, value in _SESSION.items()),
 }
 
 _POSTGRESQL_DISK_FULL = "53100"
