@@ -51,11 +51,19 @@ class Ending(NamedTuple):
 
 
 class Ended(Exception):
-    """A call is over before its time; its client is told why."""
+    """A call is over before its time; its client, where it is known, is told why."""
 
-    def __init__(self, code: grpc.StatusCode, reason: str, cause: str = "") -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        cause: str = "",
+        *,
+        client: EnrolledClient | None = None,
+    ) -> None:
         super().__init__(reason)
         self.ending = Ending(code, reason, cause)
+        self.client = client
 
 
 async def read(context: Context) -> bytes | None:
@@ -234,7 +242,8 @@ class Sessions:
             return False
         if not session.push(message):
             self.counters.sessions_dropped += 1
-            _log.warning("session_dropped", client_id=client_id, reason="does not read")
+            name = session.client.name
+            _log.warning("session_dropped", client_id=client_id, name=name, reason="does not read")
             self.leave(session)
             return False
         return True

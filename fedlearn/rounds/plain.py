@@ -119,6 +119,8 @@ class PlainCollector:
             if isinstance(update, TrainReply):
                 fold.add(arrival.client_id, update)
                 metrics.add(update.metrics, num_examples=update.num_examples)
+            elif update is not arrival.reply:  # the client does not say itself that it failed
+                arrival.refuse(update.reason[:MAX_REASON])
             settled[arrival.client_id] = _participation(arrival, update)
             del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:

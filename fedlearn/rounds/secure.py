@@ -256,6 +256,8 @@ class _Session:
                 receive(client_id, _opened(arrival.reply, kind, self.request.round_num))
             except ProtocolError as error:
                 reason = f"at the stage `{stage}`: {error}"
+                if not isinstance(arrival.reply, Failure):
+                    arrival.refuse(reason[:MAX_REASON])
                 self.lose(client_id, Status.FAILED, last_s, reason)
             else:
                 if stage is Stage.MASK:
