@@ -9,8 +9,10 @@ import torch
 
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
+from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
+from fedlearn.deployment.failing import NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
     central_evaluator,
@@ -32,6 +34,10 @@ from fedlearn.transport.base import Channel
 _CPU = torch.device("cpu")
 
 
+def ignored(_: Participations) -> None:
+    """Take no note of what became of clients."""
+
+
 def run_over(
     channel: Channel,
     pieces: Deployment,
@@ -45,6 +51,7 @@ def run_over(
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     identities: Identities | None = None,
     standing: Standing = dict,
+    note: Callable[[Participations], None] = ignored,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -60,6 +67,7 @@ def run_over(
         first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
+        note: Told what became of the clients of every attempt at a round.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -72,7 +80,7 @@ def run_over(
     plan = run_plan(
         pieces,
         opening=opening,
-        collector=over_channel(pieces, channel, identities),
+        collector=NotedCollector(inner=over_channel(pieces, channel, identities), note=note),
         evaluators=list(_evaluators(pieces, channel)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,

@@ -74,6 +74,14 @@ class DoorChannel:
         """Return the clients that are connected and eligible, by number."""
         return tuple(self.loop.ask(self.sessions.eligible))
 
+    def set_aside(self, client_id: ClientId) -> None:
+        """Have a client not be available any more until it connects anew."""
+        self.loop.post(partial(self.sessions.set_aside, client_id))
+
+    def num_set_aside(self) -> int:
+        """Return how many clients are connected and set aside."""
+        return len(self.loop.ask(self.sessions.all_set_aside))
+
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
         check()

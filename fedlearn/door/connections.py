@@ -114,6 +114,7 @@ class ServerSession:
     Attributes:
         is_eligible: Whether it may be asked.
         only_looks: Whether it leaves after the welcome, and must not be.
+        is_set_aside: Whether it must not be, since it keeps failing: while it is connected.
         since_s: When it connected, on the door's clock.
         held: Replies that it holds and waits for a receipt of.
         ending: Why the session has ended; ``None`` while it lives.
@@ -125,6 +126,7 @@ class ServerSession:
         self.eligibility = hello.eligibility
         self.is_eligible = False
         self.only_looks = hello.only_looks
+        self.is_set_aside = False
         self.since_s = since_s
         self.held = tuple(hello.held[:_MAX_HELD])
         self.ending: Ending | None = None
@@ -232,8 +234,21 @@ class Sessions:
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Note what a client says of itself now."""
         session.eligibility = eligibility
-        session.is_eligible = not session.only_looks and self.admits(session.client, eligibility)
+        may_be_asked = not (session.only_looks or session.is_set_aside)
+        session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
         self.changed()
+
+    def set_aside(self, client_id: ClientId) -> None:
+        """Have a client not be asked any more until it connects anew."""
+        session = self._sessions.get(client_id)
+        if session is not None and not session.is_set_aside:
+            session.is_set_aside = True
+            self.reconsider(session, session.eligibility)
+            _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
+
+    def all_set_aside(self) -> list[ClientId]:
+        """Return the clients that are set aside, by number."""
+        return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
         """Tell a client something if it is connected; return whether it is."""

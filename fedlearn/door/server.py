@@ -10,7 +10,7 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -71,6 +71,7 @@ _MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are 
 _MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
 _MAX_CALLS = 16  # of one client that have not ended, over all its connections
 _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
+_MAX_TOLD = 100  # clients that are set aside, in the status
 _MAX_ENROLMENT_CONNECTIONS = 1000  # at once; whoever reaches the port may hold one, for a while
 
 _SOFTWARE = f"fedlearn {version('fedlearn')}"
@@ -206,15 +207,21 @@ class Door:
         """Return who is connected and where the open exchange stands, as JSON values."""
         return self._loop.ask(self._status)
 
-    def _status(self) -> dict[str, object]:
-        def name(client_id: ClientId) -> str:
-            client = self._enrolled.by_id(client_id)
-            return "" if client is None else client.name
+    def names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
+        """Return the names of clients; one that is not enrolled has none."""
+        return self._loop.ask(lambda: {each: self._name(each) for each in client_ids})
 
-        status = self._exchanges.status(name)
-        return status | {
+    def _name(self, client_id: ClientId) -> str:
+        client = self._enrolled.by_id(client_id)
+        return "" if client is None else client.name
+
+    def _status(self) -> dict[str, object]:
+        set_aside = self._sessions.all_set_aside()
+        return self._exchanges.status(self._name) | {
             "connected": len(self._sessions),
             "eligible": len(self._sessions.eligible()),
+            "set_aside": len(set_aside),
+            "clients_set_aside": set_aside[:_MAX_TOLD],
         }
 
     def _end(self) -> None:

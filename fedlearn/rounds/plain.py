@@ -13,6 +13,7 @@ from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import (
+    MAX_REASON,
     Participation,
     Participations,
     Status,
@@ -26,9 +27,6 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
-
-#: Characters of a failure's reason that are kept: a peer chooses them.
-MAX_REASON = 300
 
 
 class _Fold:

@@ -9,6 +9,7 @@ from mmap import mmap
 from typing import Protocol
 
 from fedlearn.core.codec import decode
+from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -156,9 +157,12 @@ def reply_in(data: bytes | mmap) -> Reply:
     """Decode a reply.
 
     Raises:
-        ProtocolError: The bytes are none.
+        ProtocolError: The bytes are none; what the message quotes of them is cut.
     """
-    message = decode(data)
+    try:
+        message = decode(data)
+    except ProtocolError as error:
+        raise ProtocolError(str(error)[:MAX_REASON]) from error
     if isinstance(message, TrainReply | EvaluateReply | SecureReply | Failure):
         return message
     raise ProtocolError(f"{type(message).__name__} is not a reply")

@@ -21,7 +21,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import Participation, Status, unsound
+from fedlearn.core.collecting import MAX_REASON, Participation, Status, unsound
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -34,7 +34,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import ProtocolError
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import MAX_EXAMPLES, MAX_REASON, PlainCollector
+from fedlearn.rounds.plain import MAX_EXAMPLES, PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext

@@ -394,6 +394,24 @@ def test_a_reply_that_does_not_count_is_refused_with_the_reason_after_a_restart_
         assert (after.verdict, after.reason) == (before.verdict, before.reason)
 
 
+def test_a_client_that_is_set_aside_is_not_available_until_it_connects_anew(site: Site) -> None:
+    door = site.open()
+    bad, good = site.connected(door, 2)
+    channel = door.channel()
+    channel.set_aside(ClientId(bad.client_id))
+    channel.set_aside(ClientId(99))  # one that is not connected
+    assert channel.available() == (good.client_id,)
+    bad.say(wire_pb2.FromClient(eligibility=wire_pb2.Eligibility(device="cuda")))
+    wait_until(lambda: door.counters.messages == 1)
+    assert channel.available() == (good.client_id,)
+    assert channel.num_set_aside() == door.status()["set_aside"] == 1
+    assert door.status()["clients_set_aside"] == [bad.client_id]
+    assert door.names([ClientId(bad.client_id), ClientId(99)]) == {bad.client_id: bad.name, 99: ""}
+    bad.connect(door)
+    assert channel.available() == (bad.client_id, good.client_id)
+    assert channel.num_set_aside() == 0
+
+
 def late_and_silent(site: Site, channel: DoorChannel) -> tuple[list[Member], list[wire_pb2.Task]]:
     """Hold an exchange that has enough replies: one counts, one is late, one does not come."""
     members = site.connected(site.doors[-1], 3)
