@@ -34,7 +34,12 @@ from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening
 from fedlearn.deployment.places import Places, host_of
-from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
+from fedlearn.deployment.record import (
+    ForgettingStore,
+    TellingStore,
+    ensure_deployed,
+    first_attempts,
+)
 from fedlearn.deployment.rounds import run_over
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
@@ -381,7 +386,7 @@ class Coordinator:
                 pieces,
                 opening=opening,
                 store=ForgettingStore(
-                    store=stored,
+                    store=TellingStore(store=stored, tell=self.progress.round),
                     patiently=self._patiently,
                     journal=journal,
                     forget=channel.forget,
@@ -389,7 +394,6 @@ class Coordinator:
                 ),
                 checkpoint=checkpoint,
                 clock=self.interruption,
-                progress=self.progress.round,
                 place=Place(
                     kind="deployment",
                     folder=stored.path / FOLDER,

@@ -22,10 +22,9 @@ from fedlearn.experiment.assemble import (
     run_plan,
 )
 from fedlearn.experiment.server_training import Place
-from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
-from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
+from fedlearn.rounds.records import Checkpoint, RunStore
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
@@ -46,7 +45,6 @@ def run_over(
     store: RunStore,
     checkpoint: Checkpoint | None,
     clock: Clock,
-    progress: Callable[[RoundRecord], None],
     place: Place | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     identities: Identities | None = None,
@@ -62,7 +60,6 @@ def run_over(
         store: Where the run lives.
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
-        progress: Told of each finished round.
         place: Where the coordinator's own training takes place.
         first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
@@ -89,8 +86,12 @@ def run_over(
         first_attempts=first_attempts,
         standing=standing,
     )
-    after_round = AfterRound(Alone(), progress, (), pieces.make_model)
-    return train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
+    return train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+
+
+def _go_on(*_: object) -> bool:
+    """End no run early: callbacks are a simulation's."""
+    return False
 
 
 def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
