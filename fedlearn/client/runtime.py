@@ -282,7 +282,11 @@ class Runtime:
     def _take_receipt(self, receipt: wire_pb2.Receipt) -> None:
         key = TaskKey.of(receipt.key)
         kind = _VERDICTS.get(receipt.verdict, EventKind.REFUSED)
-        _log.info("reply_settled", kind=key.kind, round_num=key.round_num, verdict=kind.value)
+        about = {"kind": key.kind, "round_num": key.round_num, "verdict": kind.value}
+        if kind is EventKind.REFUSED:
+            _log.warning("reply_settled", **about, reason=receipt.reason)
+        else:
+            _log.info("reply_settled", **about)
         held = self._here.held
         is_update = held is not None and held.key == key and not held.is_failure()
         if kind is not EventKind.ACCEPTED or is_update:  # a failure counts for nothing

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedlearn.config.redaction import without_password
 from fedlearn.config.tree import Config
+from fedlearn.core.redaction import without_password
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from fedlearn.config.pieces import declared_by
 from fedlearn.config.section import PathText, Problem, Section, told_as
 from fedlearn.config.server_training import SERVER_TRAININGS, ServerTraining
 from fedlearn.config.toml import shown
-from fedlearn.core.ranges import NotNegative, Positive
+from fedlearn.core.ranges import NotNegative, Positive, Whole
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.settings import DoorSettings
 
@@ -85,6 +85,11 @@ class CoordinatorSection(Section):
         60.0,
         description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
         "asks those that are there, if they are at least stragglers.min_reports.",
+    )
+    set_aside_after: Whole = Field(
+        5,
+        description="Attempts in a row in which a client fails, and others report, after which it "
+        "is asked no more until it connects anew, >= 0; 0: however many.",
     )
     lease_ttl_s: Positive = Field(
         5.0,

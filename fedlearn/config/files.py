@@ -10,9 +10,9 @@ from typing import Any
 
 from fedlearn.config.keys import ANY_NAME, known_keys, value_at
 from fedlearn.config.problems import Complaint, Override, Sources, checked
-from fedlearn.config.redaction import redacted
 from fedlearn.config.toml import keys_in, shown, toml_lines
 from fedlearn.config.tree import Config
+from fedlearn.core.redaction import redacted
 from fedlearn.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fedlearn.config.keys import Place, kinds_of, known_keys, value_at
-from fedlearn.config.redaction import redacted
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import Key, dotted, key_lines, shown
+from fedlearn.core.redaction import redacted
 from fedlearn.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from fedlearn.config.redaction import redacted
+from fedlearn.core.redaction import redacted
 
 Key: TypeAlias = tuple[str, ...]
 """The path of a value in the tree: table names and keys."""

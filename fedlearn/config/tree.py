@@ -24,7 +24,6 @@ from fedlearn.config.data import DATA, Data, NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
-from fedlearn.config.redaction import without_password
 from fedlearn.config.section import PathText, Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.toml import shown
@@ -40,6 +39,7 @@ from fedlearn.config.training import (
     Model,
 )
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
+from fedlearn.core.redaction import without_password
 from fedlearn.errors import ConfigError
 
 _MAX_SEED = 2**63 - 1

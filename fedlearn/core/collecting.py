@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fedlearn.core.messages import ClientId
 
+#: Characters of a failure's reason that are kept: a peer chooses them.
+MAX_REASON = 300
+
 #: No honest delta has an element above this; sums of weighted deltas below it cannot overflow.
 MAX_DELTA = 1e20
 

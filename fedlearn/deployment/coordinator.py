@@ -28,12 +28,18 @@ from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import SecretBytes
+from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening
 from fedlearn.deployment.places import Places, host_of
-from fedlearn.deployment.record import ForgettingStore, ensure_deployed, first_attempts
+from fedlearn.deployment.record import (
+    ForgettingStore,
+    TellingStore,
+    ensure_deployed,
+    first_attempts,
+)
 from fedlearn.deployment.rounds import run_over
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
@@ -198,6 +204,7 @@ class Coordinator:
             measures=tuple(self.pieces.directions),
         )
         self._paused = threading.Event()
+        self._failing: FailingClients | None = None
         self._lease: Lease | None = None
         self._door: Door | None = None
         self._door_lock = threading.Lock()  # nobody asks a door that is being closed
@@ -350,12 +357,18 @@ class Coordinator:
         )
         self.progress.start(record, stored.path, (f"clients are served at {door.address}", *notes))
         pieces = gone_on(self.pieces, num_lost=num_lost)
+        failing = self._failing = FailingClients(
+            names=door.names,
+            set_aside=channel.set_aside,
+            set_aside_after=pieces.config.coordinator.set_aside_after,
+        )
         opening: Opening = DurableOpening(
             sampler=pieces.sampler,
             available=partial(_present, pieces, channel),
             policy=policy,
             seed=self.pieces.seed,
             num_needed=self.pieces.num_needed,
+            num_set_aside=channel.num_set_aside,
             patience_s=self.pieces.config.coordinator.patience_s,
             is_paused=self._paused.is_set,
             check=self.interruption.check,
@@ -373,7 +386,7 @@ class Coordinator:
                 pieces,
                 opening=opening,
                 store=ForgettingStore(
-                    store=stored,
+                    store=TellingStore(store=stored, tell=self.progress.round),
                     patiently=self._patiently,
                     journal=journal,
                     forget=channel.forget,
@@ -381,7 +394,6 @@ class Coordinator:
                 ),
                 checkpoint=checkpoint,
                 clock=self.interruption,
-                progress=self.progress.round,
                 place=Place(
                     kind="deployment",
                     folder=stored.path / FOLDER,
@@ -394,6 +406,7 @@ class Coordinator:
                 first_attempts=first,
                 identities=self._identities(database),
                 standing=standing_of(charging),
+                note=failing.note,
             )
 
     def _identities(self, database: Database) -> Identities | None:
@@ -412,7 +425,9 @@ class Coordinator:
 
     def status(self) -> dict[str, object]:
         """Return what operators are told, as JSON values."""
-        return self.live_status.values() | {"process": os.getpid()} | self._door_status()
+        failing = {} if self._failing is None else self._failing.status()
+        own = self.live_status.values() | {"process": os.getpid(), "failing": failing}
+        return own | self._door_status()
 
     def snapshot(self) -> Snapshot:
         """Return what monitors are told."""

@@ -16,6 +16,7 @@ from fedlearn import build
 from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.deployment.flower_config import configuration, number
+from fedlearn.deployment.record import TellingStore
 from fedlearn.deployment.rounds import run_over
 from fedlearn.experiment.assemble import Identities, standing_of
 from fedlearn.experiment.privacy import promise
@@ -101,10 +102,9 @@ def run(
                     channel,
                     pieces,
                     opening=opening,
-                    store=stored,
+                    store=TellingStore(store=stored, tell=progress.round),
                     checkpoint=None,
                     clock=clock,
-                    progress=progress.round,
                     place=Place(
                         kind="deployment",
                         folder=stored.path / FOLDER,

@@ -27,6 +27,7 @@ class DurableOpening:
         policy: How many are asked, and without how many no round begins.
         seed: Of the choice.
         num_needed: Clients that a round would have there.
+        num_set_aside: Returns how many are there and never asked: as many fewer are waited for.
         patience_s: Seconds that a round waits for them; then it asks those
             that are there, if they can make a round.
         is_paused: Whether the operator has paused the run.
@@ -41,6 +42,7 @@ class DurableOpening:
     policy: StragglerPolicy
     seed: Seed
     num_needed: int
+    num_set_aside: Callable[[], int]
     patience_s: float
     is_paused: Callable[[], bool]
     check: Callable[[], None]
@@ -90,7 +92,10 @@ class DurableOpening:
             ends_s = self.clock.now_s() + self.patience_s
             while not self.is_paused():  # a pause here begins the waiting anew
                 is_patient = self.clock.now_s() < ends_s
-                num_needed = self.num_needed if is_patient else self.policy.min_reports
+                fewest = self.policy.min_reports
+                num_needed = (
+                    max(fewest, self.num_needed - self.num_set_aside()) if is_patient else fewest
+                )
                 present = self.available(round_num)
                 if len(present) >= num_needed:
                     return present

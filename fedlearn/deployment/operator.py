@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fedlearn.config.coordinator import TAG_PATTERN
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.messages import EvaluateRequest
+from fedlearn.core.words import printable
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
@@ -191,7 +192,7 @@ class Explanation:
         for how in self._clients:
             name = how["name"] or f"client {how['client_id']}"
             lines.append(f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
-        return lines
+        return lines + [self._failing(how) for how in self._failing_clients]
 
     def values(self) -> dict[str, object]:
         """Return it as JSON values."""
@@ -204,7 +205,30 @@ class Explanation:
             "holder": self.deployment.holder,
             "status": dict(self.deployment.status),
             "clients": self._clients,
+            "failing": self._failing_clients,
         }
+
+    @staticmethod
+    def _failing(how: _Told) -> str:
+        name = how["name"] or f"client {how['client_id']}"
+        aside = "; it is set aside until it connects anew" if how["is_set_aside"] else ""
+        reason = printable(how["reason"]) or "no reason given"
+        return f"  {name}: has failed {how['in_a_row']} times in a row ({reason}){aside}"
+
+    @property
+    def _failing_clients(self) -> list[_Told]:
+        """Who keeps failing, or is set aside for it, by its name."""
+        told: _Told = self.deployment.status
+        set_aside = set(told.get("clients_set_aside", ()))
+        return [
+            {
+                "client_id": int(number),
+                "name": self.names.get(int(number)),
+                "is_set_aside": int(number) in set_aside,
+                **how,
+            }
+            for number, how in told.get("failing", {}).items()
+        ]
 
     @property
     def _clients(self) -> list[_Told]:
@@ -267,10 +291,12 @@ def _waiting(status: _Told, *, control: Control) -> list[str]:
                 f"it trains on {of}: step {told['step_num']} of {told['num_steps']}, "
                 f"loss {number_text(told['loss'])}, {told['examples_per_s']:.0f} examples/s"
             )
+    num_set_aside = status.get("set_aside", 0)
     if phase is Phase.WAITING:
         lines.append(
             f"it needs {status['needed']} clients that may be asked: {status.get('connected', 0)} "
             f"are connected, {status.get('eligible', 0)} of them eligible"
+            + (f", {num_set_aside} set aside" if num_set_aside else "")
         )
     if phase is Phase.PAUSED:
         lines.append("`fedlearn resume` lets it go on")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fedlearn import build
@@ -88,6 +88,37 @@ def first_attempts(
     tried = last.attempt // (retries + 1)
     first = (tried + (status is RunStatus.FAILED)) * (retries + 1)
     return {last.round_num: first} if first else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellingStore:
+    """A store that tells of a round once it is durable: nobody tells of it again.
+
+    Whoever is killed in the instant after the commit tells it nobody; the store has it.
+
+    Attributes:
+        store: The store otherwise.
+        tell: Told of each finished round, in order.
+    """
+
+    store: RunStore
+    tell: Callable[[RoundRecord], None]
+    _untold: list[RoundRecord] = field(default_factory=list)
+
+    def append(self, record: RoundRecord) -> None:
+        """Take the record of a finished round."""
+        self.store.append(record)
+        self._untold.append(record)
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Make ``checkpoint`` and all records so far durable, and tell of them."""
+        self.store.commit(checkpoint)
+        while self._untold:
+            self.tell(self._untold.pop(0))
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        """Record how the run ended."""
+        self.store.finish(status, error=error)
 
 
 @dataclass(frozen=True, kw_only=True)

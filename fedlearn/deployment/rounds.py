@@ -9,8 +9,10 @@ import torch
 
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
+from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
+from fedlearn.deployment.failing import NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
     central_evaluator,
@@ -20,16 +22,19 @@ from fedlearn.experiment.assemble import (
     run_plan,
 )
 from fedlearn.experiment.server_training import Place
-from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
-from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
+from fedlearn.rounds.records import Checkpoint, RunStore
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
 _CPU = torch.device("cpu")
+
+
+def ignored(_: Participations) -> None:
+    """Take no note of what became of clients."""
 
 
 def run_over(
@@ -40,11 +45,11 @@ def run_over(
     store: RunStore,
     checkpoint: Checkpoint | None,
     clock: Clock,
-    progress: Callable[[RoundRecord], None],
     place: Place | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     identities: Identities | None = None,
     standing: Standing = dict,
+    note: Callable[[Participations], None] = ignored,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -55,11 +60,11 @@ def run_over(
         store: Where the run lives.
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
-        progress: Told of each finished round.
         place: Where the coordinator's own training takes place.
         first_attempts: See :class:`~fedlearn.rounds.run.RunPlan`.
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
+        note: Told what became of the clients of every attempt at a round.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -72,7 +77,7 @@ def run_over(
     plan = run_plan(
         pieces,
         opening=opening,
-        collector=over_channel(pieces, channel, identities),
+        collector=NotedCollector(inner=over_channel(pieces, channel, identities), note=note),
         evaluators=list(_evaluators(pieces, channel)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
@@ -81,8 +86,12 @@ def run_over(
         first_attempts=first_attempts,
         standing=standing,
     )
-    after_round = AfterRound(Alone(), progress, (), pieces.make_model)
-    return train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
+    return train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+
+
+def _go_on(*_: object) -> bool:
+    """End no run early: callbacks are a simulation's."""
+    return False
 
 
 def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:

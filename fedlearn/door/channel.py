@@ -1,7 +1,7 @@
 """The run loop's side of the door: a channel whose clients are across the network."""
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from fedlearn.core.files import disk_errors
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.core.randomness import SecretBytes
 from fedlearn.door.connections import Sessions
-from fedlearn.door.exchange import QuestionState
+from fedlearn.door.exchange import ACCEPTED, QuestionState, Ruling, unusable
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
-from fedlearn.errors import ConfigError, FedlearnError, NoSpace, StoreError
+from fedlearn.errors import ConfigError, FedlearnError, NoSpace, ProtocolError, StoreError
 from fedlearn.transport import wire
-from fedlearn.transport.base import Arrival, Asked, as_reply, require_free
+from fedlearn.transport.base import Arrival, Asked, reply_in, require_free
 from fedlearn.transport.content import TaskKey, digest_of
 
 #: Seconds between two looks at whether waiting shall end.
@@ -73,6 +73,14 @@ class DoorChannel:
     def available(self) -> Sequence[ClientId]:
         """Return the clients that are connected and eligible, by number."""
         return tuple(self.loop.ask(self.sessions.eligible))
+
+    def set_aside(self, client_id: ClientId) -> None:
+        """Have a client not be available any more until it connects anew."""
+        self.loop.post(partial(self.sessions.set_aside, client_id))
+
+    def num_set_aside(self) -> int:
+        """Return how many clients are connected and set aside."""
+        return len(self.loop.ask(self.sessions.all_set_aside))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
@@ -195,11 +203,24 @@ class DoorChannel:
         return offers
 
 
+@dataclass
+class _Read:
+    """A reply that was read, and what becomes of it."""
+
+    question: LiveQuestion
+    ruling: Ruling = ACCEPTED
+    failed: bool = False
+
+    def refuse(self, reason: str) -> None:
+        """Have it not count."""
+        self.ruling = unusable(reason)
+
+
 class DoorExchange:
     """An :class:`fedlearn.transport.base.Exchange` with the clients at a door.
 
-    A reply is read and decoded when it is asked for; it is accepted, and its client told so, with
-    the next call of the exchange. What its methods raise, a :class:`ValueError` excepted, puts it
+    A reply is read and decoded when it is asked for; its client is told whether it counts with the
+    next call of the exchange. What its methods raise, a :class:`ValueError` excepted, puts it
     aside as a crash would: it can be opened again, and goes on.
 
     Attributes:
@@ -218,8 +239,7 @@ class DoorExchange:
         self._questions: list[LiveQuestion] = []
         self._found: deque[tuple[LiveQuestion, LoggedReply]] = deque()  # by an earlier process
         self._awaited: dict[ClientId, TaskKey] = {}
-        self._num_read: Counter[TaskKey] = Counter()
-        self._accept_last: Callable[[], None] | None = None
+        self._last: _Read | None = None
         self._is_open = True
         self._is_over = False
 
@@ -267,14 +287,17 @@ class DoorExchange:
             if logged is None:
                 return None
             question, reply = logged
-            answer = as_reply(question.log.read(reply))
-        key = question.state.key
+            data = question.log.read(reply)
+        read = self._last = _Read(question)
+        try:
+            answer = reply_in(data)
+        except ProtocolError as error:
+            answer = Failure(str(error))
+            read.refuse(answer.reason)
+        read.failed = isinstance(answer, Failure)
         del self._awaited[reply.client_id]
-        self._num_read[key] += 1
-        consumed, failed = self._channel.exchanges.consumed, isinstance(answer, Failure)
-        self._accept_last = partial(consumed, question, self._num_read[key], failed=failed)
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
-        return Arrival(reply.client_id, answer, elapsed_s)
+        return Arrival(reply.client_id, answer, elapsed_s, read.refuse)
 
     def close(self) -> None:
         """Take no more replies; the clients are told so once that is durable."""
@@ -305,9 +328,11 @@ class DoorExchange:
         return questions
 
     def _accept(self) -> None:
-        if self._accept_last is not None:
-            self._channel.loop.post(self._accept_last)
-            self._accept_last = None
+        if (read := self._last) is not None:
+            consumed = self._channel.exchanges.consumed
+            told = partial(consumed, read.question, read.ruling, failed=read.failed)
+            self._channel.loop.post(told)
+            self._last = None
 
     def _close_answered(self) -> None:
         """Close questions that all have answered: an exchange may ask for hours."""
@@ -315,7 +340,6 @@ class DoorExchange:
         for question in self._questions:
             if question.state.key not in open_keys:
                 self._close(question, by_itself=True)
-                del self._num_read[question.state.key]
         self._questions = [each for each in self._questions if each.state.key in open_keys]
 
     def _next_logged(self, until_s: float) -> tuple[LiveQuestion, LoggedReply] | None:

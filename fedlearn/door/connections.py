@@ -51,11 +51,19 @@ class Ending(NamedTuple):
 
 
 class Ended(Exception):
-    """A call is over before its time; its client is told why."""
+    """A call is over before its time; its client, where it is known, is told why."""
 
-    def __init__(self, code: grpc.StatusCode, reason: str, cause: str = "") -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        cause: str = "",
+        *,
+        client: EnrolledClient | None = None,
+    ) -> None:
         super().__init__(reason)
         self.ending = Ending(code, reason, cause)
+        self.client = client
 
 
 async def read(context: Context) -> bytes | None:
@@ -106,6 +114,7 @@ class ServerSession:
     Attributes:
         is_eligible: Whether it may be asked.
         only_looks: Whether it leaves after the welcome, and must not be.
+        is_set_aside: Whether it must not be, since it keeps failing: while it is connected.
         since_s: When it connected, on the door's clock.
         held: Replies that it holds and waits for a receipt of.
         ending: Why the session has ended; ``None`` while it lives.
@@ -117,6 +126,7 @@ class ServerSession:
         self.eligibility = hello.eligibility
         self.is_eligible = False
         self.only_looks = hello.only_looks
+        self.is_set_aside = False
         self.since_s = since_s
         self.held = tuple(hello.held[:_MAX_HELD])
         self.ending: Ending | None = None
@@ -224,8 +234,21 @@ class Sessions:
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Note what a client says of itself now."""
         session.eligibility = eligibility
-        session.is_eligible = not session.only_looks and self.admits(session.client, eligibility)
+        may_be_asked = not (session.only_looks or session.is_set_aside)
+        session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
         self.changed()
+
+    def set_aside(self, client_id: ClientId) -> None:
+        """Have a client not be asked any more until it connects anew."""
+        session = self._sessions.get(client_id)
+        if session is not None and not session.is_set_aside:
+            session.is_set_aside = True
+            self.reconsider(session, session.eligibility)
+            _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
+
+    def all_set_aside(self) -> list[ClientId]:
+        """Return the clients that are set aside, by number."""
+        return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
         """Tell a client something if it is connected; return whether it is."""
@@ -234,7 +257,8 @@ class Sessions:
             return False
         if not session.push(message):
             self.counters.sessions_dropped += 1
-            _log.warning("session_dropped", client_id=client_id, reason="does not read")
+            name = session.client.name
+            _log.warning("session_dropped", client_id=client_id, name=name, reason="does not read")
             self.leave(session)
             return False
         return True

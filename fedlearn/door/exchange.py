@@ -5,7 +5,7 @@ verdicts of its own. They stay open together until the exchange closes.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TypeAlias
@@ -61,6 +61,11 @@ class Standing(Enum):
     UNKNOWN = auto()  # to a question that this process has not opened (again) yet
 
 
+def unusable(reason: str) -> Ruling:
+    """Return the verdict on a reply that was read, and does not count."""
+    return refusal(reason, "unusable")
+
+
 ACCEPTED = Ruling(Verdict.ACCEPTED)
 LATE = Ruling(Verdict.LATE, "the exchange has closed without it")
 
@@ -75,14 +80,14 @@ class Participant:
         offer: Which of the requests it is sent.
         since_s: When it came to its phase, on the door's clock.
         is_taken: Whether its reply is here.
-        is_accepted: Whether it counts, for good.
+        ruling: What became of it, for good.
     """
 
     offer: int
     phase: ClientPhase
     since_s: float
     is_taken: bool = False
-    is_accepted: bool = False
+    ruling: Ruling | None = None
 
 
 @dataclass(kw_only=True)
@@ -92,7 +97,7 @@ class QuestionState:
     Attributes:
         participants: All that are asked.
         logged: Those whose reply counts unless it is late, in order.
-        num_consumed: The first so many of them are accepted.
+        num_consumed: The first so many of them have their verdict.
     """
 
     key: TaskKey
@@ -134,18 +139,20 @@ class QuestionState:
         participant.since_s = now_s
         self.logged.append(client_id)
 
-    def consume(self, num_consumed: int, *, failed: bool) -> list[ClientId]:
-        """Accept the first ``num_consumed`` replies; return whose were not before.
+    def consume(self, *, ruling: Ruling, failed: bool) -> ClientId:
+        """Note the verdict on the next reply, or that its client failed; return whose it is."""
+        client_id = self.logged[self.num_consumed]
+        self.num_consumed += 1
+        participant = self.participants[client_id]
+        participant.ruling = ruling
+        if failed or ruling.verdict is Verdict.REFUSED:
+            participant.phase = ClientPhase.FAILED
+        return client_id
 
-        ``failed``: the last of them says that its client failed.
-        """
-        accepted = self.logged[self.num_consumed : num_consumed]
-        self.num_consumed = num_consumed
-        for client_id in accepted:
-            self.participants[client_id].is_accepted = True
-        if failed and accepted:
-            self.participants[accepted[-1]].phase = ClientPhase.FAILED
-        return accepted
+    def rulings(self) -> dict[ClientId, Ruling]:
+        """Return the verdicts so far."""
+        found = {each: self.participants[each].ruling for each in self.logged[: self.num_consumed]}
+        return {each: ruling for each, ruling in found.items() if ruling is not None}
 
     def rest(self) -> tuple[list[ClientId], list[ClientId]]:
         """Return whose replies came too late if this is the end, and who has not answered."""
@@ -159,7 +166,7 @@ class QuestionState:
             return refusal("this client was not asked", "not_asked")
         if not participant.is_taken:
             return Standing.OPEN
-        return ACCEPTED if participant.is_accepted else Standing.TAKEN
+        return Standing.TAKEN if participant.ruling is None else participant.ruling
 
 
 class ExchangeHistory:
@@ -167,7 +174,7 @@ class ExchangeHistory:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self._past: OrderedDict[TaskKey, frozenset[ClientId]] = OrderedDict()
+        self._past: OrderedDict[TaskKey, Mapping[ClientId, Ruling]] = OrderedDict()
         self._latest: dict[str, tuple[int, int, int]] = {}
 
     def open(self, key: TaskKey) -> None:
@@ -175,9 +182,9 @@ class ExchangeHistory:
         self._past.pop(key, None)
         self._latest[key.kind] = key.order
 
-    def remember(self, key: TaskKey, accepted: Collection[ClientId]) -> None:
-        """Note whose replies to a closed question were accepted; all others are late."""
-        self._past[key] = frozenset(accepted)
+    def remember(self, key: TaskKey, rulings: Mapping[ClientId, Ruling]) -> None:
+        """Note the verdicts on replies to a closed question; all others are late."""
+        self._past[key] = rulings
         while len(self._past) > _NUM_PAST and sum(map(len, self._past.values())) > _NUM_VERDICTS:
             self._past.popitem(last=False)
 
@@ -190,7 +197,7 @@ class ExchangeHistory:
         if key.run_id != self.run_id:
             return refusal("it belongs to another run", "other_run")
         if key in self._past:
-            return ACCEPTED if client_id in self._past[key] else LATE
+            return self._past[key].get(client_id, LATE)
         latest = self._latest.get(key.kind)
         if latest is not None and key.order < latest:
             return LATE

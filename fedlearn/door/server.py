@@ -10,7 +10,7 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -40,7 +40,13 @@ from fedlearn.door.connections import (
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.door.enrolment import MAX_ENROLMENT_BYTES, Enrolments
-from fedlearn.door.exchange import ClientPhase, ExchangeHistory, TokenBucket
+from fedlearn.door.exchange import (
+    ACCEPTED,
+    ClientPhase,
+    ExchangeHistory,
+    TokenBucket,
+    unusable,
+)
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.spool import GroupWriter, ended_exchanges
@@ -65,6 +71,7 @@ _MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are 
 _MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
 _MAX_CALLS = 16  # of one client that have not ended, over all its connections
 _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
+_MAX_TOLD = 100  # clients that are set aside, in the status
 _MAX_ENROLMENT_CONNECTIONS = 1000  # at once; whoever reaches the port may hold one, for a while
 
 _SOFTWARE = f"fedlearn {version('fedlearn')}"
@@ -128,8 +135,11 @@ class Door:
             if ended.closed is None:
                 is_recovering = True
             else:
-                accepted = [each.client_id for each in ended.replies[: ended.closed.num_consumed]]
-                history.remember(TaskKey.of_folder(self.run_id, name), accepted)
+                taken = ended.replies[: ended.closed.num_consumed]
+                rulings = {each.client_id: ACCEPTED for each in taken}
+                for number, reason in ended.closed.refused.items():
+                    rulings[ClientId(int(number))] = unusable(reason)
+                history.remember(TaskKey.of_folder(self.run_id, name), rulings)
         if self.is_leader():  # a successor has its own there
             shutil.rmtree(self.spool_dir / "passing", ignore_errors=True)
         self._loop = LoopThread("door")
@@ -197,15 +207,21 @@ class Door:
         """Return who is connected and where the open exchange stands, as JSON values."""
         return self._loop.ask(self._status)
 
-    def _status(self) -> dict[str, object]:
-        def name(client_id: ClientId) -> str:
-            client = self._enrolled.by_id(client_id)
-            return "" if client is None else client.name
+    def names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
+        """Return the names of clients; one that is not enrolled has none."""
+        return self._loop.ask(lambda: {each: self._name(each) for each in client_ids})
 
-        status = self._exchanges.status(name)
-        return status | {
+    def _name(self, client_id: ClientId) -> str:
+        client = self._enrolled.by_id(client_id)
+        return "" if client is None else client.name
+
+    def _status(self) -> dict[str, object]:
+        set_aside = self._sessions.all_set_aside()
+        return self._exchanges.status(self._name) | {
             "connected": len(self._sessions),
             "eligible": len(self._sessions.eligible()),
+            "set_aside": len(set_aside),
+            "clients_set_aside": set_aside[:_MAX_TOLD],
         }
 
     def _end(self) -> None:
@@ -389,7 +405,10 @@ class Door:
             if (objection := self._objection(session.client)) is None:
                 continue
             reason, _ = objection
-            _log.warning("session_ended", client_id=session.client.client_id, reason=reason)
+            client = session.client
+            _log.warning(
+                "session_ended", client_id=client.client_id, name=client.name, reason=reason
+            )
             session.cut(Ending(grpc.StatusCode.UNAUTHENTICATED, reason))
             self._leave(session)
 
@@ -422,7 +441,7 @@ class Door:
         async with self._told(context):
             client = await self._authenticated(context)
             with counted(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
-                async with self._told(context, client_id=client.client_id):
+                async with self._told(context, client=client):
                     await serve(client, context)
 
     async def _serve_anyone(
@@ -432,7 +451,9 @@ class Door:
             await serve(context)
 
     @asynccontextmanager
-    async def _told(self, context: Context, **logged: int) -> AsyncIterator[None]:
+    async def _told(
+        self, context: Context, *, client: EnrolledClient | None = None
+    ) -> AsyncIterator[None]:
         """Tell the peer why its call ends before its time; a refusal is counted."""
         try:
             yield
@@ -441,13 +462,14 @@ class Door:
             if cause:
                 self.counters.refused[cause] += 1
                 num_calls, _ = self._refusals.get(cause, (0, ""))
-                self._refusals[cause] = num_calls + 1, context.peer()
+                who = ended.client if client is None else client
+                self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
             try:
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:
                 # A message is still being sent to a client that does not read: its call cannot be
                 # ended in words. A call that is let go of is reset.
-                _log.info("call_dropped", **logged)
+                _log.info("call_dropped", client_id=None if client is None else client.client_id)
                 raise asyncio.CancelledError from error
 
     async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
@@ -551,7 +573,7 @@ class Door:
             raise Ended(grpc.StatusCode.UNAUTHENTICATED, reason, "unknown")
         objection = self._objection(client)
         if objection is not None:  # its certificate may have expired since it connected
-            raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection)
+            raise Ended(grpc.StatusCode.UNAUTHENTICATED, *objection, client=client)
         return client
 
     async def _recognised(self, context: Context) -> EnrolledClient | None:

@@ -18,9 +18,9 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import groupby
@@ -62,12 +62,15 @@ class Closed:
     """The last record of a log.
 
     Attributes:
-        num_consumed: The first so many replies count; the others came too late.
+        num_consumed: The first so many replies were taken; the others came too late.
         by_itself: Whether its deadline passed or all had answered; else there were enough.
+        refused: Of those taken, whose do not count, and why: by the client's number, in JSON a
+            text.
     """
 
     num_consumed: int
     by_itself: bool
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 class LoggedReply(NamedTuple):

@@ -21,7 +21,6 @@ from fedlearn.core.messages import ClientId
 from fedlearn.door.connections import Ended, Ending, ServerSession, Sessions
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.exchange import (
-    ACCEPTED,
     LATE,
     ClientPhase,
     ExchangeHistory,
@@ -168,11 +167,14 @@ class Exchanges:
         """Count an attempt to open an exchange, which the disk was too full for."""
         self.counters.disk_full += 1
 
-    def consumed(self, live: LiveQuestion, num_consumed: int, *, failed: bool) -> None:
-        """Accept the first ``num_consumed`` replies."""
-        for client_id in live.state.consume(num_consumed, failed=failed):
+    def consumed(self, live: LiveQuestion, ruling: Ruling, *, failed: bool) -> None:
+        """Tell the verdict on the next reply; ``failed``: it says that its client did."""
+        client_id = live.state.consume(ruling=ruling, failed=failed)
+        if ruling.verdict is Verdict.ACCEPTED:
             self.counters.replies_accepted += 1
-            self._settle(live.state.key, client_id, ACCEPTED)
+        else:
+            self.counters.refused[ruling.cause] += 1
+        self._settle(live.state.key, client_id, ruling)
 
     def close(self, live: LiveQuestion, *, by_itself: bool) -> None:
         """Take no more replies; clients are told so once that is durable."""
@@ -180,9 +182,11 @@ class Exchanges:
             return  # the door has closed, and the exchange will be opened again
         key, state = live.state.key, live.state
         late, silent = state.rest()
-        self.history.remember(key, state.logged[: state.num_consumed])
+        rulings = state.rulings()
+        self.history.remember(key, rulings)
         self._closing.add(key)
-        closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself)
+        refused = {str(each): ruling.reason for each, ruling in rulings.items() if ruling.reason}
+        closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself, refused=refused)
         reason = "the round has closed" if by_itself else "the round has enough replies"
         tell = partial(self._closed, key, late=late, silent=silent, reason=reason)
         self.writer.put(live.log, closed, tell)
@@ -267,7 +271,9 @@ class Exchanges:
     def refused(self, client: EnrolledClient, ruling: Ruling) -> None:
         """Count and log that a reply was refused."""
         self.counters.refused[ruling.cause] += 1
-        _log.warning("reply_refused", client_id=client.client_id, reason=ruling.reason)
+        _log.warning(
+            "reply_refused", client_id=client.client_id, name=client.name, reason=ruling.reason
+        )
 
     def result(self, session: ServerSession, result: wire_pb2.Result) -> None:
         """Take a small reply."""

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from fedlearn.core.distribution import Direction, distribution
-from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
+from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.params import Params
 from fedlearn.core.reported import named, usual
 from fedlearn.transport.base import Channel, ask_once
@@ -62,12 +62,13 @@ class ChannelEvaluator:
             return {}
         request = EvaluateRequest(round_num=round_num, tensors=params.named())
         requests = dict.fromkeys(cohort, request)
-        arrivals = ask_once(self.channel, requests, deadline_s=self.deadline_s)
-        replies = [
-            arrival.reply
-            for arrival in arrivals
-            if isinstance(arrival.reply, EvaluateReply) and arrival.reply.round_num == round_num
-        ]
+        replies = list[EvaluateReply]()
+        for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):
+            reply = arrival.reply
+            if isinstance(reply, EvaluateReply) and reply.round_num == round_num:
+                replies.append(reply)
+            elif not isinstance(reply, Failure):
+                arrival.refuse(f"{type(reply).__name__} does not measure round {round_num}")
         by_name: dict[str, list[float]] = {}
         for reply in replies:
             for name, value in named(reply.metrics).items():

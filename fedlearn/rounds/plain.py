@@ -13,6 +13,7 @@ from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import (
+    MAX_REASON,
     Participation,
     Participations,
     Status,
@@ -26,9 +27,6 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.
 MAX_EXAMPLES = 10**9
-
-#: Characters of a failure's reason that are kept: a peer chooses them.
-MAX_REASON = 300
 
 
 class _Fold:
@@ -119,6 +117,8 @@ class PlainCollector:
             if isinstance(update, TrainReply):
                 fold.add(arrival.client_id, update)
                 metrics.add(update.metrics, num_examples=update.num_examples)
+            elif update is not arrival.reply:  # the client does not say itself that it failed
+                arrival.refuse(update.reason[:MAX_REASON])
             settled[arrival.client_id] = _participation(arrival, update)
             del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:

@@ -26,7 +26,7 @@ from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
     ClientId,
     Failure,
@@ -40,7 +40,6 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Layout
 from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.identity.lineage import newest_key
-from fedlearn.rounds.plain import MAX_REASON
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.fixed_point import Lane, LaneRole
 from fedlearn.secagg.plan import (
@@ -256,6 +255,8 @@ class _Session:
                 receive(client_id, _opened(arrival.reply, kind, self.request.round_num))
             except ProtocolError as error:
                 reason = f"at the stage `{stage}`: {error}"
+                if not isinstance(arrival.reply, Failure):
+                    arrival.refuse(reason[:MAX_REASON])
                 self.lose(client_id, Status.FAILED, last_s, reason)
             else:
                 if stage is Stage.MASK:

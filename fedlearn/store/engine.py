@@ -12,21 +12,31 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from fedlearn.core.files import is_full, remedy
+from fedlearn.core.redaction import redacted
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 from fedlearn.store import migrations
 
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
 
-#: A server or a network that dies without a word is noticed in seconds, as is, by the server,
-#: a coordinator that stands still inside a transaction: it must not keep others waiting.
+#: What the server shall do: notice, in seconds, that a coordinator stands still inside a
+#: transaction, or that its machine has no power, for it must not keep others waiting.
+_SESSION = {
+    "idle_in_transaction_session_timeout": "10s",
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "2",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "10s",
+}
+
+#: A server or a network that dies without a word is noticed as fast.
 _POSTGRESQL_OPTIONS = {
     "connect_timeout": "5",
     "tcp_user_timeout": "10000",
     "keepalives_idle": "5",
     "keepalives_interval": "2",
     "keepalives_count": "3",
-    "options": "-c idle_in_transaction_session_timeout=10s",
+    "options": " ".join(f"-c {name}={value}" for name, value in _SESSION.items()),
 }
 
 _POSTGRESQL_DISK_FULL = "53100"
@@ -85,10 +95,10 @@ def explained(engine: Engine) -> Iterator[None]:
     except DBAPIError as error:
         what = " ".join(str(error.orig).split())  # PostgreSQL's take several lines
         kind, advice = _said(error)
-        raise kind(f"{engine.url!r}: {what}; {advice}") from error
+        raise kind(f"{_shown(engine.url)}: {what}; {advice}") from error
     except PoolTimeout as error:  # the pool's own, not the driver's
         raise StoreUnavailable(
-            f"{engine.url!r}: all connections of this process are in use; let what holds the "
+            f"{_shown(engine.url)}: all connections of this process are in use; let what holds the "
             "database end"
         ) from error
     except OSError as error:
@@ -109,7 +119,7 @@ def migrate(engine: Engine) -> None:
             return
         if revision is not None and revision not in known:
             raise NewerStore(
-                f"{engine.url!r} has schema revision {revision!r}, this version of fedlearn "
+                f"{_shown(engine.url)} has schema revision {revision!r}, this version of fedlearn "
                 f"knows up to {known[-1]!r}; upgrade fedlearn "
                 "(`pip install --upgrade fedlearn`)"
             )
@@ -128,17 +138,33 @@ def _revision(engine: Engine) -> str | None:
 
 
 def _checked_url(url: str) -> URL:
-    """Parse ``url``; what is wrong with it is said without a password that may be in it."""
+    """Parse ``url``; what is wrong with it is said without a password that may be in it.
+
+    Nor may such a password stand in the traceback: hence ``from None``.
+    """
     usage = "write `sqlite:///FILE` or `postgresql+psycopg://USER:PASSWORD@HOST/NAME`"
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
-        raise StoreError(f"the store's URL is not one; {usage}") from error
+    except ArgumentError:
+        raise StoreError(f"the store's URL is not one; {usage}") from None
+    except ValueError:  # of the port, or of a password that stands where a port would
+        raise StoreError(f"the port in the store's URL is no number; {usage}") from None
+    address, _, _ = url.partition("?")
+    if parsed.drivername != "sqlite" and address.count("@") > 1:
+        raise StoreError(
+            f"the store's URL has an '@' too many; {usage}, and in the password %40 for '@', %3A "
+            "for ':', %2F for '/'"
+        )
     if parsed.drivername not in {"sqlite", "postgresql+psycopg"}:
         raise StoreError(f"no store is kept by {parsed.drivername!r}; {usage}")
     if parsed.drivername == "sqlite" and parsed.database in {None, "", ":memory:"}:
-        raise StoreError(f"a store outlives the process, {parsed!r} would not; {usage}")
+        raise StoreError(f"a store outlives the process, {_shown(parsed)} would not; {usage}")
     return parsed
+
+
+def _shown(url: URL) -> str:
+    """Return a URL without its password, wherever that is."""
+    return redacted(url.render_as_string())
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:

@@ -3,13 +3,15 @@
 The holder of a run's lease adds one to ``beat`` every few seconds. Whoever waits takes over,
 with the next ``epoch``, once the beat has stood still for ``ttl_s`` of its own monotonic
 clock: no two machines' clocks are ever compared. Every write of the holder checks the epoch
-in its own transaction, so one that was taken over, and does not know, changes nothing.
+in its own transaction, so one that was taken over, and does not know, changes nothing. One that
+stopped inside such a transaction loses its connection to the database.
 
 Whatever reads or writes raises :class:`~fedlearn.errors.StoreError` if the database cannot be read
 or written.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import cast
 
 import structlog
@@ -137,7 +139,7 @@ class Lease:
                 self._seen, self._seen_s = state, self._clock.now_s()
             is_free = found.holder in {"", self.holder}
             is_silent = now_s - self._seen_s >= self.ttl_s
-            return (is_free or is_silent) and self._take(found)
+            return (is_free or is_silent) and self._take(found, is_silent=is_silent)
         except StoreUnavailable:
             self._seen = None
             raise
@@ -196,10 +198,17 @@ class Lease:
         if session.scalar(ours) is None:
             raise self._fenced(session)
 
-    def _take(self, found: DeployedRun) -> bool:
-        """Take over from the state that was ``found``, unless it has changed."""
+    def _take(self, found: DeployedRun, *, is_silent: bool) -> bool:
+        """Take over from the state that was ``found``, unless it has changed.
+
+        A silent holder may have stopped inside a transaction that has the row: it is not waited
+        for.
+        """
         sent_s = self._clock.now_s()
-        with self._database.writing() as session:
+        with (
+            self._database.writing() as session,
+            self._database.ending_blockers(session) if is_silent else nullcontext(),
+        ):
             taken = session.scalar(
                 update(DeploymentRow)
                 .where(

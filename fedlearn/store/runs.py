@@ -26,6 +26,7 @@ from fedlearn.core.randomness import SecretBytes, Seed
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus
+from fedlearn.store.blockers import ending_blockers
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.holding import held, is_held
@@ -109,6 +110,10 @@ class Database:
             engine = engine.execution_options(isolation_level="REPEATABLE READ")
         with self.explained(), Session(engine) as session:
             yield session
+
+    def ending_blockers(self, session: Session) -> AbstractContextManager[None]:
+        """End sessions that stand still and keep ``session`` waiting."""
+        return ending_blockers(self._engine, session)
 
     def explained(self) -> AbstractContextManager[None]:
         """Turn errors of the driver and of the disk into StoreErrors with a remedy."""

@@ -1,7 +1,7 @@
 """The one interface that differs between a simulation and a deployment."""
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +9,7 @@ from mmap import mmap
 from typing import Protocol
 
 from fedlearn.core.codec import decode
+from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -22,13 +23,24 @@ from fedlearn.core.messages import (
 from fedlearn.errors import ProtocolError
 
 
+def _tell_nobody(_: str) -> None:
+    """Refuse a reply on a channel that has no way to tell its client."""
+
+
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """One client's reply, and when it came: seconds since the exchange was asked first."""
+    """One client's reply.
+
+    Attributes:
+        elapsed_s: When it came, in seconds since the exchange was asked first.
+        refuse: Says, before the exchange is used again, why the reply does not count: its client
+            is told so, where the channel can. Without a word it counts.
+    """
 
     client_id: ClientId
     reply: Reply
     elapsed_s: float
+    refuse: Callable[[str], None] = _tell_nobody
 
 
 class Exchange(Protocol):
@@ -51,7 +63,8 @@ class Exchange(Protocol):
         """Return the next reply, in order of arrival, as soon as it is there.
 
         A client that fails answers with :class:`~fedlearn.core.messages.Failure`. With the next
-        call of this exchange, whichever it is, the reply counts as taken.
+        call of this exchange, whichever it is, the reply counts as taken, unless it was refused
+        (:attr:`Arrival.refuse`).
 
         Args:
             until_s: How long to wait, in seconds since the first :meth:`ask`; infinite: until the
@@ -140,12 +153,24 @@ def require_free(
             )
 
 
-def as_reply(data: bytes | mmap) -> Reply:
-    """Decode a reply; what is not one becomes a :class:`Failure`."""
+def reply_in(data: bytes | mmap) -> Reply:
+    """Decode a reply.
+
+    Raises:
+        ProtocolError: The bytes are none; what the message quotes of them is cut.
+    """
     try:
         message = decode(data)
     except ProtocolError as error:
-        return Failure(reason=str(error))
+        raise ProtocolError(str(error)[:MAX_REASON]) from error
     if isinstance(message, TrainReply | EvaluateReply | SecureReply | Failure):
         return message
-    return Failure(reason=f"{type(message).__name__} is not a reply")
+    raise ProtocolError(f"{type(message).__name__} is not a reply")
+
+
+def as_reply(data: bytes | mmap) -> Reply:
+    """Decode a reply; what is not one becomes a :class:`Failure`."""
+    try:
+        return reply_in(data)
+    except ProtocolError as error:
+        return Failure(reason=str(error))

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import ClientId, Reply, Request
-from fedlearn.transport.base import Arrival, as_reply, require_free
+from fedlearn.core.messages import ClientId, Failure, Reply, Request
+from fedlearn.errors import ProtocolError
+from fedlearn.transport.base import Arrival, reply_in, require_free
 
 #: One message in, one out, with the client's state before and after.
 Handler = Callable[[bytes, bytes], tuple[bytes, bytes]]
@@ -32,12 +33,14 @@ class MemoryChannel:
     Attributes:
         clock: Advanced to each arrival.
         states: Per client the state that its last message left behind; empty at first.
+        refused: Per client why its last refused reply did not count.
     """
 
     handlers: Mapping[ClientId, Handler]
     latency: Latency
     clock: VirtualClock
     states: dict[ClientId, bytes] = field(default_factory=dict)
+    refused: dict[ClientId, str] = field(default_factory=dict)
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients."""
@@ -51,7 +54,11 @@ class MemoryChannel:
         """Have a client answer, and keep its state."""
         state = self.states.get(client_id, b"")
         reply, self.states[client_id] = self.handlers[client_id](data, state)
-        return as_reply(reply)
+        try:
+            return reply_in(reply)
+        except ProtocolError as error:
+            self.refused[client_id] = str(error)
+            return Failure(str(error))
 
 
 class MemoryExchange:
@@ -104,7 +111,9 @@ class MemoryExchange:
         arrival_s, _, client_id, encoded = heappop(self._due)
         self._pass_to(arrival_s)
         self._awaited.discard(client_id)
-        return Arrival(client_id, self._channel.reply(client_id, encoded()), self._elapsed_s)
+        reply = self._channel.reply(client_id, encoded())
+        refuse = partial(self._channel.refused.__setitem__, client_id)
+        return Arrival(client_id, reply, self._elapsed_s, refuse)
 
     def close(self) -> None:
         """Forget who is still to answer."""

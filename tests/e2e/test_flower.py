@@ -255,7 +255,6 @@ def replayed(
         store=Forgetful(),
         checkpoint=None,
         clock=VirtualClock(),
-        progress=lambda _: None,
         place=Place(
             kind="deployment",
             folder=folder / "no training keeps checkpoints",

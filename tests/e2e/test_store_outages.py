@@ -6,15 +6,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread, Timer
 
+import psycopg
 import pytest
 import structlog
 import torch
+from sqlalchemy import text
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
@@ -364,11 +366,14 @@ def test_a_coordinator_that_stood_still_is_fenced_off(
     assert [file.round_num for file in shared.run(RUN.name).checkpoints()] == [0, 7]
 
 
-def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
-    postgresql_url: str, tmp_path: Path
-) -> None:
-    """Else it would be committed after the takeover, by a holder of the past."""
-    with Database.open(postgresql_url, runs_dir=tmp_path / "runs") as database:
+@contextmanager
+def silent(postgresql_url: str, runs_dir: Path) -> Iterator[tuple[Database, Lease, Lease]]:
+    """Open a store with a holder that has fallen silent, and who may take over from it.
+
+    Whoever waits for a lock for long fails, and does not wait for ever.
+    """
+    impatient = f"{postgresql_url}&options=-c%20lock_timeout%3D20s"
+    with Database.open(impatient, runs_dir=runs_dir) as database:
         database.create(RUN)
         deploy(database, RUN.name)
         first, second = (
@@ -377,6 +382,14 @@ def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
         )
         assert first.try_acquire()
         assert not second.try_acquire()  # it has seen the holder now
+        yield database, first, second
+
+
+def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    """Else it would be committed after the takeover, by a holder of the past."""
+    with silent(postgresql_url, tmp_path / "runs") as (database, first, second):
         taken = Event()
 
         def take() -> None:
@@ -386,7 +399,52 @@ def test_a_takeover_waits_for_a_write_that_has_passed_the_guard(
         with database.writing() as session:
             first.guard(session)
             Thread(target=take, daemon=True).start()
-            assert not taken.wait(timeout=0.3)
+            session.execute(text("SELECT pg_sleep(1)"))  # it works, longer than one stands still
+            assert not taken.is_set()
         assert taken.wait(timeout=60.0)
         with pytest.raises(Fenced), database.writing() as session:
             first.guard(session)
+
+
+def test_a_takeover_ends_a_write_that_stands_still(postgresql_url: str, tmp_path: Path) -> None:
+    """Its process stopped between two messages of a pipeline, which no timeout of the server ends.
+
+    The holder's next beat waits for it, and the takeover for that.
+    """
+    url = postgresql_url.replace("+psycopg", "")
+    idle = "-c%20idle_in_transaction_session_timeout%3D100"
+    with (
+        silent(postgresql_url, tmp_path / "runs") as (database, _, second),
+        closing(psycopg.connect(f"{url}&options={idle}")) as stopped,
+        closing(psycopg.connect(url)) as beating,
+        closing(psycopg.connect(url, autocommit=True)) as admin,
+    ):
+        stopped.execute("SELECT epoch FROM deployments FOR SHARE")
+        stopped.pgconn.enter_pipeline_mode()
+        stopped.pgconn.send_query_params(b"SELECT 1", None)
+        stopped.pgconn.send_flush_request()
+        stopped.pgconn.flush()
+        beat = "BEGIN; UPDATE deployments SET beat = beat + 1"
+        beating.pgconn.send_query(beat.encode())
+        state = "SELECT state, wait_event FROM pg_stat_activity WHERE pid = %s"
+        SystemClock().sleep(0.3)
+        found = admin.execute(state, (stopped.info.backend_pid,)).fetchone()
+        assert found == ("active", "ClientRead"), "the control: the server takes it to be at work"
+        assert second.try_acquire()
+        assert deployment(database, RUN.name).epoch == 2
+        assert admin.execute(state, (stopped.info.backend_pid,)).fetchone() is None
+
+
+def test_the_server_looks_after_those_whose_machine_is_off(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    """By keepalives of its own: the other machine's say nothing any more."""
+    with (
+        Database.open(postgresql_url, runs_dir=tmp_path) as database,
+        database.reading() as session,
+    ):
+        asked = text("SELECT name, reset_val FROM pg_settings WHERE source = 'client'")
+        found = {row.name: row.reset_val for row in session.execute(asked)}
+    assert found["tcp_keepalives_idle"] == "5"
+    assert found["tcp_user_timeout"] == "10000"
+    assert found["idle_in_transaction_session_timeout"] == "10000"

@@ -21,7 +21,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import Participation, Status, unsound
+from fedlearn.core.collecting import MAX_REASON, Participation, Status, unsound
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -31,15 +31,19 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.errors import ProtocolError
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import MAX_EXAMPLES, MAX_REASON, PlainCollector
+from fedlearn.rounds.plain import MAX_EXAMPLES, PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.transport.base import reply_in
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4
+#: What a client says itself.
+OWN_FAILURE = encode(Failure("battery low"))
 #: The update of a linear layer with two weights and a bias.
 ZERO = {"delta": torch.zeros(3)}
 FEDAVG = FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1))
@@ -77,10 +81,21 @@ def with_element(value: float) -> Mapping[str, Tensor]:
     return {"delta": torch.tensor([0.0, value, 0.0])}
 
 
+def says_that_it_failed(answer: bytes) -> bool:
+    try:
+        return isinstance(reply_in(answer), Failure)
+    except ProtocolError:
+        return False
+
+
 def one_round(
     answer: bytes | Handler, *, strategy: Strategy = FEDAVG
 ) -> tuple[Params, dict[ClientId, Participation]]:
-    """Run a round in which one client answers so; all that the others contribute is ones."""
+    """Run a round in which one client answers so; all that the others contribute is ones.
+
+    Whoever is not in the mean, and does not say itself that it failed, hears the reason that is on
+    record.
+    """
     ones = reply({lane.name: torch.ones(3) for lane in strategy.lanes})
 
     def honest(_: bytes, state: bytes) -> tuple[bytes, bytes]:
@@ -114,7 +129,12 @@ def one_round(
     params = Params.of(nn.Linear(2, 1))
     start = plan.init(params.with_vector(torch.zeros_like(params.vector)))
     ran = run_round(start, plan, attempt=0)
-    return ran.state.params, {p.client_id: p for p in ran.collected.participations}
+    participations = {p.client_id: p for p in ran.collected.participations}
+    if isinstance(answer, bytes):
+        hostile = participations[HOSTILE]
+        is_refused = hostile.status is Status.FAILED and not says_that_it_failed(answer)
+        assert channel.refused == ({HOSTILE: hostile.reason} if is_refused else {})
+    return ran.state.params, participations
 
 
 HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
@@ -164,7 +184,7 @@ HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
         ),
         "malformed tensors",
     ),
-    "a failure of its own": (encode(Failure("battery low")), "battery low"),
+    "a failure of its own": (OWN_FAILURE, "battery low"),
 }
 
 
@@ -277,12 +297,19 @@ def test_a_diverged_client_is_quarantined() -> None:
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 
+#: Evaluations that count for nothing, and are as they should be.
+COUNTED = (
+    encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": float("nan")})),
+    OWN_FAILURE,
+)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         b"garbage",
         encode(EvaluateReply(round_num=9, num_examples=1, metrics={"loss": 9.0})),
-        encode(EvaluateReply(round_num=1, num_examples=1, metrics={"loss": float("nan")})),
+        *COUNTED,
         raw(
             {
                 "kind": "evaluate_reply",
@@ -291,7 +318,6 @@ def test_a_diverged_client_is_quarantined() -> None:
             safetensors.torch.save({}),
         ),
         reply(round_num=1),
-        encode(Failure("battery low")),
     ],
 )
 def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
@@ -305,5 +331,6 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
         channel=channel, cohort=lambda _: clients, directions={"loss": "min"}, deadline_s=1.0
     )
     metrics = evaluator.evaluate(Params.of(nn.Linear(2, 1)), round_num=1)
+    assert (HOSTILE in channel.refused) == (answer not in COUNTED)
     assert metrics["clients/loss_mean"] == 2.0
     assert metrics["clients/loss_worst_decile"] == 2.0

@@ -92,6 +92,7 @@ def durable(
     patience_s: float = 600.0,
     is_paused: Callable[[], bool] = never,
     check: Callable[[], None] = ignore,
+    num_set_aside: int = 0,
     clock: RealClock | None = None,
 ) -> DurableOpening:
     return DurableOpening(
@@ -100,6 +101,7 @@ def durable(
         policy=replace(POLICY, num_wanted=num_asked),
         seed=Seed(1),
         num_needed=num_asked,
+        num_set_aside=lambda: num_set_aside,
         patience_s=patience_s,
         is_paused=is_paused,
         check=check,
@@ -154,6 +156,17 @@ def test_a_client_that_never_comes_does_not_hold_up_the_others(new_journal: NewJ
     opening = durable(clients, new_journal(), patience_s=60.0, clock=clock)
     assert sorted(opening.open(0, attempt=0)) == ALL[:3]
     assert clock.now_s() >= 60.0
+
+
+@pytest.mark.parametrize(("num_set_aside", "waited_s"), [(0, 600.0), (1, 0.0), (4, 0.0)])
+def test_nobody_waits_for_clients_that_are_set_aside(
+    new_journal: NewJournal, num_set_aside: int, waited_s: float
+) -> None:
+    """Three of four are there; control: without one set aside, the fourth is waited for."""
+    clock = Hour(5.0)
+    made = durable(there(3), new_journal(), num_set_aside=num_set_aside, clock=clock)
+    assert len(made.open(0, attempt=0)) == 3
+    assert clock.elapsed_s == pytest.approx(5.0 + waited_s, abs=1.0)
 
 
 def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(

@@ -31,6 +31,8 @@ from fedlearn.rounds.journal import Control
 from fedlearn.store.lease import Lease, set_control
 from fedlearn.store.runs import Database
 
+NAN, ASIDE = "the delta is not finite", "it is set aside until it connects anew"
+
 #: How long operators look for a beat, and what makes it come soon.
 PATIENCE_S, TTL_S = 60.0, 0.8
 
@@ -209,6 +211,11 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
         "exchange": {"kind": "TrainRequest", "remaining_s": 41.2},
         "connected": 1,
         "eligible": 1,
+        "failing": {
+            "1": {"in_a_row": 5, "reason": f"{NAN}\x1b[2J"},
+            "2": {"in_a_row": 2, "reason": ""},
+        },
+        "clients_set_aside": [1],
     }
     with beating(site, live_status, Interruption(), threading.Event(), asked):
         explanation = site.operator.why()
@@ -217,6 +224,8 @@ def test_why_tells_client_by_client_what_the_round_waits_for(site: Site) -> None
         "2 reports close it, 1 make a round, its deadline is in 42 s",
         "  clinic-a: trains, for 12 s",
         "  clinic-c: has lost its connection; it may come back, for 3 s",
+        f"  clinic-b: has failed 5 times in a row ({NAN}\ufffd[2J); {ASIDE}",
+        "  clinic-c: has failed 2 times in a row (no reason given)",
     ]
     assert explanation.values()["alive"] is True
 
@@ -226,9 +235,13 @@ def test_why_tells_how_many_clients_are_waited_for(site: Site) -> None:
     live_status = LiveStatus(num_rounds=20, num_needed=5)
     live_status.phase = Phase.WAITING
     told: dict[str, object] = {"clients": {}, "exchange": None, "connected": 3, "eligible": 2}
+    told["set_aside"] = 1
     with beating(site, live_status, Interruption(), threading.Event(), told):
         lines = site.operator.why().lines()
-    assert "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible" in lines
+    assert (
+        "it needs 5 clients that may be asked: 3 are connected, 2 of them eligible, 1 set aside"
+        in (lines)
+    )
 
 
 def test_why_tells_how_far_a_training_of_its_own_is(site: Site) -> None:

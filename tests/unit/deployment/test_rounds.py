@@ -1,6 +1,7 @@
 """A deployed run over a channel: the same model as the simulation, and what it leaves behind."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,17 +12,18 @@ import torch
 from fedlearn.build import Deployment, Simulation, deployment, simulation
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.coordinator import enrolled_keys
 from fedlearn.deployment.live_status import LiveStatus
-from fedlearn.deployment.record import ForgettingStore, first_attempts
+from fedlearn.deployment.record import ForgettingStore, TellingStore, first_attempts
 from fedlearn.deployment.rounds import run_over
-from fedlearn.errors import ConfigError, StoreUnavailable
+from fedlearn.errors import ConfigError, Fenced, StoreError, StoreUnavailable
 from fedlearn.experiment.assemble import Identities, assemble, over_channel
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
 from fedlearn.rounds.run import train
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import fresh_signer
@@ -34,6 +36,17 @@ from fedlearn.transport.memory import MemoryChannel
 from tests.records import journals_in
 
 NUM_ROUNDS = 3
+FINISHED = RoundRecord(
+    round_num=0,
+    attempt=0,
+    outcome=Outcome.SKIPPED,
+    participations=Participations.of(()),
+    train_loss=math.nan,
+    duration_s=1.0,
+    virtual_s=1.0,
+    seconds=0.1,
+    metrics={},
+)
 
 
 @dataclass
@@ -101,7 +114,7 @@ def opening(pieces: Deployment, channel: MemoryChannel) -> SampledOpening:
     )
 
 
-def run(pieces: Deployment, channel: MemoryChannel, store: MemoryStore) -> dict[str, torch.Tensor]:
+def run(pieces: Deployment, channel: MemoryChannel, store: RunStore) -> dict[str, torch.Tensor]:
     state = run_over(
         channel,
         pieces,
@@ -109,7 +122,6 @@ def run(pieces: Deployment, channel: MemoryChannel, store: MemoryStore) -> dict[
         store=store,
         checkpoint=None,
         clock=SystemClock(),
-        progress=lambda _: None,
     )
     return dict(state.server.params.named())
 
@@ -231,6 +243,45 @@ def test_what_is_committed_is_forgotten_in_the_journal(tmp_path: Path) -> None:
         assert journal.find(3, 0) is None
         assert journal.find(4, 0) is not None
     assert forgotten == [4]
+
+
+@dataclass
+class Disturbed(MemoryStore):
+    """The commit after some round fails, once."""
+
+    fails_after: int = -1
+    error: StoreError = field(default_factory=lambda: Fenced("taken over"))
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.round_num == self.fails_after:
+            self.fails_after = -1
+            raise self.error
+        super().commit(checkpoint)
+
+
+def test_a_round_is_told_once_and_only_when_it_is_committed(config: Config) -> None:
+    """A coordinator that was taken over before the commit tells nothing: its successor will."""
+    simulated = simulation(config, data_dir=Path("nowhere"))
+    pieces, told = deployment(config, data_dir=Path("nowhere")), list[int]()
+    stored = Disturbed(fails_after=2)
+    store = TellingStore(store=stored, tell=lambda record: told.append(record.round_num))
+    with pytest.raises(Fenced):
+        run(pieces, clients(simulated), store)
+    assert [each.round_num for each in stored.commits] == [0, 1]
+    assert told == [0]
+    assert len(stored.rounds) == 2, "the control: the second round was finished"
+
+
+def test_a_commit_that_is_repeated_is_told_once() -> None:
+    """The database was away when it was asked first."""
+    told = list[int]()
+    stored = Disturbed(fails_after=1, error=StoreUnavailable("away"))
+    store = TellingStore(store=stored, tell=lambda record: told.append(record.round_num))
+    for round_num in (0, 1):
+        store.append(replace(FINISHED, round_num=round_num))
+        checkpoint = Checkpoint(round_num=round_num + 1, tensors={}, values={})
+        patience(VirtualClock())(partial(store.commit, checkpoint))
+    assert told == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fedlearn.door.exchange import (
     Standing,
     TokenBucket,
     Verdict,
+    unusable,
 )
 from fedlearn.transport.content import TaskKey
 
@@ -37,9 +38,9 @@ def test_a_reply_is_open_then_taken_then_accepted_and_stays_so() -> None:
     assert question.judge(FIRST) is Standing.TAKEN
     question.log(FIRST, now_s=1.0)
     assert question.judge(FIRST) is Standing.TAKEN
-    assert question.consume(1, failed=False) == [FIRST]
+    assert question.consume(ruling=ACCEPTED, failed=False) == FIRST
     assert question.judge(FIRST) == ACCEPTED
-    history.remember(KEY, question.logged[: question.num_consumed])
+    history.remember(KEY, question.rulings())
     assert history.judge(KEY, FIRST) == ACCEPTED
 
 
@@ -48,10 +49,21 @@ def test_what_was_logged_and_not_consumed_is_late() -> None:
     for client_id in (SECOND, FIRST):
         exchange.take(client_id)
         exchange.log(client_id, now_s=1.0)
-    exchange.consume(1, failed=False)
+    exchange.consume(ruling=ACCEPTED, failed=False)
     assert exchange.rest() == ([FIRST], [THIRD])
-    history.remember(KEY, [SECOND])
+    history.remember(KEY, exchange.rulings())
     assert [history.judge(KEY, each) for each in (FIRST, SECOND, THIRD)] == [LATE, ACCEPTED, LATE]
+
+
+def test_a_reply_that_does_not_count_is_refused_for_good() -> None:
+    history, question = opened(), asked()
+    question.take(FIRST)
+    question.log(FIRST, now_s=1.0)
+    question.consume(ruling=unusable("the delta is not finite"), failed=False)
+    history.remember(KEY, question.rulings())
+    for ruling in (question.judge(FIRST), history.judge(KEY, FIRST)):
+        assert ruling == Ruling(Verdict.REFUSED, "the delta is not finite", "unusable")
+    assert question.participants[FIRST].phase is ClientPhase.FAILED
 
 
 def test_a_reply_that_could_not_be_stored_may_come_again() -> None:
@@ -77,7 +89,7 @@ def test_another_runs_reply_and_a_strangers_are_refused() -> None:
 
 def test_an_exchange_that_is_opened_again_has_no_verdicts_yet() -> None:
     history = opened()
-    history.remember(KEY, [FIRST])
+    history.remember(KEY, {FIRST: ACCEPTED})
     assert history.is_past(KEY)
     history.open(KEY)
     assert not history.is_past(KEY)
@@ -90,7 +102,7 @@ def test_the_verdicts_on_many_small_questions_are_known_for_long() -> None:
         history = ExchangeHistory("run")
         for exchange in range(100):
             key = KEY._replace(exchange=exchange)
-            history.remember(key, [ClientId(each) for each in range(num_clients)])
+            history.remember(key, {ClientId(each): ACCEPTED for each in range(num_clients)})
         assert history.is_past(KEY._replace(exchange=0)) == is_known
         assert history.is_past(KEY._replace(exchange=70))
 
@@ -104,7 +116,7 @@ def test_a_phase_does_not_change_once_the_reply_is_here() -> None:
     exchange.log(FIRST, now_s=3.0)
     exchange.move(FIRST, ClientPhase.GONE, now_s=4.0)
     assert exchange.participants[FIRST].phase is ClientPhase.REPORTED
-    exchange.consume(1, failed=True)
+    exchange.consume(ruling=ACCEPTED, failed=True)
     assert exchange.participants[FIRST].phase is ClientPhase.FAILED
 
 

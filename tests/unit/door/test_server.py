@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Queue
+from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
@@ -140,8 +141,8 @@ class Member:
         assert self.session is not None
         self.loop.call(self.session.send(message)).result(WAIT_S)
 
-    def answer(self, task: wire_pb2.Task, reply: Reply) -> None:
-        data = encode(reply)
+    def answer(self, task: wire_pb2.Task, reply: Reply | bytes) -> None:
+        data = reply if isinstance(reply, bytes) else encode(reply)
         signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
         self.say(wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data)))
 
@@ -261,7 +262,9 @@ class Collecting:
         *,
         deadline_s: float = NEVER,
         enough: int | None = None,
+        refused: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        self.refused = refused
         self.arrived: Queue[tuple[int, Reply]] = Queue()
         self.outcome: Future[int] = Future()
         self._go_on = threading.Semaphore(0)
@@ -287,6 +290,8 @@ class Collecting:
         try:
             for arrival in ask_once(channel, requests, deadline_s=deadline_s):
                 num += 1
+                if arrival.client_id in self.refused:
+                    arrival.refuse(self.refused[arrival.client_id])
                 self.arrived.put((arrival.client_id, arrival.reply))
                 self._go_on.acquire()
                 if num == enough:
@@ -349,6 +354,62 @@ def test_a_reply_is_accepted_only_once_it_is_consumed(site: Site) -> None:
     assert door.counters.replies_accepted == 0
     exchange.consume()
     assert member.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_a_reply_that_does_not_count_is_refused_with_the_reason_after_a_restart_too(
+    site: Site,
+) -> None:
+    """Control: one that counts, and one in which the client says itself that it failed."""
+    door = site.open()
+    members = site.connected(door, 4)
+    why = "the delta is not finite"
+    exchange = Collecting(door.channel(), members, train_request(), refused={1: why})
+    tasks = [member.hear_task() for member in members]
+    replies: list[bytes | Reply] = [
+        train_reply(1.0),
+        train_reply(2.0),
+        Failure("battery low"),
+        b"no reply at all",
+    ]
+    told = []
+    for member, task, reply in zip(members, tasks, replies, strict=True):
+        member.answer(task, reply)
+        exchange.take()
+        told.append(member.hear_receipt())
+    assert exchange.end() == 4
+    assert [each.verdict for each in told[:3]] == [
+        Receipt.ACCEPTED,
+        Receipt.REFUSED,
+        Receipt.ACCEPTED,
+    ]
+    assert told[1].reason == why
+    assert (told[3].verdict, "not" in told[3].reason) == (Receipt.REFUSED, True)
+    assert door.counters.replies_accepted == 2
+    assert door.counters.refused == {"unusable": 2}
+    site.shut(door)
+    again = site.open()
+    for member, task, before in zip(members, tasks, told, strict=True):
+        member.connect(again, held=[task.key])
+        after = member.hear_receipt()
+        assert (after.verdict, after.reason) == (before.verdict, before.reason)
+
+
+def test_a_client_that_is_set_aside_is_not_available_until_it_connects_anew(site: Site) -> None:
+    door = site.open()
+    bad, good = site.connected(door, 2)
+    channel = door.channel()
+    channel.set_aside(ClientId(bad.client_id))
+    channel.set_aside(ClientId(99))  # one that is not connected
+    assert channel.available() == (good.client_id,)
+    bad.say(wire_pb2.FromClient(eligibility=wire_pb2.Eligibility(device="cuda")))
+    wait_until(lambda: door.counters.messages == 1)
+    assert channel.available() == (good.client_id,)
+    assert channel.num_set_aside() == door.status()["set_aside"] == 1
+    assert door.status()["clients_set_aside"] == [bad.client_id]
+    assert door.names([ClientId(bad.client_id), ClientId(99)]) == {bad.client_id: bad.name, 99: ""}
+    bad.connect(door)
+    assert channel.available() == (bad.client_id, good.client_id)
+    assert channel.num_set_aside() == 0
 
 
 def late_and_silent(site: Site, channel: DoorChannel) -> tuple[list[Member], list[wire_pb2.Task]]:

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from traceback import format_exception
 from uuid import uuid4
 
 import pytest
@@ -667,6 +668,27 @@ def test_a_url_that_is_no_store_is_refused(tmp_path: Path, url: str, message: st
     """With those that are."""
     with pytest.raises(StoreError, match=message + r".*sqlite:///FILE.*postgresql\+psycopg"):
         Database.open(url, runs_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("me:hunter2@127.0.0.1:1/runs", r"me:\*\*\*@127.*check that the server runs"),
+        ("me:hunter%402@127.0.0.1:1/runs", r"me:\*\*\*@127.*check that the server runs"),
+        ("me@127.0.0.1:1/runs?password=hunter2", r"password=\*\*\*.*check that the server runs"),
+        ("me@127.0.0.1:1/runs?sslpassword=hunter2", r"sslpassword=\*\*\*"),
+        ("me:pass@hunter2@127.0.0.1:1/runs", "an '@' too many.*%40"),
+        ("me:pass@hunter2:1/runs@127.0.0.1:1/runs", "an '@' too many.*%40"),
+        ("me:pass@word@hunter2@127.0.0.1:1/runs", "an '@' too many.*%40"),
+        ("me:hunter2@127.0.0.1:notaport/runs", "the port in the store's URL is no number"),
+        ("me:hunter2", "the port in the store's URL is no number"),
+    ],
+)
+def test_no_error_says_the_password(tmp_path: Path, rest: str, message: str) -> None:
+    """Nor does what it comes of, which a traceback shows; nothing listens on port 1."""
+    with pytest.raises(StoreError, match=message) as error:
+        Database.open(f"postgresql+psycopg://{rest}", runs_dir=tmp_path)
+    assert "hunter" not in "".join(format_exception(error.value, chain=True)).replace(__file__, "")
 
 
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:

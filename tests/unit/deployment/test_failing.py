@@ -1,0 +1,88 @@
+"""Who keeps failing is named, and set aside after so many times in a row."""
+
+from collections.abc import Collection, Mapping
+
+import pytest
+from structlog.testing import capture_logs
+
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment.failing import FailingClients
+
+BAD, GOOD = ClientId(3), ClientId(4)
+NAN = "the delta is not finite"
+
+
+def names(client_ids: Collection[ClientId]) -> Mapping[ClientId, str]:
+    return {each: f"clinic-{each}" for each in client_ids}
+
+
+def attempt(**statuses: Status) -> Participations:
+    """Return an attempt at a round, by the numbers of its clients."""
+    return Participations.of(
+        Participation(
+            ClientId(int(name[1:])), status, 1.0, reason=NAN if status == "failed" else ""
+        )
+        for name, status in statuses.items()
+    )
+
+
+def watched(aside: list[ClientId], *, after: int = 3) -> FailingClients:
+    return FailingClients(names=names, set_aside=aside.append, set_aside_after=after)
+
+
+def test_a_client_that_keeps_failing_is_named_and_set_aside() -> None:
+    """And again with each further failure: it may have connected anew meanwhile."""
+    aside = list[ClientId]()
+    failing = watched(aside)
+    for times in (1, 2, 3, 4):
+        with capture_logs() as logs:
+            failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+        (line,) = logs
+        assert (line["event"], line["name"], line["reason"]) == ("client_failed", "clinic-3", NAN)
+        assert line["in_a_row"] == times
+        assert len(aside) == max(0, times - 2)
+        assert failing.status() == ({"3": {"in_a_row": times, "reason": NAN}} if times > 1 else {})
+    assert set(aside) == {BAD}
+
+
+def test_a_report_ends_the_row_and_being_late_does_not() -> None:
+    aside = list[ClientId]()
+    failing = watched(aside)
+    for status in (Status.FAILED, Status.FAILED, Status.REPORTED, Status.FAILED, Status.LATE):
+        failing.note(attempt(c3=status, c4=Status.REPORTED))
+    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    assert not aside
+    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    assert aside == [BAD]
+
+
+def test_what_all_fail_of_is_nobodys_fault() -> None:
+    """A session of secure aggregation that ended, a request that nobody can meet."""
+    aside = list[ClientId]()
+    failing = watched(aside, after=1)
+    failing.note(attempt(c3=Status.FAILED, c4=Status.FAILED))
+    assert not aside
+    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    assert aside == [BAD], "the control"
+
+
+@pytest.mark.parametrize(("after", "num_aside"), [(0, 0), (1, 9)])
+def test_nobody_is_set_aside_after_zero_failures(after: int, num_aside: int) -> None:
+    aside = list[ClientId]()
+    failing = watched(aside, after=after)
+    for _ in range(9):
+        failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    assert len(aside) == num_aside
+
+
+def test_of_thousands_that_fail_a_few_are_logged() -> None:
+    rows = [Participation(ClientId(k), Status.FAILED, 1.0, reason=NAN) for k in range(1000)]
+    rows.append(Participation(ClientId(1000), Status.REPORTED, 1.0))
+    failing = watched([])
+    with capture_logs() as logs:
+        failing.note(Participations.of(rows))
+        failing.note(Participations.of(rows))
+    assert len(logs) == 42
+    assert logs[-1] == {"event": "clients_failed", "log_level": "warning", "num_more": 980}
+    assert len(failing.status()) == 20
