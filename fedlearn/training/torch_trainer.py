@@ -450,7 +450,7 @@ def _device(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise ValueError(f'device is "{name}", but torch sees no GPU; use "auto" or "cpu"')
-    if device.index is None:  # of several GPUs the one that this process was given
+    if ":" not in name:  # of several GPUs the one that this process was given
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= (found := torch.cuda.device_count()):
         raise ValueError(

@@ -113,7 +113,8 @@ def result_of(
     **options: Any,  # as of TorchTrainer.of
 ) -> LocalResult:
     """Train for one round on a device."""
-    trainer, params = TorchTrainer.of(make, *examples(), device=device, **options), Params.of(make())
+    trainer = TorchTrainer.of(make, *examples(), device=device, **options)
+    params = Params.of(make())
     context = context_of(local, size=params.layout.num_trainable, control=control)
     return trainer.train(params.named(), context=context)
 
@@ -132,10 +133,9 @@ def apart(one: LocalResult, other: LocalResult) -> float:
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
 def test_a_gpu_is_taken_by_its_number(gpu: torch.device, name: str) -> None:
     """The model's tensors say the same of themselves as the trainer."""
-    trainer = TorchTrainer.of(mlp, *examples(), device=name)
-    result = trainer.train(
-        Params.of(mlp()).named(), context=context_of(SGD, size=Params.of(mlp()).layout.num_trainable)
-    )
+    trainer, params = TorchTrainer.of(mlp, *examples(), device=name), Params.of(mlp())
+    context = context_of(SGD, size=params.layout.num_trainable)
+    result = trainer.train(params.named(), context=context)
     assert trainer.device == gpu
     assert {value.device for value in result.tensors.values()} == {gpu}
 
@@ -233,9 +233,10 @@ def auc(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def test_evaluation_is_that_of_the_cpu() -> None:
     """Means over examples, and a metric of the whole set."""
+    metrics, weights = {"auc": Metric(auc, direction="max")}, Params.of(make_model()).named()
     found, expected = (
-        TorchTrainer.of(make_model, *examples(), device=device, metrics={"auc": Metric(auc, direction="max")})
-        .evaluate(Params.of(make_model()).named())
+        TorchTrainer.of(make_model, *examples(), device=device, metrics=metrics)
+        .evaluate(weights)
         .metrics
         for device in ("cuda", "cpu")
     )

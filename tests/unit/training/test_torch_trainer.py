@@ -206,7 +206,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     """Before CUDA says no more than that an ordinal is invalid."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match='device is "cuda:2", but torch sees 2 GPUs, from "cuda:0"'):
+    with pytest.raises(ValueError, match='"cuda:2", but torch sees 2 GPUs, from "cuda:0"'):
         TorchTrainer.of(make_model, *examples(6), device="cuda:2")
 
 
