@@ -107,11 +107,11 @@ class NoisedGradients(Ranged, Around):
             Goodfellow, 2015, `Efficient Per-Example Gradient Computations
             <https://arxiv.org/abs/1510.01799>`_.
         """
-        if torch.get_float32_matmul_precision() != "highest":
+        if (precision := _float32_products()) != "highest":
             raise SettingsRefused(
-                f"torch multiplies float32 at {torch.get_float32_matmul_precision()!r} precision, "
-                "for which a sum of clipped gradients has no bound; leave out "
-                "torch.set_float32_matmul_precision"
+                f"torch multiplies float32 at {precision!r} precision, for which a sum of clipped "
+                "gradients has no bound; leave out torch.set_float32_matmul_precision, and the "
+                "settings fp32_precision of torch.backends"
             )
         pairs = [(_wide(left).mT, _wide(right)) for left, right in products]
         rows = [_wide(grad).reshape(*grad.shape[:2], -1) for grad in grads]
@@ -194,6 +194,14 @@ def quiet(local: LocalUpdate) -> LocalUpdate:
     if not isinstance(local, NoisedGradients):
         return local
     return replace(local, example_noise_multiplier=_NEXT_TO_NOTHING)
+
+
+def _float32_products() -> str:
+    """Return at which precision torch multiplies matrices in float32: "highest" is float32's."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # one of the backends, such as CUDA, was told by itself
+        return "lower"
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from fedlearn.build import Pieces, Simulation, server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cores import num_cores
 from fedlearn.core.features import moved
+from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import SecretBytes
@@ -49,7 +50,7 @@ from fedlearn.simulation.choice import (
     make_executor,
     named,
 )
-from fedlearn.simulation.cluster import Alone, Cluster, local_rank, under_torchrun
+from fedlearn.simulation.cluster import Alone, Cluster, under_torchrun
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     CentralEvaluator,
@@ -83,7 +84,8 @@ def resolve(
         cache_dir: Where probes are remembered.
 
     Raises:
-        ConfigError: Noise does not fit the model, or the coordinator's own training does not.
+        ConfigError: Noise does not fit the model, or the coordinator's own training does not, or
+            there are fewer GPUs than processes.
         EngineError: The engine cannot do what the configuration asks.
     """
     engine = simulation.config.engine
@@ -158,14 +160,14 @@ def device_of(name: str, environ: Mapping[str, str]) -> torch.device:
 
     Raises:
         EngineError: There is no such device.
+        ConfigError: There are fewer GPUs than processes.
     """
-    if name == "cuda" and not torch.cuda.is_available():
+    gpu = None if name == "cpu" else own_gpu(environ)
+    if name == "cuda" and gpu is None:
         raise EngineError(
             'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'
         )
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank(environ))
+    return gpu or torch.device("cpu")
 
 
 def _num_workers(

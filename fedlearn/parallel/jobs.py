@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors
+from fedlearn.core.gpus import own_gpu
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
 from fedlearn.errors import ConfigError, Diverged, EngineError, StoreError
@@ -153,7 +154,7 @@ def train(
             begin(job, folder, start)
         else:
             shutil.rmtree(job.folder, ignore_errors=True)  # another one's, if there is one
-        said, place = told(job, start), device_of(0)
+        said, place = told(job, start), device_of({})
         engine = Engine(task, device=place)
         if start is not None:
             engine.adopt(start)
@@ -178,11 +179,13 @@ def ended(job: Job, state: TrainingState) -> TrainingState:
     return state
 
 
-def device_of(local_rank: int) -> torch.device:
-    """Return where a process computes: a GPU of its own, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def device_of(environ: Mapping[str, str]) -> torch.device:
+    """Return where a process computes: a GPU of its own, or the CPU.
+
+    Raises:
+        ConfigError: There are fewer GPUs than processes.
+    """
+    return own_gpu(environ) or torch.device("cpu")
 
 
 def follow(

@@ -118,20 +118,27 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(each.nbytes() for each in storages.values())
 
 
-def measured(step: Callable[[], None], *, module: nn.Module, optimizer: Optimizer) -> Measured:
+def measured(
+    step: Callable[[], None],
+    *,
+    module: nn.Module,
+    optimizer: Optimizer,
+    apart: Iterable[Tensor] = (),
+) -> Measured:
     """Return what a step holds, on a CPU; it is taken twice: in the first, states are made.
 
     Args:
         step: Drops the gradients, goes forward and back, and has the optimiser step.
         module: What is trained.
         optimizer: Steps it; it is asked for nothing but its state.
+        apart: Not counted, such as the examples that batches are taken of.
     """
     step()
     parameters = list(module.parameters())
     fixed = [*parameters, *module.buffers()]
     state = list(tensors_in(dict(optimizer.state)))
     optimizer.zero_grad()
-    live = LiveTensors(apart=[*fixed, *state], gradients_of=parameters)
+    live = LiveTensors(apart=[*fixed, *state, *apart], gradients_of=parameters)
     before = passes = passes_peak = 0
 
     def turn_to_update(*_: object) -> None:

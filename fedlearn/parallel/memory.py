@@ -13,14 +13,16 @@ transient :math:`T`            whole layers gathered of shards; buckets, message
 update :math:`U`               what the optimiser's step makes and drops
 ============================== =================================================================
 
-The most at once is :math:`P + G + S + \max(A + T, U)`; in one process with one micro-batch less,
-for gradients grow while activations go.
+In the first backward pass of a step gradients grow while activations go; those that follow add to
+whole gradients, with one micro-batch less on its way if no further one begins. The most at once is
+:math:`P + S` and the largest of :math:`A + T` with the gradients that are there, and :math:`G + U`
+with what of :math:`T` stays: buckets and messages.
 
 Activations are counted in a forward pass on tensors without data, which have shapes, dtypes and
 devices alone: a model of any size takes no memory and little time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,18 +185,20 @@ def _memory(stage: "_Stage", plan: TrainingPlan, *, index: int, device: str) -> 
     state, update = _stepped(weights, plan.optimizer, in_lists=device != "cpu")
     on_the_way = _on_the_way(spread, index)
     kept, moments = _moments(stage.segments, recompute=spread.recompute)
-    activations = stage.batch * parts + (on_the_way - 1) * kept + max(now for now, _ in moments)
-    transient = _messages(stage, spread, index)
-    if is_sharded:
-        transient += _gathered(stage, spread)
-    elif _is_replicated(mesh):
-        transient += gradients
+    others = stage.batch * parts + (on_the_way - 1) * kept
+    activations = others + max(now for now, _ in moments)
+    staying = _messages(stage, spread, index) + (gradients if _is_replicated(mesh) else 0)
+    transient = staying + (_gathered(stage, spread) if is_sharded else 0)
     if spread.offload:
         peak = activations + transient
-    elif mesh.world_size == parts == 1:
-        peak = parameters + state + max(_rising(moments) + stage.batch, gradients + update)
     else:
-        peak = parameters + gradients + state + max(activations + transient, update)
+        own = {key: each.bytes for key, each in zip(stage.weights, weights, strict=True)}
+        passes = [others + _rising(moments, own)]
+        if parts > on_the_way:
+            passes.append(activations + gradients)
+        elif parts > 1:
+            passes.append(activations - kept + gradients)
+        peak = parameters + state + max(max(passes) + transient, gradients + update + staying)
     return Memory(
         parameters=parameters,
         gradients=gradients,
@@ -313,13 +317,13 @@ class _Operation:
         saved: Bytes by storage that were saved for the backward pass at it.
         made: Bytes of what it makes.
         working: Bytes of the gradients that go in and out of it in the backward pass.
-        gradients: Bytes by parameter of those whose gradients come of it.
+        gradients: Parameters whose gradients come of it.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
     made: int = 0
     working: int = 0
-    gradients: dict[int, int] = field(default_factory=dict)
+    gradients: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -364,7 +368,7 @@ class _Stage:
 
 def _moments(
     segments: Iterable[_Segment], *, recompute: bool
-) -> tuple[int, list[tuple[int, Mapping[int, int]]]]:
+) -> tuple[int, list[tuple[int, Collection[int]]]]:
     """Return what a forward pass keeps, and what the backward pass holds at each operation.
 
     Returns:
@@ -372,7 +376,7 @@ def _moments(
         parameters' gradients it makes.
     """
     kept: dict[int, int] = {}
-    moments: list[tuple[int, Mapping[int, int]]] = []
+    moments: list[tuple[int, Collection[int]]] = []
     casts = total = 0
     for segment in segments:
         own, held = kept, total
@@ -395,13 +399,18 @@ def _add(known: dict[int, int], further: Mapping[int, int]) -> int:
     return sum(new.values())
 
 
-def _rising(moments: Sequence[tuple[int, Mapping[int, int]]]) -> int:
-    """Return the most of activations and gradients together, where the latter come one by one."""
+def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, int]) -> int:
+    """Return the most of activations and gradients together, where the latter come one by one.
+
+    Args:
+        moments: By operation, as of :func:`_moments`.
+        own: Bytes of each parameter's gradient that a process keeps.
+    """
     made: dict[int, int] = {}
     most = gradients = 0
     for activations, new in reversed(moments):
         most = max(most, activations + gradients)
-        gradients += _add(made, new)
+        gradients += _add(made, {key: own[key] for key in new})
     return most
 
 
@@ -457,9 +466,9 @@ class _Tracer(TorchDispatchMode):
         if not new:
             return
         differentiated = [each for key, each in sources.items() if key not in weights]
-        gradients = {key: weights[key].nbytes for key in used if weights[key].requires_grad}
+        gradients = [key for key in used if weights[key].requires_grad]
         size = sum(each.nbytes for each in new)
-        working = size + sum(gradients.values())
+        working = size + sum(weights[key].nbytes for key in gradients)
         working += sum(each.nbytes for each in differentiated if each.requires_grad)
         if len(used) == len(sources) == 1:
             segment.casts += size

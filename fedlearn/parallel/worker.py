@@ -33,9 +33,9 @@ def main() -> None:
         sys.exit(1)
     job = json.loads(folder.job.read_text())
     try:
-        join()
+        device = join()
         task = _made(job["task"])(**job["arguments"])
-        engine = Engine(task, device=device_of(int(os.environ["LOCAL_RANK"])))
+        engine = Engine(task, device=device)
         follow(engine, folder, job=job, control=UNATTENDED, report=tell)
         checkpoints.save(engine, folder.checkpoints, keep=1)
     except FedlearnError as error:
@@ -61,7 +61,8 @@ def train_as_rank(
         Where it stands at the end, in rank 0; ``None`` in the others.
 
     Raises:
-        ConfigError: The mesh is of another number of processes, or does not fit the model.
+        ConfigError: The mesh is of another number of processes, or does not fit the model, or there
+            are fewer GPUs than processes.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
     task, folder = job.make_task(), Folder(job.folder)
@@ -72,11 +73,11 @@ def train_as_rank(
             f"the mesh is {mesh}, {mesh.world_size} in all, but torchrun has started {started} "
             "processes; make their product so many, or start as many"
         )
-    join()
+    device = join()
     if dist.get_rank() == 0:
         begin(job, folder, start)
     dist.barrier()
-    engine = Engine(task, device=device_of(int(os.environ["LOCAL_RANK"])))
+    engine = Engine(task, device=device)
     follow(engine, folder, job=told(job, start), control=UNATTENDED, report=report)
     checkpoints.save(engine, folder.checkpoints, keep=1)
     dist.destroy_process_group()
@@ -87,13 +88,20 @@ def train_as_rank(
     return ended(job, checkpoints.read(result))
 
 
-def join() -> None:
-    """Join the world that torchrun has started: NCCL where each process has a GPU, else gloo."""
-    backend = "gloo"
-    if torch.cuda.is_available():
+def join() -> torch.device:
+    """Join the world that torchrun has started, and return where this process computes.
+
+    Processes add up by NCCL where each has a GPU, and else by gloo.
+
+    Raises:
+        ConfigError: There are fewer GPUs than processes.
+    """
+    backend, device = "gloo", device_of(os.environ)
+    if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=_TIMEOUT)
+    return device
 
 
 def end() -> NoReturn:

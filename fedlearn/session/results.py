@@ -40,7 +40,7 @@ def trained(
     for name, values in result.lanes.items():
         if name == DELTA.name:
             raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
-        vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name].dtype)
+        vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
     transforms = transforms_from(request.settings)
     lanes = _transformed(lanes, transforms, context.client_id)

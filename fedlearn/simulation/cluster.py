@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlearn.core.forking import exit_with_parent, fork
+from fedlearn.core.gpus import local_rank
 from fedlearn.errors import EngineError
 from fedlearn.simulation.shared_memory import SharedRows
 
@@ -233,16 +234,12 @@ def under_torchrun(environment: Mapping[str, str]) -> int | None:
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
 
 
-def local_rank(environment: Mapping[str, str]) -> int:
-    """Return which process of its machine torchrun made this one; 0 without torchrun."""
-    return int(environment.get("LOCAL_RANK", "0"))
-
-
 def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) -> ResultT:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(local_rank(environment))
+        if local_rank(environment) < torch.cuda.device_count():  # else all compute on the CPU
+            torch.cuda.set_device(local_rank(environment))
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         return body(ProcessGroup(dist.get_rank(), dist.get_world_size()))

@@ -452,6 +452,11 @@ def _device(name: str) -> torch.device:
         raise ValueError(f'device is "{name}", but torch sees no GPU; use "auto" or "cpu"')
     if ":" not in name:  # of several GPUs the one that this process was given
         return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= (found := torch.cuda.device_count()):
+        raise ValueError(
+            f'device is "{name}", but torch sees {found} GPU{"s" if found > 1 else ""}, from '
+            '"cuda:0" on; name one of them, or use "auto"'
+        )
     return device
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,18 +214,25 @@ def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
         RULE.step(x, x, {}, told={}, moment=moment)
 
 
-@pytest.fixture
-def _coarse() -> Iterator[None]:
-    torch.set_float32_matmul_precision("high")
+@pytest.fixture(params=["all", "CUDA"])
+def _coarse(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Products of less than float32, by either of torch's settings."""
+    if request.param == "all":
+        torch.set_float32_matmul_precision("high")
+        yield
+        torch.set_float32_matmul_precision("highest")
+        return
+    products: Any = torch.backends.cuda.matmul  # Any: torch's stubs lack the setting
+    products.fp32_precision = "tf32"
     yield
-    torch.set_float32_matmul_precision("highest")
+    products.fp32_precision = "none"
 
 
 @pytest.mark.usefixtures("_coarse")
 def test_sums_of_less_than_float32_are_refused() -> None:
     """Their error has no bound that the noise is sized for; control: the other tests."""
     grads = gradients(3)
-    with pytest.raises(SettingsRefused, match="torch multiplies float32 at 'high' precision"):
+    with pytest.raises(SettingsRefused, match="torch multiplies float32 at '(high|lower)' pre"):
         RULE.clipped(grads, all_real(grads))
 
 

@@ -20,7 +20,6 @@ import fedlearn
 from fedlearn.simulation.cluster import (
     Alone,
     launch,
-    local_rank,
     one_thread,
     under_torchrun,
 )
@@ -104,11 +103,8 @@ def test_alone_a_sum_is_the_value() -> None:
 
 def test_torchrun_is_recognised_by_its_variables() -> None:
     """Its processes exist already."""
-    environment = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert under_torchrun(environment) == 8
-    assert local_rank(environment) == 1
+    assert under_torchrun({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 8
     assert under_torchrun({}) is None
-    assert local_rank({}) == 0
 
 
 def test_threads_are_given_back() -> None:

@@ -197,8 +197,17 @@ def test_of_several_gpus_it_takes_the_one_of_its_process(
 ) -> None:
     """Unless another one is named."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert str(torch_trainer._device(name)) == found  # noqa: SLF001 - a model there needs a GPU
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before CUDA says no more than that an ordinal is invalid."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match='"cuda:2", but torch sees 2 GPUs, from "cuda:0"'):
+        TorchTrainer.of(make_model, *examples(6), device="cuda:2")
 
 
 def coupled(outputs: Tensor, labels: Tensor) -> Tensor:

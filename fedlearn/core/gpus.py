@@ -1,0 +1,36 @@
+"""Which GPU is a process's own."""
+
+from collections.abc import Mapping
+
+import torch
+
+from fedlearn.errors import ConfigError
+
+
+def local_rank(environ: Mapping[str, str]) -> int:
+    """Return which process of its machine torchrun made this one; 0 without torchrun.
+
+    Example:
+        >>> local_rank({"RANK": "3", "LOCAL_RANK": "1"}), local_rank({})
+        (1, 0)
+    """
+    return int(environ.get("LOCAL_RANK", "0"))
+
+
+def own_gpu(environ: Mapping[str, str]) -> torch.device | None:
+    """Return the GPU of this process, the first one without torchrun; ``None``: there is no GPU.
+
+    Raises:
+        ConfigError: torchrun has started more processes on this machine than it has GPUs.
+    """
+    if not torch.cuda.is_available():
+        return None
+    started, found = int(environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if started > found:
+        raise ConfigError(
+            f"torchrun has started {started} processes on this machine, each of which takes a GPU, "
+            f"but there {'is 1' if found == 1 else f'are {found}'}; start {found} at the most, or "
+            'compute on the CPU: a simulation by engine.device = "cpu", another training by '
+            'CUDA_VISIBLE_DEVICES="" in its environment'
+        )
+    return torch.device("cuda", local_rank(environ))

@@ -1,0 +1,89 @@
+"""What each process of a mesh really holds is what is predicted for it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # once, before forks, each of which would
+
+from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.live_tensors import Measured, measured
+from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.memory import Memory, predict
+from fedlearn.parallel.mesh import Mesh
+from fedlearn.parallel.task import Task
+from tests.trainings import InOrder, task_of
+
+pytestmark = pytest.mark.xdist_group("meshes")  # worlds and imports that they share cost seconds
+
+#: Of activations with what spreading takes, and of the peak: what operations drop within them is
+#: not seen, and layers are not gathered just when activations are at their most.
+TOLERANCE = 0.2
+#: A few steps: two are measured.
+NUM_READ = 4
+
+
+def held(task: Task) -> Measured:
+    """Measure a step of this process's; the examples, all of which a test has, do not count."""
+    engine = Engine(task, device=torch.device("cpu"))
+    examples = task.stream
+    assert isinstance(examples, InOrder)
+
+    def step() -> None:
+        engine.take_step()
+
+    with engine.reading(until=NUM_READ):
+        return measured(
+            step,
+            module=engine._wrapped.module,  # noqa: SLF001 - what this process trains of the model
+            optimizer=engine._optimizer,  # noqa: SLF001
+            apart=(examples.features, examples.labels),
+        )
+
+
+def predicted(task: Task) -> tuple[Memory, ...]:
+    """Return what is predicted of a process of each stage."""
+    features, labels = task.stream.batch(range(1))
+    return predict(
+        task.make_model, task.plan, features=features, labels=labels, objective=task.objective
+    )
+
+
+def fits(one: Memory, found: Measured) -> bool:
+    """Whether parameters, gradients and state are so to the byte, and the rest within a bound."""
+    assert one.activations is not None
+    beside = one.activations + one.transient
+    return (
+        (one.parameters, one.gradients) == (found.parameters, found.gradients)
+        and one.optimizer_state == found.optimizer_state
+        and beside == pytest.approx(found.activations, rel=TOLERANCE)
+        and one.peak == pytest.approx(found.peak, rel=TOLERANCE)
+    )
+
+
+MESHES: dict[str, tuple[Mesh, dict[str, Any]]] = {  # Any: as the fields of Spread
+    "alone": (Mesh(), {}),
+    "replicate": (Mesh(replicate=2), {}),
+    "shard": (Mesh(shard=2), {}),
+    "tensor": (Mesh(tensor=2), {}),
+    "pipeline": (Mesh(pipeline=2), {"num_micro_batches": 2}),
+}
+
+
+def task_on(degree: str) -> Task:
+    """Return the training of a transformer by AdamW."""
+    mesh, spread = MESHES[degree]
+    return task_of(mesh, dtype=torch.float32, **spread)
+
+
+@pytest.mark.parametrize("degree", [each for each in MESHES if each != "alone"])
+def test_each_process_holds_what_is_predicted(degree: str) -> None:
+    """And, the control, not what is predicted of another mesh."""
+    task = task_on(degree)
+    found = in_processes(lambda: held(task), world_size=2, timeout_s=300.0)
+    mesh, stages = task.plan.spread.mesh, predicted(task)
+    for rank, each in enumerate(found):
+        own = stages[mesh.coordinates(rank).pipeline]
+        assert fits(own, each), (rank, own, each)
+        others = [other for name in MESHES if name != degree for other in predicted(task_on(name))]
+        assert not any(fits(other, each) for other in others)
