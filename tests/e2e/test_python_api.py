@@ -151,7 +151,7 @@ def test_weights_are_in_the_order_of_the_network(tmp_path: Path) -> None:
         tensors = {f"params/{name}": torch.zeros(1) for name in names}
         stored.commit(Checkpoint(round_num=0, tensors=tensors, values={}))
         before = torch.get_rng_state()
-        weights = fl.Run(stored, lambda: nn.Sequential(nn.Linear(6, 3), *normalised[1:])).weights()
+        weights = fl.Run(stored, lambda: nn.Sequential(nn.Linear(6, 3), *list(normalised)[1:])).weights()
         assert list(weights) == list(normalised.state_dict())
         assert torch.equal(torch.get_rng_state(), before)
 
