@@ -43,6 +43,9 @@ class FilesSection(Section):
         )
 
 
+_ROUND_STEPS = 10
+
+
 class ServerTraining(DeclaredSection):
     """What the coordinator trains by itself."""
 
@@ -50,7 +53,7 @@ class ServerTraining(DeclaredSection):
     every_rounds: Whole = Field(
         0, description="Rounds from one training of the coordinator to the next; 0: none."
     )
-    round_steps: Count = Field(10, description="Steps of such a training, >= 1.")
+    round_steps: Count = Field(_ROUND_STEPS, description="Steps of such a training, >= 1.")
     distil_steps: Whole = Field(
         0,
         description="Steps after each round by which the model learns what the clients' models say "
@@ -99,6 +102,24 @@ class ServerTraining(DeclaredSection):
                 f'{self.every_rounds}; set it to "none"'
             )
             yield Problem(("decay", "every_rounds"), text)
+        if self.distil_steps and values["decay"] != "none":
+            text = (
+                f'is "{values["decay"]}", which ends with num_steps, but each round takes '
+                f'{self.distil_steps} distil_steps by the same rate; set it to "none"'
+            )
+            yield Problem(("decay", "distil_steps"), text)
+        if values["final"] and values["decay"] == "none":
+            text = f'is {values["final"]}, but decay is "none"; set decay, or leave it out'
+            yield Problem(("final", "decay"), text)
+        if values["scaling"] != "linear" and values["base_batch_size"] is None:
+            text = (
+                f'is "{values["scaling"]}", but no base_batch_size says from which batch the rate '
+                "grows; give it, or leave scaling out"
+            )
+            yield Problem(("scaling",), text)
+        if self.round_steps != _ROUND_STEPS and not self.every_rounds:
+            text = f"is {self.round_steps}, but every_rounds is 0; set it, or leave round_steps out"
+            yield Problem(("round_steps", "every_rounds"), text)
         if self.files and self.share != 1.0:
             text = (
                 f"is {self.share}, but files are given to train on instead; remove one of the two"

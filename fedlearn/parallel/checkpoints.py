@@ -57,6 +57,9 @@ def save(engine: Engine, folder: Path, *, keep: int) -> None:
         engine: This process.
         folder: Of the training's checkpoints; all processes see it.
         keep: How many are left, >= 1: the newest.
+
+    Raises:
+        StoreError: It cannot be written.
     """
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     is_alone = not dist.is_initialized()
@@ -96,9 +99,15 @@ def write(tensors: Mapping[str, Tensor], checkpoint: Path, *, is_alone: bool) ->
         tensors: Those that this process has.
         checkpoint: A new folder.
         is_alone: Whether they are all; else every process of the training calls this.
+
+    Raises:
+        StoreError: It cannot be written; without its last file it does not count.
     """
-    with _as_asked():
-        save_tensors(dict(tensors), checkpoint_id=checkpoint, no_dist=is_alone)
+    try:
+        with _as_asked():
+            save_tensors(dict(tensors), checkpoint_id=checkpoint, no_dist=is_alone)
+    except (CheckpointException, OSError) as error:
+        raise StoreError(f"{checkpoint} cannot be written ({_cause(error)})") from error
 
 
 def read(checkpoint: Path) -> TrainingState:
@@ -134,10 +143,17 @@ def _names(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _unreadable(checkpoint: Path, error: BaseException) -> StoreError:
+    return StoreError(
+        f"{checkpoint} cannot be read ({_cause(error)}); remove the folder to go on from the one "
+        "before it, or to begin the training again"
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """Return in a line what went wrong, unless it is Ctrl-C, which passes."""
     if isinstance(error, CheckpointException):  # whose text is a trace
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     said = str(error).partition("\n")[0]
-    return StoreError(
-        f"{checkpoint} cannot be read ({type(error).__name__}: {said[:_MAX_TOLD]}); remove "
-        "the folder to go on from the one before it, or to begin the training again"
-    )
+    return f"{type(error).__name__}: {said[:_MAX_TOLD]}"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.objectives import mean_loss
 from fedlearn.core.clock import Clock
-from fedlearn.core.features import Features, called, cut, only
-from fedlearn.errors import ConfigError, Diverged
+from fedlearn.core.features import Features, called, cut, named, only
+from fedlearn.errors import ConfigError, DataError, Diverged
 from fedlearn.parallel.loss_scale import LossScale
 from fedlearn.parallel.mesh import Place
 from fedlearn.parallel.norms import by_mesh, own_part, sum_of_squares
@@ -188,11 +188,28 @@ class Engine:
         total = total.to(self.device)
         for at, (part, targets) in enumerate(_parts(features, labels, num_parts)):
             with self._wrapped.synchronised(at == num_parts - 1):
-                with self._passes():
+                with self._passes(), self._fitting(part, targets):
                     loss = self._loss(called(self._wrapped.called, part), targets) / num_parts
                 (loss if self._scale is None else loss * self._scale.value).backward()
             total += loss.detach()
         return total
+
+    @contextmanager
+    def _fitting(self, features: Features, labels: Tensor) -> Iterator[None]:
+        """Tell of examples that the model or the loss cannot take, as of the user's data."""
+        # One that waits for others raises a RuntimeError where another has died, too.
+        errors = (IndexError, TypeError, ValueError, *([RuntimeError] * (self._world_size == 1)))
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except errors as error:
+            tensors = named(features) | {"labels": labels}
+            told = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+            raise DataError(
+                f"the model, or its loss, cannot take the examples of step {self.step_num}, "
+                f"{', '.join(told)}: {error}; change the data or the model"
+            ) from error
 
     def _require_alike(self) -> None:
         """Refuse what makes copies of a model differ, once it can be seen: after a backward pass.

@@ -54,6 +54,8 @@ class ServerSteps(Wrapped):
         if self.num_steps:
             standing, loss = self.train(standing, self.num_steps)
             params, metrics = with_state(params, standing), {"warm_start_loss": loss}
+        if not self.every_rounds:
+            standing = replace(standing, optimizer={})  # nothing goes on from it
         begun = self.inner.begin(params)
         state = {**begun.state, **_kept(standing, 0)}
         return Stepped(begun.params, state, {**begun.metrics, **metrics})

@@ -165,12 +165,8 @@ def by_hand(pieces: Simulation, *, every: int, round_steps: int) -> list[dict[st
 )
 def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
     """Rounds, and AdamW whose moments and examples go on from one training to the next."""
-    training = {
-        "num_steps": num_steps,
-        "every_rounds": every,
-        "round_steps": 3,
-        "learning_rate": 0.02,
-    }
+    between = {"every_rounds": every, "round_steps": 3} if every else {}
+    training = {"num_steps": num_steps, "learning_rate": 0.02, **between}
     models, pieces = Models(), pieces_of(training)
     finished = run(fl.FedAvg(WHOLE), training, callbacks=[models])
     expected = by_hand(pieces, every=every, round_steps=3)

@@ -115,3 +115,27 @@ def test_the_template_shows_and_explains_every_key() -> None:
     assert "checkpoint_every_s" not in text
     assert "[engine]" not in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("training", "match"),
+    [
+        ({"decay": "cosine", "every_rounds": 2}, "decay.*ends with num_steps.*every_rounds is 2"),
+        ({"decay": "linear", "distil_steps": 3}, "decay.*ends with num_steps.*3 distil_steps"),
+        ({"final": 0.5, "num_steps": 9}, r'final.*is 0\.5, but decay is "none"'),
+        ({"scaling": "sqrt", "num_steps": 9}, "scaling.*no base_batch_size says"),
+        ({"round_steps": 7, "num_steps": 9}, "round_steps.*is 7, but every_rounds is 0"),
+    ],
+)
+def test_what_a_training_of_its_own_would_pass_over_is_refused(
+    training: dict[str, object], match: str
+) -> None:
+    refused({"coordinator": {"training": training}}, match)
+
+
+def test_what_a_training_of_its_own_acts_on_is_taken_and_read_again() -> None:
+    """The controls; written out, a table has every key."""
+    schedule = {"decay": "cosine", "final": 0.5, "base_batch_size": 32, "scaling": "sqrt"}
+    for training in ({"num_steps": 9, **schedule}, {"every_rounds": 2, "round_steps": 7}):
+        config = from_mapping({"coordinator": {"training": training}}, source="test")
+        assert Config.from_json(config.canonical_json()) == config

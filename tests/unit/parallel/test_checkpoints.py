@@ -1,5 +1,7 @@
 """Checkpoints of a training in one process: which count, and what becomes of damaged ones."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,3 +86,30 @@ def test_one_of_another_model_is_refused(tmp_path: Path) -> None:
     other = Engine(task, device=torch.device("cpu"))
     with pytest.raises(StoreError, match="step-2 cannot be read"):
         checkpoints.restore(other, tmp_path / "step-2")
+
+
+@pytest.mark.parametrize(
+    ("happens", "passes", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), StoreError, "step-4 cannot be written .*No space"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+    ],
+    ids=["disk full", "Ctrl-C"],
+)
+def test_what_happens_as_one_is_written_is_told_as_what_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: BaseException,
+    passes: type[BaseException],
+    said: str,
+) -> None:
+    """The one before it counts."""
+    saved(tmp_path, 2)
+
+    def fails(_descriptor: int) -> None:
+        raise happens
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(passes, match=said):
+        saved(tmp_path, 4)
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-2"

@@ -12,13 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.core.features import Features
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, DataError
 from fedlearn.parallel.engine import Engine
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import Sgd
 from fedlearn.parallel.parts import Cut, stage_of
 from fedlearn.parallel.task import Task
-from tests.trainings import BATCH_SIZE, alone, task_of, transformer
+from tests.trainings import BATCH_SIZE, InOrder, alone, task_of, transformer
 
 PAIR = Mesh(replicate=2)
 STAGES: dict[str, Any] = {"mesh": Mesh(pipeline=2), "num_micro_batches": 2}
@@ -160,6 +160,27 @@ def test_statistics_of_batches_would_hang_on_the_mesh() -> None:
 def test_a_model_that_is_frozen_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter to train: each is frozen"):
         alone(of(lambda: odd().requires_grad_(False)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.full((24,), 99), r"labels \(\d+,\) torch.int64: Target 99 is out of bounds"),
+        (torch.zeros(24).double(), r"labels \(\d+,\) torch.float64: softmax cross-entropy takes"),
+    ],
+    ids=["a class too many", "numbers"],
+)
+def test_examples_that_the_loss_cannot_take_are_told_of(labels: Tensor, said: str) -> None:
+    """As an error of the data: ranks that are started again would end so again."""
+    task = task_of()
+    task = replace(task, stream=replace(InOrder.small(), labels=labels))
+    with pytest.raises(DataError, match=f"of step 0, features .*{said}"):
+        alone(task)
+
+
+def test_a_model_that_cannot_take_the_examples_is_told_of() -> None:
+    with pytest.raises(DataError, match=r"of step 0, .*mat1 and mat2 .*change the data"):
+        alone(of(lambda: odd().double()))
 
 
 def test_a_loss_that_couples_examples_is_not_cut() -> None:
