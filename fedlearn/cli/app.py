@@ -264,7 +264,7 @@ def runs(
 ) -> None:
     """List all runs."""
     from fedlearn.cli.overview import run_line, runs_table
-    from fedlearn.cli.surroundings import has_runs, require_runs, site
+    from fedlearn.cli.surroundings import has_runs, require_runs, site, terminal_width
     from fedlearn.experiment.adoption import adopt_all, orphans
 
     here, histories = site(runs_dir=runs_dir), []
@@ -282,7 +282,7 @@ def runs(
         for history in histories:
             typer.echo(run_line(history))
     elif histories:
-        typer.echo(runs_table(histories))
+        typer.echo(runs_table(histories, width=terminal_width()))
     else:
         typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
 
@@ -291,10 +291,10 @@ def runs(
 def show(run: RunArgument, *, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """Print all about a run."""
     from fedlearn.cli.overview import run_object, run_page
-    from fedlearn.cli.surroundings import opened
+    from fedlearn.cli.surroundings import opened, terminal_width
 
     with opened([run], runs_dir=runs_dir) as [found]:
-        typer.echo(run_object(found) if as_json else run_page(found))
+        typer.echo(run_object(found) if as_json else run_page(found, width=terminal_width()))
 
 
 @app.command(epilog="Example: fedlearn compare calm-otter-17 brisk-heron-42 --target 0.9")
@@ -311,7 +311,7 @@ def compare(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print two runs side by side."""
-    from fedlearn.cli.surroundings import opened
+    from fedlearn.cli.surroundings import opened, terminal_width
     from fedlearn.experiment.comparison import compare
     from fedlearn.experiment.privacy import spending
 
@@ -319,7 +319,7 @@ def compare(
         first, second = ((run.record, run.history) for run in runs)
         spent = spending(runs[0].stored), spending(runs[1].stored)
     compared = compare(first, second, target=target, spent=spent)
-    typer.echo(compared.render().removesuffix("\n"))
+    typer.echo(compared.render(width=terminal_width()).removesuffix("\n"))
 
 
 @app.command(epilog=examples("resume calm-otter-17", "resume"))

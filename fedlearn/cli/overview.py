@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import fill
 
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
@@ -31,9 +32,9 @@ _TABLES = (
 # ---- All runs -----------------------------------------------------------------------------
 
 
-def runs_table(histories: Sequence[History]) -> str:
+def runs_table(histories: Sequence[History], *, width: int | None) -> str:
     """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
-    return aligned([_HEADER, *map(_row, histories)])
+    return aligned([_HEADER, *map(_row, histories)], width=width)
 
 
 def _row(history: History) -> tuple[str, ...]:
@@ -72,11 +73,24 @@ def _best_accuracy(history: History) -> float | None:
 # ---- One run ------------------------------------------------------------------------------
 
 
-def run_page(run: Run) -> str:
-    """Return everything about a run, one labelled fact a line."""
+def run_page(run: Run, *, width: int | None) -> str:
+    """Return everything about a run, a labelled fact a line, broken for a terminal's ``width``."""
     facts = [(label, text) for label, text in _facts(run) if text]
-    width = max(len(label) for label, _ in facts)
-    return "\n".join(f"{label:>{width}}  {text}" for label, text in facts)
+    labels = max(len(label) for label, _ in facts)
+    return "\n".join(_fact(f"{label:>{labels}}  ", text, width) for label, text in facts)
+
+
+def _fact(label: str, text: str, width: int | None) -> str:
+    if width is None or label.strip() in ("path", "next"):  # they must survive being copied
+        return f"{label}{text}"
+    return fill(
+        text,
+        width=max(width, len(label) + 20),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:

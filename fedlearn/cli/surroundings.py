@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import get_terminal_size
 
 from fedlearn.cli.failures import RunEnded
 from fedlearn.config import Config, resolve_addresses
@@ -43,6 +44,11 @@ def require_runs(site: Site) -> Site:
             "is with --runs-dir or FEDLEARN_RUNS_DIR, or make a run: `fedlearn simulate`"
         )
     return site
+
+
+def terminal_width() -> int | None:
+    """Return how many columns standard output has; ``None`` where it is no terminal."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
 
 _ABSENT = "(absent)"
 _SHOWN_CHARACTERS = 40
+_LEAST_CHARACTERS = 6  # of a cell that is cut
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
@@ -88,19 +89,40 @@ def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def aligned(rows: Sequence[Sequence[str]], *, values_right: bool = False) -> str:
+def aligned(
+    rows: Sequence[Sequence[str]], *, values_right: bool = False, width: int | None = None
+) -> str:
     """Return aligned columns, a line a row; all but the first to the right if so asked.
+
+    Where a terminal has ``width`` columns, the widest but the first are cut until a line fits.
 
     Example:
         >>> print(aligned([("id", "name"), ("17", "clinic-a")]))
         id  name
         17  clinic-a
+        >>> print(aligned([("id", "name"), ("17", "clinic-a")], width=10))
+        id  name
+        17  cli...
     """
     side = ">" if values_right else "<"
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        widths = _fitting(widths, width)
+        rows = [[_cut(*each) for each in zip(row, widths, strict=True)] for row in rows]
     layout = [f"{side if place else '<'}{width}" for place, width in enumerate(widths)]
     lines = ("  ".join(map(format, row, layout)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+def _fitting(widths: Sequence[int], width: int) -> list[int]:
+    first, *others = widths
+    while first + sum(2 + each for each in others) > width and max(others) > _LEAST_CHARACTERS:
+        others[others.index(max(others))] -= 1
+    return [first, *others]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
@@ -377,19 +399,20 @@ class Comparison:
     measures: tuple[Measure, ...]
     differences: Mapping[str, tuple[str, str]]
 
-    def render(self) -> str:
-        """Return an aligned plain-text table, the same on a terminal and off."""
+    def render(self, *, width: int | None = None) -> str:
+        """Return an aligned plain-text table; a terminal may be of some ``width``."""
         a, b = (printable(name) for name in self.names)
         rows = [("", f"{a}  ", f"{b}  ")]
         rows += [(measure.name, *measure.texts()) for measure in self.measures]
-        told = f"{aligned(rows, values_right=True)}\n\n* the better of the two\n\n"
+        table = aligned(rows, values_right=True, width=width)
+        told = f"{table}\n\n* the better of the two\n\n"
         if not self.differences:
             return f"{told}the configurations are equal\n"
         keys = [("", a, b)]
         keys += [(printable(k), _short(a), _short(b)) for k, (a, b) in self.differences.items()]
         number = len(self.differences)
         told += f"the configurations differ in {number} key{'' if number == 1 else 's'}\n"
-        return f"{told}{aligned(keys, values_right=True)}\n"
+        return f"{told}{aligned(keys, values_right=True, width=width)}\n"
 
 
 def compare(
@@ -535,5 +558,4 @@ def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, 
 
 
 def _short(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+    return _cut(printable(text), _SHOWN_CHARACTERS)

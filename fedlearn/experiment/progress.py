@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import IO, Protocol, TextIO
+from typing import IO, NamedTuple, Protocol, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -32,6 +32,11 @@ from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 _TOP_REASONS = 3
 _REASON_CHARACTERS = 100
 _NAME_CHARACTERS = 20
+
+#: Of the time left: what is long, how often it is told, and how much the newest round counts.
+_LONG_S, _REDRAW_S, _NEWEST_WEIGHT = 3.0, 0.2, 0.1
+_MOST_CELLS = 40
+_CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress(Protocol):
@@ -77,9 +82,10 @@ class _Lines:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
         self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str, *, then: str = "") -> None:
+        """Write a line, and what begins the next one for now."""
         try:
-            self._stream.write(line + "\n")
+            self._stream.write(f"{line}\n{then}")
             self._stream.flush()
         except BrokenPipeError as error:
             raise OutputClosed from error
@@ -178,14 +184,74 @@ def _paint(style: str, console: Console) -> Callable[[str], str]:
     return captured.get().format
 
 
+class _Column(NamedTuple):
+    """A column of a round's line: header, width, and how early it goes where space lacks."""
+
+    header: str
+    width: int
+    goes: int
+
+
+#: By name the columns between the metric and the remarks; those that go first have low numbers.
+_COLUMNS = {
+    "loss": _Column("loss", 8, 4),
+    "train": _Column("train", 8, 1),
+    "reported": _Column("reported", 8, 7),
+    "late": _Column("late", 4, 5),
+    "failed": _Column("failed", 6, 6),
+    "virtual": _Column("virtual", 8, 2),
+    "real": _Column("real", 8, 3),
+}
+
+
+class _TimeLeft:
+    """A bar under the rounds of a long run, and how long the rest will take as rounds take now."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self._num_rounds = num_rounds
+        self._mean_s = math.nan
+        self._since_s = math.inf  # since the bar was last made anew
+        self._bar = ""
+
+    def bar(self, record: RoundRecord, width: Callable[[], int]) -> str:
+        """Return it after a finished round, within ``width()`` columns; empty if little is left.
+
+        It is the same as before for a moment, so that a round costs little.
+        """
+        if math.isnan(self._mean_s):
+            self._mean_s = record.seconds
+        self._mean_s += _NEWEST_WEIGHT * (record.seconds - self._mean_s)
+        self._since_s += record.seconds
+        if self._since_s >= _REDRAW_S:
+            self._since_s = 0.0
+            self._bar = self._drawn(record.round_num + 1, width())
+        return self._bar
+
+    def _drawn(self, num_finished: int, width: int) -> str:
+        left_s = self._mean_s * (self._num_rounds - num_finished)
+        if left_s < _LONG_S:
+            return ""
+        share = num_finished / self._num_rounds
+        told = f" {100 * share:3.0f}%  {duration_text(left_s)} left"
+        num_cells = max(0, min(_MOST_CELLS, width - len(told) - 1))
+        full = round(share * num_cells)
+        return f"{'━' * full}{'─' * (num_cells - full)}{told}"
+
+
 class TerminalProgress(_Lines):
-    """One coloured line a round on a terminal, under a header; a new best stands out."""
+    """One coloured line a round on a terminal, under a header; a new best stands out.
+
+    Columns that a narrow terminal has no space for are left out. Under the rounds of a long
+    simulation there is a bar with the time left; a deployment's log would run into it.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console.file)
         self._console = console
         self._sign, self._best, self._budget = 1.0, -math.inf, ""
         self._round_width, self._metric_width = 0, 0
+        self._columns: tuple[str, ...] = ()
+        self._left, self._has_bar = _TimeLeft(0), False
         self._good = _paint("bold green", console)
         self._dim = _paint("dim", console)
         self._late = _paint("yellow", console)
@@ -201,15 +267,24 @@ class TerminalProgress(_Lines):
         shown = printable(self._metric)[:_NAME_CHARACTERS]
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         self._metric_width = max(8, len(shown))
+        self._left = _TimeLeft(record.num_rounds)
+        self._columns = self._fitting(self._console.width)
         name = (printable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
         for note in notes:
             self._console.print(Text(printable(note), style="dim"))
-        header = (
-            f"{'round':>{self._round_width}}  {shown:>{self._metric_width}}      loss     train"
-            f"  reported  late  failed{'' if self._is_deployed else '   virtual'}      real"
-        )
+        header = f"{'round':>{self._round_width}}  {shown:>{self._metric_width}}"
+        for column in (_COLUMNS[name] for name in self._columns):
+            header += f"  {column.header:>{column.width}}"
         self._write(self._dim(header))
+
+    def _fitting(self, width: int) -> tuple[str, ...]:
+        """Return the columns that a terminal has space for."""
+        names = [name for name in _COLUMNS if name != "virtual" or not self._is_deployed]
+        taken = self._round_width + 2 + self._metric_width
+        while names and taken + sum(2 + _COLUMNS[name].width for name in names) > width:
+            names.remove(min(names, key=lambda name: _COLUMNS[name].goes))
+        return tuple(names)
 
     def round(self, record: RoundRecord) -> None:
         """Print the round's line."""
@@ -218,29 +293,39 @@ class TerminalProgress(_Lines):
         measured = f"{number_text(value):>{self._metric_width}}"
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
-        virtual = "" if self._is_deployed else f"  {duration_text(record.virtual_s):>8}"
+        cells = {
+            "loss": f"{number_text(headline(record.metrics, 'loss')):>8}",
+            "train": f"{number_text(_train_loss(record)):>8}",
+            "reported": (self._bad if skipped else str)(f"{reported:>8}"),
+            "late": (self._late if late else self._dim)(f"{late:>4}"),
+            "failed": (self._bad if failed else self._dim)(f"{failed:>6}"),
+            "virtual": f"{duration_text(record.virtual_s):>8}",
+            "real": self._dim(f"{duration_text(record.seconds):>8}"),
+        }
         line = (
             f"{place:>{self._round_width}}"
             f"  {(self._good if self._is_best(value) else str)(measured)}"
-            f"  {number_text(headline(record.metrics, 'loss')):>8}"
-            f"  {number_text(_train_loss(record)):>8}"
-            f"  {(self._bad if skipped else str)(f'{reported:>8}')}"
-            f"  {(self._late if late else self._dim)(f'{late:>4}')}"
-            f"  {(self._bad if failed else self._dim)(f'{failed:>6}')}"
-            f"{virtual}"
-            f"  {self._dim(f'{duration_text(record.seconds):>8}')}"
         )
+        for name in self._columns:
+            line += f"  {cells[name]}"
         if remark := _remark(record):
             line += f"  {self._late(remark)}"
         if (epsilon := record.metrics.get("epsilon")) is not None:
             line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
-        self._write(line)
+        bar = "" if self._is_deployed else self._left.bar(record, lambda: self._console.width)
+        self._write(f"{self._without_bar()}{line}", then=self._dim(bar) if bar else "")
+        self._has_bar = bool(bar)
+
+    def _without_bar(self) -> str:
+        """Return what takes the bar off the screen, if there is one."""
+        had_bar, self._has_bar = self._has_bar, False
+        return _CLEAR_LINE if had_bar else ""
 
     def end(self, summary: Summary) -> None:
         """Print what the run came to and the commands to type next."""
         self.ended = summary
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
-        self._console.print()
+        self._write(self._without_bar())
         for label, text in _facts(summary, self.path):
             style = "bold" if label in ("best", "next") else ""
             if label == "run":

@@ -119,8 +119,9 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
                 f"{name} was started from Python, so only Python has its model and data: call "
                 f"fl.simulate(..., resume={name!r}) with the same arguments"
             )
-        with stored.held():
-            pass  # who may not hold it is told before any data are read
+        if _is_rank_0(site):
+            with stored.held():
+                pass  # who may not hold it is told before any data are read
         config = Config.from_json(json.dumps(record.config))
         pieces = simulation(config, data_dir=site.addresses.data_dir)
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
@@ -348,15 +349,19 @@ def _resume(
     return _execute(pieces, site, opened, from_previous=from_previous, is_described=is_described)
 
 
+def _is_rank_0(site: Site) -> bool:
+    return site.environ.get("RANK", "0") == "0"
+
+
 def _done_before(stored: StoredRun, pieces: Simulation, site: Site) -> Run:
     """Tell what a run came to that is resumed after its end; its record stays as it is.
 
     Raises:
         StoreError: Its last checkpoint is damaged.
     """
-    stored.load()
-    if site.environ.get("RANK", "0") != "0":
+    if not _is_rank_0(site):
         raise SystemExit(0)  # another worker of torchrun: rank 0 has the run
+    stored.load()
     site.progress.start(stored.record, stored.path, ("it was done before",))
     site.progress.end(_summary(stored))
     return Run(stored, pieces.make_model)

@@ -69,7 +69,8 @@ class ParquetPopulation:
     The rows are grouped by client; clients are numbered in order of appearance, files in
     the order of their names. Memory holds an index of the client column, the examples of
     the clients asked, and the row groups used last, up to ``cache_bytes``: write small row
-    groups (``row_group_size=10_000``), since a row group is read as a whole.
+    groups (``row_group_size=10_000``), since a row group is decoded as a whole. What was decoded
+    is kept among the system's temporary files, where there is space, so that each is decoded once.
 
     Args:
         path: A Parquet file, or a folder of ``*.parquet`` files.
@@ -88,7 +89,9 @@ class ParquetPopulation:
         table = Table.at(path, columns)
         self._columns, self._num_classes = columns, num_classes
         self._index = _index_clients(table, client=columns.client)
-        self._rows = RowGroups(table, groups=self._index.groups, cache_bytes=cache_bytes)
+        self._rows = RowGroups(
+            table, groups=self._index.groups, cache_bytes=cache_bytes, keeps_decoded=True
+        )
 
     @property
     def num_clients(self) -> int:

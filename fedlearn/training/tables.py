@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedlearn.core.features import Features, Inputs, mapped, named, tensors_of
 from fedlearn.errors import DataError
+from fedlearn.training.decoded_rows import DecodedRows
 
 _ARROW = (".arrow", ".feather")
 _SUFFIXES = (".parquet", *_ARROW)
@@ -177,9 +178,14 @@ class Table:
     @property
     def row_bytes(self) -> int:
         """What an example takes in memory."""
+        return sum(self.bytes_of_tensors)
+
+    @property
+    def bytes_of_tensors(self) -> list[int]:
+        """What an example takes in each input's tensor, and in the labels."""
         inputs = self.columns.inputs
-        sizes = (torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
-        return sum(sizes) + self.label_dtype.itemsize
+        sizes = [torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs]
+        return [*sizes, self.label_dtype.itemsize]
 
     def sizes(self) -> list["RowGroup"]:
         """Return where each row group that has rows is, and how many it has.
@@ -270,6 +276,8 @@ class RowGroups:
         groups: Its row groups, in the order of the rows.
         cache_bytes: Most bytes of decoded row groups to keep.
         check: Refuses a row group that was just read.
+        keeps_decoded: Whether what was decoded is kept on disk: see
+            :mod:`fedlearn.training.decoded_rows`.
 
     Attributes:
         offsets: Row group g has the rows offsets[g]:offsets[g + 1].
@@ -282,15 +290,20 @@ class RowGroups:
         groups: Sequence[RowGroup],
         cache_bytes: int,
         check: Callable[[RowGroup, Rows], None] | None = None,
+        keeps_decoded: bool = False,
     ) -> None:
         sizes = [group.num_rows for group in groups]
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self._table, self._groups, self._check = table, groups, check
         self._max_bytes, self._num_bytes = cache_bytes, 0
         self._kept: dict[int, Rows] = {}  # the one used last is last
+        self._on_disk: DecodedRows | None = None
+        if keeps_decoded:
+            self._on_disk = DecodedRows(self.offsets, row_bytes=table.bytes_of_tensors)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_kept": {}, "_num_bytes": 0}  # another process reads its own
+        # another process, unless it is forked, reads its own
+        return self.__dict__ | {"_kept": {}, "_num_bytes": 0, "_on_disk": None}
 
     def take(self, rows: NDArray[np.int64]) -> Rows:
         """Return these rows, copied, in this order.
@@ -304,13 +317,28 @@ class RowGroups:
         features = mapped(lambda each: _empty(rows.size, *each.shape, dtype=each.dtype), columns)
         labels = _empty(rows.size, dtype=self._table.label_dtype)
         groups = np.searchsorted(self.offsets, rows, side="right") - 1
-        for group, read in self._read(np.unique(groups).tolist()):
+        missing = np.unique(groups)
+        if self._on_disk is not None:
+            there = self._on_disk.has(groups)
+            self._take_decoded(rows, np.flatnonzero(there), [*tensors_of(features), labels])
+            missing = np.unique(groups[~there])
+        for group, read in self._read(missing.tolist()):
             here = np.flatnonzero(groups == group)
             inside = rows[here] - self.offsets[group]
             for whole, part in zip(tensors_of(features), tensors_of(read.features), strict=True):
                 _items(whole)[here] = _items(part)[inside]
             _items(labels)[here] = _items(read.labels)[inside]
         return Rows(features, labels)
+
+    def _take_decoded(
+        self, rows: NDArray[np.int64], places: NDArray[np.int64], tensors: Sequence[Tensor]
+    ) -> None:
+        """Fill these places of the tensors from disk, where rows are in a row at once."""
+        assert self._on_disk is not None
+        follows = (np.diff(places) == 1) & (np.diff(rows[places]) == 1)
+        for run in np.split(places, np.flatnonzero(~follows) + 1) if places.size else ():
+            first, last = int(run[0]), int(run[-1])
+            self._on_disk.read(int(rows[first]), [each[first : last + 1] for each in tensors])
 
     def _read(self, groups: list[int]) -> Iterator[tuple[int, Rows]]:
         """Yield these row groups, which were used last or are read now."""
@@ -334,6 +362,8 @@ class RowGroups:
         rows = self._table.read(self._groups[group])
         if self._check is not None:
             self._check(self._groups[group], rows)
+        if self._on_disk is not None:
+            self._on_disk.write(group, [*tensors_of(rows.features), rows.labels])
         return rows
 
     def _keep(self, group: int, rows: Rows) -> None:

@@ -142,7 +142,7 @@ def test_a_model_learns_behind_the_noise() -> None:
     page = found.report().read_text()
     assert f"{spent.epsilon:.3g}" in page
     assert f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts" in page
-    assert spent.text() in run_page(found)
+    assert spent.text() in run_page(found, width=None)
     assert json.loads(run_object(found))["privacy"]["epsilon"] == spent.epsilon
 
 

@@ -271,6 +271,15 @@ def test_the_table_is_aligned_and_marks_the_better() -> None:
     assert lines[-1].split() == ["seed", "1", "2"]
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_fits_a_narrow_terminal(width: int) -> None:
+    """Long values are cut; off a terminal nothing is."""
+    long = {"data": {"path": "a/" * 40}, "seed": 1}
+    compared = compare((run("calm-lynx-20", long), A[1]), (run("b" * 64), B[1]))
+    assert max(map(len, compared.render(width=width).splitlines())) <= width
+    assert max(map(len, compared.render().splitlines())) > 100
+
+
 def test_equal_configurations_are_said_to_be_equal() -> None:
     """An empty table would leave a doubt."""
     assert compare(A, B).render().endswith("the configurations are equal\n")

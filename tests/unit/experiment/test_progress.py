@@ -354,3 +354,65 @@ def seconds_of(action: Callable[[], object]) -> float:
     for _ in range(50):
         action()
     return (clock.now_s() - started_s) / 50
+
+
+# ---- Narrow terminals, and the time left --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (100, ["loss", "train", "reported", "late", "failed", "virtual", "real"]),
+        (70, ["loss", "reported", "late", "failed", "virtual", "real"]),
+        (60, ["loss", "reported", "late", "failed", "real"]),
+        (40, ["reported", "late", "failed"]),
+        (20, []),
+    ],
+)
+def test_a_narrow_terminal_has_the_columns_that_matter(width: int, columns: list[str]) -> None:
+    """No line of a round is broken in two; header and rounds have the same columns."""
+    lines = [bare(each) for each in terminal(ROUNDS, width=width)]
+    header = next(index for index, each in enumerate(lines) if each.split()[:1] == ["round"])
+    assert lines[header].split() == ["round", "accuracy", *columns]
+    assert {len(each) for each in lines[header : header + 4]} == {len(lines[header])}
+    assert len(lines[header]) <= max(width, len("round  accuracy"))
+
+
+def bare(line: str) -> str:
+    """Return a line without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+
+
+def bars(seconds: list[float], *, width: int = 100, is_deployed: bool = False) -> list[str]:
+    """Return what stands under each round of a run of a hundred that took so many seconds."""
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, color_system="truecolor", width=width)
+    progress = TerminalProgress(console)
+    progress.start(replace(RUN, num_rounds=100, is_deployed=is_deployed), PATH, [])
+    shown = []
+    for k, each in enumerate(seconds):
+        progress.round(replace(finished(k, {}), seconds=each))
+        shown.append(bare(stream.getvalue().rpartition("\n")[2]))
+    progress.end(summarize(RUN, []))
+    assert "\x1b[2K" in stream.getvalue() or not any(shown)
+    return shown
+
+
+def test_a_long_run_shows_the_time_that_is_left() -> None:
+    """As rounds take now: 98 of a minute each. A short one, and a deployment, show none."""
+    assert bars([60.0, 60.0])[-1].endswith("   2%  1h 38m left")
+    assert bars([0.01] * 3) == [""] * 3
+    assert bars([60.0], is_deployed=True) == [""]
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_the_bar_fits_the_terminal(width: int) -> None:
+    """A broken line could not be taken off again."""
+    assert all(0 < len(each) < max(width, 22) for each in bars([60.0] * 50, width=width))
+
+
+def test_the_bar_is_made_anew_a_few_times_a_second() -> None:
+    """Rounds of a millisecond cost no more for it; the last rounds have none."""
+    shown = bars([0.05] * 100)
+    assert len(set(shown[:30])) <= 9
+    assert shown[-1] == ""

@@ -1,0 +1,115 @@
+"""What was decoded once is read by itself from then on."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from fedlearn.training.decoded_rows import DecodedRows
+from fedlearn.training.tables import RowGroups, Table, columns_of_file
+
+_NUM_ROWS, _ROW_GROUP = 22, 4
+
+
+class _Free(NamedTuple):
+    """What is free on a disk."""
+
+    free: int
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A table of two inputs and a label, each its row number."""
+    rows = np.arange(_NUM_ROWS)
+    table = pa.table({"x": rows.astype(np.float32), "who": rows, "y": rows})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=_ROW_GROUP)
+    return tmp_path / "t.parquet"
+
+
+def opened(path: Path) -> RowGroups:
+    """Rows of which nothing is kept in memory."""
+    columns = columns_of_file(path, label="y", features={"x": ["x"], "who": ["who"]})
+    table = Table.at(path, columns)
+    return RowGroups(table, groups=table.sizes(), cache_bytes=0, keeps_decoded=True)
+
+
+def taken(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
+    """Return what each tensor has of these rows."""
+    features, labels = rows.take(np.array(wanted, np.int64))
+    assert isinstance(features, dict)
+    return [each.flatten().tolist() for each in (features["x"], features["who"], labels)]
+
+
+@pytest.mark.parametrize("wanted", [[3, 4, 5, 9, 8, 8, 21, 0], list(range(_NUM_ROWS)), [7]])
+def test_rows_are_the_same_from_disk(path: Path, wanted: list[int]) -> None:
+    """First some are there, then all, in any order; the file itself is read once."""
+    rows = opened(path)
+    taken(rows, [5, 17])
+    assert taken(rows, wanted) == [wanted] * 3
+    assert taken(rows, wanted) == [wanted] * 3
+    taken(rows, list(range(_NUM_ROWS)))
+    path.unlink()
+    assert taken(rows, wanted) == [wanted] * 3
+
+
+def test_a_forked_process_needs_not_decode_again(path: Path) -> None:
+    """What a worker has decoded its parent reads, and the other way round."""
+    rows = opened(path)
+    child = os.fork()
+    if not child:
+        taken(rows, list(range(_NUM_ROWS)))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    path.unlink()
+    assert taken(rows, [20, 2]) == [[20, 2]] * 3
+
+
+def test_a_full_disk_costs_time_and_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows come from the file as before, and a warning names the remedy, once."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rows = opened(path)
+    monkeypatch.setattr(os, "pwrite", full)
+    with capture_logs() as logs:
+        assert [taken(rows, [1, 9]) for _ in range(2)] == [[[1, 9]] * 3] * 2
+    assert [("TMPDIR" in each["event"], each["why"]) for each in logs] == [
+        (True, os.strerror(errno.ENOSPC))
+    ]
+
+
+@pytest.mark.parametrize(("free", "is_kept"), [(100, False), (10**6, True)])
+def test_no_more_than_half_of_the_space_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    is_kept: bool,  # noqa: FBT001 (a parameter)
+) -> None:
+    """Others have temporary files, too."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: _Free(free))
+    kept = DecodedRows(np.array([0, 10]), row_bytes=[8])
+    kept.write(0, [torch.arange(10)])
+    assert kept.has(np.array([0])).tolist() == [is_kept]
+
+
+def test_a_part_of_a_tensor_is_filled_in_place() -> None:
+    """Whatever its dtype."""
+    kept = DecodedRows(np.array([0, 2, 5]), row_bytes=[3, 4])
+    masks, numbers = torch.rand(3, 3) > 0.5, torch.rand(3)
+    kept.write(1, [masks, numbers])
+    found: list[Tensor] = [torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2)]
+    kept.read(3, found)
+    assert torch.equal(found[0], masks[1:])
+    assert torch.equal(found[1], numbers[1:])
+    assert kept.has(np.array([0, 1, 1])).tolist() == [False, True, True]
