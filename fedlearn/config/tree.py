@@ -18,6 +18,7 @@ from fedlearn.config.cohort import (
     Cohort,
     Devices,
     StragglersSection,
+    UpdatesSection,
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
@@ -192,6 +193,7 @@ class Config(Section):
     client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = StragglersSection()
+    updates: UpdatesSection = UpdatesSection()
     secure_aggregation: SecureAggregationSection = SecureAggregationSection()
     privacy: PrivacySection = PrivacySection()
     devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
@@ -238,6 +240,7 @@ class Config(Section):
             yield from self._insecure()
         if self.privacy.is_on:
             yield from self._not_private()
+        yield from self._unbounded()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
         if self.centralized and self.coordinator.training.is_on:
@@ -251,6 +254,19 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _unbounded(self) -> Iterator[Problem]:
+        """Refuse bounds of updates where no update is seen, or where they are clipped."""
+        modes = {
+            "secure_aggregation.mode": self.secure_aggregation.is_on,
+            "privacy.mode": self.privacy.is_on,
+        }
+        key = next((key for key, is_on in modes.items() if is_on), None)
+        for name, default in UpdatesSection().model_dump().items():
+            value = getattr(self.updates, name)
+            if key is not None and value != default:
+                text = f"is {shown(value)}, but {key} is on, which clips; leave it out"
+                yield Problem((f"updates.{name}", key), text)
 
     def _more_than_a_step(self) -> Iterator[Problem]:
         """Refuse local training other than FedSGD's; without batches, the order is nothing."""
