@@ -22,7 +22,7 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
-from fedlearn.config.pieces import built
+from fedlearn.config.pieces import built, declared_by
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.section import PathText, Problem, RunName, Section
@@ -42,6 +42,7 @@ from fedlearn.config.training import (
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.core.redaction import without_password
 from fedlearn.errors import ConfigError
+from fedlearn.store.retention import USUAL, Retention
 
 _MAX_SEED = 2**63 - 1
 _MAX_ROUNDS = 1_000_000_000
@@ -138,6 +139,12 @@ class EngineSection(Section):
                 yield Problem((name, "transport"), text)
 
 
+@declared_by(
+    Retention,
+    keep_last=USUAL.keep_last,
+    keep_every=USUAL.keep_every,
+    keep_best=USUAL.keep_best,
+)
 class StoreSection(Section):
     """Where the record of the run goes."""
 
