@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
@@ -22,7 +23,7 @@ from fedlearn.algorithms.sampling import (
     UniformSampler,
 )
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
@@ -272,7 +273,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             config=config,
         )
     )
-    pieces = _distilling(pieces)
+    pieces = _bounded(_distilling(pieces))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
     return _deployed_privately(pieces) if config.privacy.is_on else pieces
@@ -429,7 +430,7 @@ def around(
         make_trainer=make_trainer,
         own=own,
     )
-    pieces = _distilling(pieces)
+    pieces = _bounded(_distilling(pieces))
     if not config.privacy.is_on:
         return _complete(pieces)
     if config.privacy.num_users not in (None, population):
@@ -461,6 +462,14 @@ def alone(config: Config, *, data_dir: Path) -> Pieces:
         config=config,
         own=_own(config, data, is_needed=True),
     )
+
+
+def _bounded(pieces: PiecesT) -> PiecesT:
+    """Return the pieces with the bounds of updates that the configuration asks for, if any."""
+    bounds = built(UpdateBounds, pieces.config.updates)
+    if bounds == GENEROUS:
+        return pieces
+    return replace(pieces, algorithm=Bounded(pieces.algorithm, bounds))
 
 
 def _distilling(pieces: PiecesT) -> PiecesT:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import Aggregation
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.transforms import Transform
@@ -50,8 +51,14 @@ class Strategy(Protocol):
             """What is done to an update before it leaves its client; nothing."""
             return ()
 
+        @property
+        def bounds(self) -> UpdateBounds | None:
+            """What one update may come to in the clear; ``None``: its own rule bounds it."""
+            return GENEROUS
+
     else:
         transforms = ()
+        bounds = GENEROUS
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -127,6 +134,11 @@ class Wrapped(Strategy):
         return self.inner.transforms
 
     @property
+    def bounds(self) -> UpdateBounds | None:
+        """The inner strategy's."""
+        return self.inner.bounds
+
+    @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner strategy's."""
         return self.inner.lanes
@@ -157,3 +169,20 @@ class Wrapped(Strategy):
         """Take the inner strategy's step; what is this one's own stays."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         return replace(stepped, state={**stepped.state, **{name: state[name] for name in self.own}})
+
+
+@dataclass(frozen=True)
+class Bounded(Wrapped):
+    """A strategy with bounds of its own for updates.
+
+    Attributes:
+        inner: The strategy otherwise.
+        own_bounds: What one update may come to in the clear.
+    """
+
+    own_bounds: UpdateBounds
+
+    @property
+    def bounds(self) -> UpdateBounds:
+        """This one's."""
+        return self.own_bounds

@@ -354,6 +354,30 @@ def resume(
         resume(run, here, from_previous=from_previous)
 
 
+@app.command(epilog="Example: fedlearn rollback calm-otter-17 --to 40")
+def rollback(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")],
+    *,
+    to: Annotated[int, typer.Option("--to", min=0, metavar="ROUND", help="Rounds that it has.")],
+    runs_dir: RunsDir = None,
+) -> None:
+    """Go back to an earlier checkpoint of a run, and forget the rounds after it.
+
+    `store.keep_last`, `store.keep_every` and `store.keep_best` say which are kept. A deployed run
+    must have no coordinator that lives; its clients drop what they hold. What was charged for
+    privacy stays charged.
+    """
+    from fedlearn.cli.surroundings import require_runs, site
+    from fedlearn.deployment.rollback import roll_back
+
+    here = require_runs(site(runs_dir=runs_dir))
+    with here.database() as database:
+        roll_back(database, run, to=to, clock=here.clock)
+        is_deployed = database.run(run).record.is_deployed
+    again = "fedlearn coordinator" if is_deployed else f"fedlearn resume {run}"
+    typer.echo(f"{run} is back after {to} rounds; `{again}` goes on from there")
+
+
 @app.command(epilog="Example: fedlearn plot calm-otter-17 brisk-heron-42 --output both.png")
 def plot(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One run, or several.")],

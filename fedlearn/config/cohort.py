@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds
@@ -67,6 +68,15 @@ class StragglersSection(Section):
         description="Fewest reports that make a round, 1 to cohort.num_wanted; "
         '"half" is half of cohort.num_wanted, rounded up.',
     )
+
+
+@declared_by(UpdateBounds, max_norm=GENEROUS.max_norm, max_examples=GENEROUS.max_examples)
+class UpdatesSection(Section):
+    """What one update may come to in the clear: one beyond that is refused, and its client fails.
+
+    The defaults keep out what is broken; no honest update meets them. Where secure aggregation or
+    privacy is on, they bound nothing: what holds there is a clip.
+    """
 
 
 class Bandwidth(DeclaredSection):

@@ -18,10 +18,11 @@ from fedlearn.config.cohort import (
     Cohort,
     Devices,
     StragglersSection,
+    UpdatesSection,
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
-from fedlearn.config.pieces import built
+from fedlearn.config.pieces import built, declared_by
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.section import PathText, Problem, RunName, Section
@@ -41,6 +42,7 @@ from fedlearn.config.training import (
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.core.redaction import without_password
 from fedlearn.errors import ConfigError
+from fedlearn.store.retention import USUAL, Retention
 
 _MAX_SEED = 2**63 - 1
 _MAX_ROUNDS = 1_000_000_000
@@ -144,6 +146,12 @@ class EngineSection(Section):
                 yield Problem((name, "transport"), text)
 
 
+@declared_by(
+    Retention,
+    keep_last=USUAL.keep_last,
+    keep_every=USUAL.keep_every,
+    keep_best=USUAL.keep_best,
+)
 class StoreSection(Section):
     """Where the record of the run goes."""
 
@@ -201,6 +209,7 @@ class Config(Section):
     client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = StragglersSection()
+    updates: UpdatesSection = UpdatesSection()
     secure_aggregation: SecureAggregationSection = SecureAggregationSection()
     privacy: PrivacySection = PrivacySection()
     devices: Annotated[Devices, DEVICES] = DEVICES.of("lognormal")
@@ -247,6 +256,7 @@ class Config(Section):
             yield from self._insecure()
         if self.privacy.is_on:
             yield from self._not_private()
+        yield from self._unbounded()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
         if self.centralized and self.coordinator.training.is_on:
@@ -260,6 +270,19 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _unbounded(self) -> Iterator[Problem]:
+        """Refuse bounds of updates where no update is seen, or where they are clipped."""
+        modes = {
+            "secure_aggregation.mode": self.secure_aggregation.is_on,
+            "privacy.mode": self.privacy.is_on,
+        }
+        key = next((key for key, is_on in modes.items() if is_on), None)
+        for name, default in UpdatesSection().model_dump().items():
+            value = getattr(self.updates, name)
+            if key is not None and value != default:
+                text = f"is {shown(value)}, but {key} is on, which clips; leave it out"
+                yield Problem((f"updates.{name}", key), text)
 
     def _more_than_a_step(self) -> Iterator[Problem]:
         """Refuse local training other than FedSGD's; without batches, the order is nothing."""

@@ -25,8 +25,13 @@ def unsound(lane: str) -> str:
     return f"the {lane} is not finite or exceeds {MAX_DELTA:g}"
 
 
-def is_sound(delta: Tensor) -> bool:
-    """Return whether every element is finite and at most :data:`MAX_DELTA` in size."""
+def is_sound(delta: Tensor, *, max_norm: float | None = None) -> bool:
+    """Return whether every element is finite and at most :data:`MAX_DELTA` in size.
+
+    With ``max_norm``, the vector's Euclidean norm is at most that, too.
+    """
+    if max_norm is not None:
+        return float(torch.linalg.vector_norm(delta)) <= min(MAX_DELTA, max_norm)  # no NaN is
     if float(torch.linalg.vector_norm(delta)) <= MAX_DELTA:  # bounds every element; rarely not
         return True
     low, high = torch.aminmax(delta)

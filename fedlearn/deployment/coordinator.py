@@ -60,6 +60,7 @@ from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deployment
 from fedlearn.store.patience import Patience, PatientJournal
 from fedlearn.store.registry import StoredRegistry
+from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.transport.base import Channel
 
@@ -260,6 +261,7 @@ class Coordinator:
     def _lead(self, database: Database, lease: Lease) -> None:
         """Run the rounds that are due, and record how that ended."""
         stored = database.run(self.places.run_name, guard=lease.guard)
+        stored.retention = built(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
         if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
             self._begin_anew(database, stored)

@@ -14,6 +14,7 @@ import structlog
 
 from fedlearn import build
 from fedlearn.config import resolve_addresses
+from fedlearn.config.pieces import built
 from fedlearn.core.clock import Clock, SystemClock
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.record import TellingStore
@@ -27,6 +28,7 @@ from fedlearn.experiment.simulate import Site, new_record, outcome_told
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
 from fedlearn.simulation.cluster import Alone, one_thread
+from fedlearn.store.retention import Retention
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Federation, FlowerChannel
 
@@ -86,6 +88,7 @@ def run(
     record = new_record(pieces, extra={})
     with site.database() as database, one_thread():
         stored = begin(record, database, seed=config.seed)
+        stored.retention = built(Retention, config.store)
         with stored.held(), outcome_told(stored, progress):
             promised, charging, _ = promise(pieces, stored, num_finished=0, clock=clock)
             progress.start(stored.record, stored.path, [*notes, *promised])

@@ -24,6 +24,7 @@ from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
+from fedlearn.config.pieces import built
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
@@ -39,6 +40,7 @@ from fedlearn.rounds.run import RoundCallback, train
 from fedlearn.simulation.cluster import Cluster, launch, one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 
 #: The key under which a run that was started from Python records what it was made of.
@@ -390,6 +392,7 @@ def _execute(
             if cluster.rank == 0:
                 stored = opened(site.database())
                 stack.enter_context(stored.held())
+                stored.retention = built(Retention, pieces.config.store)
                 # A checkpoint that cannot be read leaves the run as it was.
                 checkpoint = stored.rewind() if from_previous else stored.load()
                 stored.finish(RunStatus.RUNNING, error="")

@@ -202,6 +202,10 @@ class BoundedUpdates(Wrapped):
     summed: BoundedSum
 
     @property
+    def bounds(self) -> None:
+        """None: whether an update counts is part of what is accounted for."""
+
+    @property
     def aggregation(self) -> BoundedSum:
         """The bounded sum."""
         return self.summed

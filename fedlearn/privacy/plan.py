@@ -360,6 +360,10 @@ class LocallyNoised(Wrapped):
     noised: NoisedUpdates
 
     @property
+    def bounds(self) -> None:
+        """None: whether an update counts is part of what is accounted for."""
+
+    @property
     def transforms(self) -> Sequence[Transform]:
         """Those of the inner strategy, then the noise."""
         return (*self.inner.transforms, self.noised)
@@ -457,6 +461,10 @@ class ExampleNoised(Wrapped):
     """
 
     plan: ExampleLevelPlan
+
+    @property
+    def bounds(self) -> None:
+        """None: whether an update counts is part of what is accounted for."""
 
     @property
     def local(self) -> LocalUpdate:

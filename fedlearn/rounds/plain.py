@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
+from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import (
+    MAX_DELTA,
     MAX_REASON,
     Participation,
     Participations,
@@ -152,12 +155,30 @@ def validated(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:
         return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
     if (problem := misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)
+    bounds = request.strategy.bounds
+    if bounds is not None:
+        return _within(reply, bounds)
     if not 1 <= reply.num_examples <= MAX_EXAMPLES:
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
     for name, vector in reply.lanes.items():
         if not all(on_all_cores(len(vector), partial(_is_sound, vector))):
             return Failure(unsound(name))
     return reply
+
+
+def _within(reply: TrainReply, bounds: UpdateBounds) -> TrainReply | Failure:
+    """Return a reply within bounds, or why it is not; a norm that is no number is beyond all."""
+    if not 1 <= reply.num_examples <= bounds.max_examples:
+        return Failure(bounds.too_heavy(reply.num_examples))
+    for name, vector in reply.lanes.items():
+        norm = math.hypot(*on_all_cores(len(vector), partial(_norm, vector)))
+        if not norm <= bounds.max_norm:
+            return Failure(bounds.too_long(name) if norm <= MAX_DELTA else unsound(name))
+    return reply
+
+
+def _norm(vector: Tensor, part: slice) -> float:
+    return float(torch.linalg.vector_norm(vector[part]))
 
 
 def _is_sound(vector: Tensor, part: slice) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
+from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
@@ -32,8 +33,8 @@ from fedlearn.simulation.cluster import Cluster, gathered
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import Population
-from fedlearn.simulation.reduction import Gathered, Reduction, Summed
-from fedlearn.simulation.timeline import Timeline
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+from fedlearn.simulation.timeline import REPORTED, TOO_HEAVY, TOO_LONG, UNSOUND, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,9 @@ class Engine:
                 wave,
                 losses=trained.losses,
                 num_examples=trained.num_examples,
-                is_sound=trained.is_sound,
+                verdicts=trained.verdicts,
             )
-        participations = timeline.participations(self.policy)
+        participations = timeline.participations(self.policy, bounds=self._bounds(request))
         is_enough = participations.num(Status.REPORTED) >= self.policy.min_reports
         return Collected(
             aggregate=reduction.close() if is_enough else None,
@@ -96,9 +97,16 @@ class Engine:
 
     def _reduction(self, request: RoundRequest) -> Reduction:
         strategy, aggregation = request.strategy, request.strategy.aggregation
+        bounds = self._bounds(request)
+        max_norm = None if bounds is None else bounds.max_norm
         if isinstance(aggregation, FullAggregation):
-            return Gathered(aggregation, strategy.lanes, request.params)
-        return Summed(self.summing or aggregation, strategy.lanes, request.params)
+            return Gathered(aggregation, strategy.lanes, request.params, max_norm=max_norm)
+        summed = self.summing or aggregation
+        return Summed(summed, strategy.lanes, request.params, max_norm=max_norm)
+
+    def _bounds(self, request: RoundRequest) -> UpdateBounds | None:
+        """Return what bounds an update; nothing where no one update is seen by itself."""
+        return None if self.summing is not None else request.strategy.bounds
 
     def _timeline(self, client_ids: NDArray[np.int64], request: RoundRequest) -> Timeline:
         num_examples = self.population.num_examples(client_ids)
@@ -129,34 +137,40 @@ class Engine:
     ) -> "_Wave":
         """Train these clients on all workers; every worker returns the same."""
         updates, count = self._locals(client_ids, request), len(client_ids)
+        bounds = self._bounds(request)
         steps = _num_steps(updates, self.population.num_examples(client_ids))
         reduction.begin(client_ids)
-        # Rows: loss, examples, sound or not. Each worker fills in its clients, a sum joins them.
+        # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
         kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         for local, block in _blocks(mine, updates, self.block_size):
             trained = self._train_block(client_ids[block], request, local)
-            sound = reduction.fold(self._updates(client_ids[block], trained, request), block)
-            report[:, block] = trained.losses_K, trained.num_examples_K, sound
+            sent = self._updates(client_ids[block], trained, request)
+            is_light = np.ones(len(block), np.bool_)
+            if bounds is not None:
+                is_light = trained.num_examples_K <= bounds.max_examples
+            verdicts = _folded(reduction, sent, block, is_light)
+            sound = verdicts == REPORTED
+            report[:, block] = trained.losses_K, trained.num_examples_K, verdicts
             if trained.kept or request.kept:
                 kept |= unstacked(client_ids[block][sound].tolist(), trained.kept, mine=sound)
             places = zip(block.tolist(), trained.metrics_K, strict=False)
-            metrics |= {place: told for place, told in places if report[2, place] > 0.0}
+            metrics |= {place: told for place, told in places if report[2, place] == REPORTED}
         reduction.share(self.cluster, more=torch.from_numpy(report))
-        is_sound = report[2] > 0.0
+        verdicts = report[2].astype(np.int64)
         if isinstance(self.executor, TrainerExecutor):
             everyone = gathered(metrics, self.cluster)
             metrics = {place: told for each in everyone for place, told in each.items()}
         everything = shared(
             kept,
-            client_ids[is_sound].tolist(),
+            client_ids[verdicts == REPORTED].tolist(),
             local=request.strategy.local,
             params=request.params,
             cluster=self.cluster,
         )
-        return _Wave(report[0], report[1].astype(np.int64), is_sound, metrics, everything)
+        return _Wave(report[0], report[1].astype(np.int64), verdicts, metrics, everything)
 
     def _locals(
         self, client_ids: NDArray[np.int64], request: RoundRequest
@@ -222,6 +236,24 @@ class Engine:
         return updates
 
 
+def _folded(
+    reduction: Reduction,
+    updates: Updates,
+    places: NDArray[np.int64],
+    is_light: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Fold in what counts of a block, of no more examples than may be; return the verdicts: [B]."""
+    verdicts = np.full(len(places), TOO_HEAVY)
+    if is_light.any():
+        some = only(updates, np.flatnonzero(is_light))
+        sound = reduction.fold(some, places[is_light])
+        found = np.where(sound, REPORTED, UNSOUND)
+        if not sound.all():
+            found[~sound & sound_rows(some, max_norm=None)] = TOO_LONG
+        verdicts[is_light] = found
+    return verdicts
+
+
 def _require_declared(
     updates: object, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
 ) -> None:
@@ -247,7 +279,7 @@ class _Wave:
 
     losses: NDArray[np.float64]
     num_examples: NDArray[np.int64]
-    is_sound: NDArray[np.bool_]
+    verdicts: NDArray[np.int64]
     metrics: Mapping[int, Mapping[str, float]]  # by the place of a sound client in the wave
     kept: Kept  # by sound clients, now
 

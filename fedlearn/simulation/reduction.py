@@ -29,8 +29,11 @@ class Summed:
         aggregation: SumAggregation[Any],  # Any: its state is its own business
         lanes: Sequence[LaneSpec],
         params: Params,
+        *,
+        max_norm: float | None,
     ) -> None:
         self._aggregation, self._lanes, self._params = aggregation, lanes, params
+        self._max_norm = max_norm
         self._total = self._wave = self._empty()
 
     def begin(self, client_ids: NDArray[np.int64]) -> None:  # noqa: ARG002 - a sum needs no room
@@ -45,15 +48,18 @@ class Summed:
         """Add a block by itself, then to the wave; return which of its rows are in it: [B].
 
         A sum is finite only if all its terms are, so the usual block is read once; only if it is
-        not, or absurdly large, are the rows looked at one by one. (Absurd values that cancel within
-        a block pass: simulated clients diverge, they do not conspire.)
+        not, or longer than one of them may be, are the rows looked at one by one. (Absurd values
+        that cancel within a block pass: simulated clients diverge, they do not conspire.)
         """
         block = self._aggregation.accumulate(self._empty(), updates)
-        sound = np.ones(len(updates.client_ids), np.bool_)
-        if not all(is_sound(tensor) for tensor in block.tensors()):
-            sound = sound_rows(updates)
-            some = only(updates, np.flatnonzero(sound))
-            block = self._aggregation.accumulate(self._empty(), some)
+        sound, max_norm = np.ones(len(updates.client_ids), np.bool_), self._max_norm
+        if max_norm is not None:  # a weight below 1 would hide a long row in the sum
+            max_norm *= min(1.0, float(updates.weights_B.min()))
+        if not all(is_sound(tensor, max_norm=max_norm) for tensor in block.tensors()):
+            sound = sound_rows(updates, max_norm=self._max_norm)
+            if not sound.all():
+                some = only(updates, np.flatnonzero(sound))
+                block = self._aggregation.accumulate(self._empty(), some)
         self._wave = merged(self._wave, block)
         return sound
 
@@ -76,9 +82,14 @@ class Gathered:
     """Keeps every update, in order of arrival whoever trained it. Memory: all contributions."""
 
     def __init__(
-        self, aggregation: FullAggregation, lanes: Sequence[LaneSpec], params: Params
+        self,
+        aggregation: FullAggregation,
+        lanes: Sequence[LaneSpec],
+        params: Params,
+        *,
+        max_norm: float | None,
     ) -> None:
-        self._aggregation, self._params = aggregation, params
+        self._aggregation, self._params, self._max_norm = aggregation, params, max_norm
         self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
         self._waves = list[Updates]()
 
@@ -90,7 +101,7 @@ class Gathered:
 
     def fold(self, updates: Updates, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Copy the sound rows of a block to their places [B]; return which they are: [B]."""
-        sound = sound_rows(updates)
+        sound = sound_rows(updates, max_norm=self._max_norm)
         some, index = only(updates, np.flatnonzero(sound)), torch.from_numpy(places[sound])
         self._weights[index] = some.weights_B
         for name, rows in some.lanes.items():
@@ -121,11 +132,11 @@ Reduction: TypeAlias = Summed | Gathered
 """The updates of one round on their way into an aggregate; a block's memory is used again."""
 
 
-def sound_rows(updates: Updates) -> NDArray[np.bool_]:
+def sound_rows(updates: Updates, *, max_norm: float | None) -> NDArray[np.bool_]:
     """Return which rows may reach arithmetic in all their lanes: shape [B]."""
     sound = np.ones(len(updates.client_ids), np.bool_)
     for rows in updates.lanes.values():
-        sound &= np.asarray([is_sound(row) for row in rows])
+        sound &= np.asarray([is_sound(row, max_norm=max_norm) for row in rows])
     return sound
 
 

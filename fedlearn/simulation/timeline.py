@@ -12,18 +12,21 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import STATUSES, Participations, Status, unsound
 
-_PENDING, _REPORTED, _DROPPED, _UNSOUND, _TOO_LATE = range(5)
+#: What became of an update that was trained: it counts, is not finite, or beyond a bound.
+REPORTED, UNSOUND, TOO_LONG, TOO_HEAVY = range(1, 5)
+_PENDING, _DROPPED, _TOO_LATE = 0, 5, 6
+_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, _DROPPED)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
 
-_REASONS = {_DROPPED: DROPPED_OUT, _UNSOUND: unsound("delta")}
-
 #: The status code of each outcome.
-_STATUSES = (Status.LATE, Status.REPORTED, Status.FAILED, Status.FAILED, Status.LATE)
+_STATUSES = (Status.LATE, Status.REPORTED, *[Status.FAILED] * 4, Status.LATE)
 _CODES = np.asarray([STATUSES.index(status) for status in _STATUSES])
 
 
@@ -63,7 +66,7 @@ class Timeline:
 
     def next_wave(self, num_wanted: int) -> NDArray[np.int64]:
         """Return the indices of the clients to train now; none when the round is closed."""
-        num_missing = num_wanted - int((self.outcome == _REPORTED).sum())
+        num_missing = num_wanted - int((self.outcome == REPORTED).sum())
         return np.flatnonzero(self.outcome == _PENDING)[:num_missing]
 
     def after(
@@ -72,13 +75,13 @@ class Timeline:
         *,
         losses: NDArray[np.float64],
         num_examples: NDArray[np.int64],
-        is_sound: NDArray[np.bool_],
+        verdicts: NDArray[np.int64],
     ) -> Self:
-        """Return the timeline with a wave trained."""
+        """Return the timeline with a wave trained; ``verdicts`` such as :data:`REPORTED`."""
         outcome, known = self.outcome.copy(), self.losses.copy()
         counts = self.num_examples.copy()
-        outcome[wave] = np.where(is_sound, _REPORTED, _UNSOUND)
-        known[wave] = np.where(is_sound, losses, math.nan)
+        outcome[wave] = verdicts
+        known[wave] = np.where(verdicts == REPORTED, losses, math.nan)
         counts[wave] = num_examples
         return replace(self, outcome=outcome, losses=known, num_examples=counts)
 
@@ -91,7 +94,9 @@ class Timeline:
             return policy.deadline_s
         return float(settled_s[-1]) if len(settled_s) else 0.0
 
-    def participations(self, policy: StragglerPolicy) -> Participations:
+    def participations(
+        self, policy: StragglerPolicy, *, bounds: UpdateBounds | None
+    ) -> Participations:
         """Return what became of each client, in order of arrival.
 
         A client that would have failed after the close of the round is merely late.
@@ -99,17 +104,26 @@ class Timeline:
         outcome = self.outcome.copy()
         if (closing := self._closing(policy)) is not None:
             outcome[closing + 1 :] = _TOO_LATE
-        failed = np.flatnonzero((outcome == _DROPPED) | (outcome == _UNSOUND)).tolist()
+        failed, counts = np.flatnonzero(np.isin(outcome, _FAILED)).tolist(), self.num_examples
         return Participations(
             self.client_ids,
             _CODES[outcome],
             self.durations_s,
-            np.where(outcome == _REPORTED, self.num_examples, 0),
+            np.where(outcome == REPORTED, self.num_examples, 0),
             self.losses,
-            {place: _REASONS[int(outcome[place])] for place in failed},
+            {place: _reason(int(outcome[place]), int(counts[place]), bounds) for place in failed},
         )
 
     def _closing(self, policy: StragglerPolicy) -> int | None:
         """Return the index of the report that closed the round, if one did."""
-        reported = np.flatnonzero(self.outcome == _REPORTED)
+        reported = np.flatnonzero(self.outcome == REPORTED)
         return int(reported[-1]) if len(reported) == policy.num_wanted else None
+
+
+def _reason(outcome: int, num_examples: int, bounds: UpdateBounds | None) -> str:
+    """Return why a client failed."""
+    if outcome == TOO_LONG and bounds is not None:
+        return bounds.too_long(DELTA.name)
+    if outcome == TOO_HEAVY and bounds is not None:
+        return bounds.too_heavy(num_examples)
+    return DROPPED_OUT if outcome == _DROPPED else unsound(DELTA.name)

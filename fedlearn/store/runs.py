@@ -31,6 +31,7 @@ from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_ch
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.holding import held, is_held
 from fedlearn.store.names import memorable_names
+from fedlearn.store.retention import USUAL
 from fedlearn.store.rounds import RoundSummary, insert_rounds, read_rounds, summarise_rounds
 from fedlearn.store.schema import (
     CheckpointRow,
@@ -48,7 +49,6 @@ from fedlearn.store.schema import (
 Guard: TypeAlias = Callable[[Session], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a folder name
-_KEPT_CHECKPOINTS = 2
 _RUN_ID_BYTES = 16
 
 
@@ -186,7 +186,7 @@ class Database:
         raise AssertionError("there are names without end")
 
     def adopt(self, record: RunRecord, files: Sequence[CheckpointFile]) -> "StoredRun":
-        """Add a run whose folder is here already, with the last of the checkpoints in it.
+        """Add a run whose folder is here already, with the checkpoints in it.
 
         Raises:
             RunHeld: The run is alive.
@@ -194,7 +194,7 @@ class Database:
         """
         with held(self.runs_dir / record.name), self.writing() as session:
             run_id = _insert_run(session, record=record)
-            for file in files[-_KEPT_CHECKPOINTS:]:
+            for file in files:
                 session.add(as_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
         return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
 
@@ -224,12 +224,14 @@ class StoredRun:
     Attributes:
         path: Its folder: ``config.json`` and ``checkpoints/``.
         database: Where it is.
+        retention: Which checkpoints a commit keeps.
     """
 
     def __init__(self, database: Database, *, run_id: int, name: str, guard: Guard) -> None:
         self.name = name
         self.path = database.runs_dir / name
         self.database = database
+        self.retention = USUAL
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
@@ -259,8 +261,8 @@ class StoredRun:
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, together, before returning.
 
-        The last two checkpoints are kept; a second one of the same round takes the
-        place of the first.
+        Checkpoints are kept by :attr:`retention`; a second one of the same round takes the place
+        of the first.
 
         Raises:
             StoreError: It could not be written (full disk), or another process runs the
@@ -283,7 +285,10 @@ class StoredRun:
                 self._drop_committed(session)
                 self._attempted = file.sha256, len(self._buffer)
                 insert_rounds(session.connection(), self._run_id, self._buffer)
-                kept = self._replace_checkpoints(session, file=file)
+                best_round = checkpoint.values.get("best_round")
+                kept = self._replace_checkpoints(
+                    session, file=file, best_round=best_round if isinstance(best_round, int) else 0
+                )
                 # Listed while the guard holds: whoever takes over writes its files after that.
                 found = list(folder.iterdir())
         self._buffer, self._attempted = [], None
@@ -314,8 +319,11 @@ class StoredRun:
             raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
         return (checkpoint.under("best/") if best else {}) or checkpoint.under("params/")
 
-    def rewind(self) -> Checkpoint:
-        """Go back to the checkpoint before the last and return it; forget what came after.
+    def rewind(self, *, to: int | None = None) -> Checkpoint:
+        """Go back to an earlier checkpoint and return it; forget what came after.
+
+        Args:
+            to: How many rounds it has; ``None``: the one before the last.
 
         What clients of a deployed run still hold or work on may answer the model that is
         dropped. So from here on it is another run to them: it has another ``run_id``, and no
@@ -326,16 +334,39 @@ class StoredRun:
                 cannot be written; nothing is forgotten.
         """
         files = self.checkpoints()
-        if len(files) < _KEPT_CHECKPOINTS:
+        earlier = files[:-1]
+        if not earlier:
             raise StoreError(
                 f"run {self.name!r} has no earlier checkpoint to go back to; start it again"
             )
-        checkpoint = read_checkpoint(files[-2], remedy="no earlier one is kept: start again")
+        found = [each for each in earlier if each.round_num == to] if to is not None else earlier
+        if not found:
+            kept = ", ".join(str(each.round_num) for each in earlier)
+            raise StoreError(
+                f"run {self.name!r} has {files[-1].round_num} rounds and no earlier checkpoint "
+                f"after {to}; the earlier ones that are kept are after {kept} (store.keep_last, "
+                "store.keep_every and store.keep_best say which)"
+            )
+        others = [str(each.round_num) for each in earlier if each is not found[-1]]
+        remedy = "no earlier one is kept: start again"
+        if others:
+            remedy = f"kept are those after {', '.join(others)} rounds: `fedlearn rollback`"
+        checkpoint = read_checkpoint(found[-1], remedy=remedy)
         with self._writing() as session:
             for row in (MetricRow, ParticipationRow, RoundRow):
                 later = row.round_num >= checkpoint.round_num
                 session.execute(delete(row).where(row.run_id == self._run_id, later))
-            self._drop_checkpoint(session, round_num=files[-1].round_num)
+            session.execute(
+                delete(CheckpointRow).where(
+                    CheckpointRow.run_id == self._run_id,
+                    CheckpointRow.round_num > checkpoint.round_num,
+                )
+            )
+            session.execute(
+                update(RunRow)
+                .where(RunRow.id == self._run_id)
+                .values(status=RunStatus.RUNNING, error="")
+            )
             self._renew(session)
         self._buffer, self._attempted = [], None
         return checkpoint
@@ -423,14 +454,18 @@ class StoredRun:
             return f"nothing of run {self.name!r} was committed before; {resume}"
         return f"the last commit, after round {files[-1].round_num}, still stands; {resume}"
 
-    def _replace_checkpoints(self, session: Session, *, file: CheckpointFile) -> set[str]:
+    def _replace_checkpoints(
+        self, session: Session, *, file: CheckpointFile, best_round: int
+    ) -> set[str]:
         """Add the row of ``file``, drop those that need not be kept; return the files kept."""
         self._drop_checkpoint(session, round_num=file.round_num)
         session.add(as_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
         rows = self._checkpoint_rows(session)
-        for row in rows[:-_KEPT_CHECKPOINTS]:
-            session.delete(row)
-        return {row.file for row in rows[-_KEPT_CHECKPOINTS:]}
+        kept = self.retention.of([row.round_num for row in rows], best_round=best_round)
+        for row in rows:
+            if row.round_num not in kept:
+                session.delete(row)
+        return {row.file for row in rows if row.round_num in kept}
 
     def _checkpoint_rows(self, session: Session) -> Sequence[CheckpointRow]:
         mine = select(CheckpointRow).where(CheckpointRow.run_id == self._run_id)

@@ -13,12 +13,13 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.scaffold import Scaffold
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
 from fedlearn.core.collecting import MAX_REASON, Participation, Status, unsound
@@ -34,7 +35,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import ProtocolError
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening
-from fedlearn.rounds.plain import MAX_EXAMPLES, PlainCollector
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -159,7 +160,15 @@ HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
     "negative infinity": (reply(with_element(float("-inf"))), "not finite"),
     "a number that overflows a sum": (reply(with_element(1e21)), "exceeds 1e\\+20"),
     "no examples": (reply(num_examples=0), "num_examples 0 is not in"),
-    "absurd examples": (reply(num_examples=MAX_EXAMPLES + 1), "num_examples 1000000001"),
+    "absurd examples": (reply(num_examples=10**8 + 1), "num_examples 100000001"),
+    "what ruined a model once": (
+        reply(with_element(9e16), num_examples=10**8),
+        r"the norm of the delta exceeds 1e\+08 \(updates\.max_norm\)",
+    ),
+    "long, and of small elements": (
+        reply({"delta": torch.full((3,), 0.6e8)}),
+        "the norm of the delta exceeds",
+    ),
     "negative examples": (raw_reply(num_examples=-1), "num_examples is not an integer"),
     "a fraction of an example": (raw_reply(num_examples=0.5), "num_examples is not an integer"),
     "a loss beyond floats": (raw_reply(metrics={"loss": 10**400}), "too large"),
@@ -231,7 +240,7 @@ def test_a_lane_beside_the_delta_is_checked_as_the_delta_is(name: str) -> None:
     "answer",
     [
         reply(),
-        reply(num_examples=MAX_EXAMPLES),
+        reply(num_examples=GENEROUS.max_examples),
         reply(num_examples=1),
         reply(metrics={"loss": float("nan"), "more": 1.0}),
         raw_reply(metrics={}),
@@ -242,6 +251,19 @@ def test_a_reply_at_the_limits_is_accepted(answer: bytes) -> None:
     params, participations = one_round(answer)
     assert participations[HOSTILE].status is Status.REPORTED
     assert bool((params.vector < 1.0).all()), "its zero delta is in the mean"
+
+
+@pytest.mark.parametrize(
+    ("length", "num_examples", "status"),
+    [(2.0, 5, Status.REPORTED), (2.001, 5, Status.FAILED), (2.0, 6, Status.FAILED)],
+)
+def test_bounds_of_ones_own_are_kept_to_the_last_example(
+    length: float, num_examples: int, status: Status
+) -> None:
+    bounded = Bounded(FEDAVG, UpdateBounds(max_norm=2.0, max_examples=5))
+    answer = reply(with_element(-length), num_examples=num_examples)
+    _, participations = one_round(answer, strategy=bounded)
+    assert participations[HOSTILE].status is status
 
 
 def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:

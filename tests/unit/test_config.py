@@ -682,6 +682,10 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             ],
             'is "modular_sum", but engine.transport is "memory"',
         ),
+        (
+            ["secure_aggregation.mode=complete", "updates.max_norm=10.0"],
+            "is 10.0, but secure_aggregation.mode is on, which clips",
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], expected: str) -> None:
@@ -725,6 +729,7 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
             "cohort.num_wanted=9",
         ],
         ["secure_aggregation.mode=off", "cohort.sampling=poisson"],
+        ["updates.max_norm=10.0", "updates.max_examples=1000"],
         ["secure_aggregation.mode=sparse", "secure_aggregation.adversary=honest-but-curious"],
     ],
 )

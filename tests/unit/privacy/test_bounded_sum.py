@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedlearn.algorithms.bounds import GENEROUS
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Over, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -250,3 +251,10 @@ def test_a_lane_that_is_too_long_for_its_grid_is_refused() -> None:
     """Rounding would be a quarter of what a client can do."""
     with pytest.raises(ValueError, match="too long"):
         BoundedLane(1.0, 1 << 39)
+
+
+def test_no_bound_beside_the_clip_decides_whose_part_counts() -> None:
+    """Else what is in an update would decide how many there are; the control: the inner one's."""
+    bounded = summing(BoundedSum(bounds={"delta": 1.0}, multipliers={"delta": 1.0}, largest=10))
+    assert bounded.bounds is None
+    assert bounded.inner.bounds == GENEROUS

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedlearn
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Status, unsound
+from fedlearn.algorithms.strategy import Bounded
+from fedlearn.core.collecting import Status, is_sound, unsound
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -101,6 +103,7 @@ def collect(
     num_wanted: int = 6,
     deadline_s: float = 100.0,
     kept: Kept | None = None,
+    bounds: UpdateBounds = GENEROUS,
 ) -> Collected:
     policy = StragglerPolicy(
         num_wanted=num_wanted,
@@ -122,7 +125,7 @@ def collect(
         round_num=0,
         attempt=0,
         params=PARAMS,
-        strategy=FedAvg(KEEPING if executor.keeps else LOCAL),
+        strategy=Bounded(FedAvg(KEEPING if executor.keeps else LOCAL), bounds),
         told={},
         seed=0,
         kept=kept or {},
@@ -165,12 +168,35 @@ def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size:
     assert [c for block in executor.blocks for c in block] == list(range(9))
 
 
-def test_large_finite_updates_are_not_taken_for_infinite() -> None:
-    """1e19 is large, its square is not a float32; it counts all the same."""
-    executor = Recording(diverging=frozenset({1}), value=1e19)
-    collected = collect(executor, [0, 1])
-    assert collected.count(Status.REPORTED) == 2
-    assert mean_of(collected).tolist() == pytest.approx([5e18, 5e18])
+def test_an_update_counts_up_to_the_bound_of_its_norm() -> None:
+    """Of two numbers each: 7e7 is within 1e8, and 8e7 is not, whatever the sum of the block is."""
+    for value, statuses in (7e7, [2, 0]), (8e7, [1, 1]):
+        collected = collect(Recording(diverging=frozenset({1}), value=value), [0, 1])
+        assert [collected.count(each) for each in (Status.REPORTED, Status.FAILED)] == statuses
+    mean = mean_of(collect(Recording(diverging=frozenset({1}), value=7e7), [0, 1]))
+    assert mean.tolist() == pytest.approx([3.5e7, 3.5e7])
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 100])
+def test_bounds_of_ones_own_hold_in_blocks_of_any_size(block_size: int) -> None:
+    """Client 3's delta is sqrt(18) long, clients train on 3 examples each."""
+    longest = UpdateBounds(max_norm=4.3, max_examples=3)
+    collected = collect(Recording(), list(range(6)), block_size=block_size, bounds=longest)
+    assert with_status(collected, Status.REPORTED) == [0, 1, 2, 3]
+    reasons = {p.reason for p in collected.participations if p.status is Status.FAILED}
+    assert reasons == {longest.too_long("delta")}
+    assert mean_of(collected).tolist() == [1.5, 1.5]
+    light = UpdateBounds(max_norm=4.3, max_examples=2)
+    collected = collect(Recording(), list(range(6)), block_size=block_size, bounds=light)
+    assert collected.count(Status.FAILED) == 6
+    assert {p.reason for p in collected.participations} == {light.too_heavy(3)}
+
+
+def test_without_a_bound_large_finite_updates_are_not_taken_for_infinite() -> None:
+    """1e19 is large, its square is not a float32; it counts where a clip bounds it."""
+    assert is_sound(torch.full((2,), 1e19))
+    assert not is_sound(torch.full((2,), 1e21))
+    assert not is_sound(torch.full((2,), 1e19), max_norm=1e18)
 
 
 @pytest.mark.parametrize("value", [1e21, 3e38, -3e38])

@@ -57,8 +57,8 @@ def places(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def reduction(request: pytest.FixtureRequest) -> Reduction:
     """The two ways, of one and the same mean."""
     if request.param == "summed":
-        return Summed(WeightedMean(by_examples=False), LANES, PARAMS)
-    return Gathered(Noted(), LANES, PARAMS)
+        return Summed(WeightedMean(by_examples=False), LANES, PARAMS, max_norm=None)
+    return Gathered(Noted(), LANES, PARAMS, max_norm=None)
 
 
 def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
@@ -106,7 +106,7 @@ def test_memory_of_a_block_may_be_used_again(reduction: Reduction) -> None:
 def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
     """With their ids and weights, without those that were not folded in."""
     rule = Noted()
-    gathered = Gathered(rule, LANES, PARAMS)
+    gathered = Gathered(rule, LANES, PARAMS, max_norm=None)
     gathered.begin(places(7, 2, 5, 1))
     for clients, where in (([1, 7], places(3, 0)), ([2], places(1))):
         weights_B = torch.tensor(clients) + 1.0
@@ -121,7 +121,7 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
 
 def test_a_median_of_the_engine_is_the_median() -> None:
     """Of blocks that come in any order."""
-    gathered = Gathered(CoordinateMedian(), LANES, PARAMS)
+    gathered = Gathered(CoordinateMedian(), LANES, PARAMS, max_norm=None)
     gathered.begin(places(1, 90, 3))
     gathered.fold(block([90]), places(1))
     gathered.fold(block([3, 1]), places(2, 0))
@@ -136,4 +136,4 @@ def test_rows_are_chosen_without_a_copy_of_all() -> None:
     some = only(updates, places(2, 0))
     assert (some.client_ids, some.weights_B.tolist()) == ([6, 4], [1.0, 1.0])
     assert torch.as_tensor(some.lanes["more"]).tolist() == [[6.0, 6.0], [4.0, 4.0]]
-    assert sound_rows(updates).tolist() == [True] * 3
+    assert sound_rows(updates, max_norm=None).tolist() == [True] * 3

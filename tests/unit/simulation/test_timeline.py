@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
+from fedlearn.algorithms.bounds import GENEROUS
 from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -21,6 +22,7 @@ from fedlearn.core.collecting import Participation, Status, unsound
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
+from fedlearn.simulation import timeline as timeline_of
 from fedlearn.simulation.timeline import DROPPED_OUT, Timeline
 from fedlearn.transport.memory import Handler, MemoryChannel
 
@@ -60,9 +62,13 @@ def played(
             wave,
             losses=np.full(len(wave), 0.5),
             num_examples=np.ones(len(wave), np.int64),
-            is_sound=kind[wave] == SOUND,
+            verdicts=np.where(kind[wave] == SOUND, timeline_of.REPORTED, timeline_of.UNSOUND),
         )
-    return list(timeline.participations(policy)), timeline.closed_s(policy), trained
+    return (
+        list(timeline.participations(policy, bounds=GENEROUS)),
+        timeline.closed_s(policy),
+        trained,
+    )
 
 
 def collected(

@@ -41,6 +41,7 @@ from fedlearn.store import migrations
 from fedlearn.store.checkpoints import write_checkpoint
 from fedlearn.store.lease import deploy
 from fedlearn.store.names import memorable_names
+from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.store.schema import Base
 from tests import records
@@ -386,6 +387,35 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(run: StoredRun) -> None:
     assert assert_consistent(run) == 2
     advance(run, start=2, to=4)
     assert assert_consistent(run) == 4
+
+
+def test_checkpoints_are_kept_by_a_rule_and_the_run_goes_back_to_any_of_them(
+    run: StoredRun,
+) -> None:
+    """The last two, every third, and the best; what came after the one is forgotten."""
+    run.retention = Retention(keep_last=2, keep_every=3, keep_best=True)
+    for round_num in range(1, 9):
+        run.append(a_round(round_num - 1))
+        best = {"best_round": min(round_num, 4)}
+        run.commit(replace(a_checkpoint(round_num), values=best))
+    kept = [3, 4, 6, 7, 8]
+    assert [file.round_num for file in run.checkpoints()] == kept
+    assert len(list((run.path / "checkpoints").iterdir())) == len(kept)
+    run.finish(RunStatus.DONE, error="")
+    with pytest.raises(
+        StoreError, match=r"no earlier checkpoint after 5; .*kept are after 3, 4, 6, 7"
+    ):
+        run.rewind(to=5)
+    with pytest.raises(StoreError, match=r"has 8 rounds and no earlier checkpoint after 8"):
+        run.rewind(to=8)
+    assert (len(run.rounds()), run.record.status) == (8, RunStatus.DONE), "nothing is forgotten"
+    assert run.rewind(to=4).round_num == 4
+    assert [file.round_num for file in run.checkpoints()] == [3, 4]
+    assert (len(run.rounds()), run.record.status) == (4, RunStatus.RUNNING)
+    run.append(a_round(4))
+    run.commit(a_checkpoint(5))
+    assert [file.round_num for file in run.checkpoints()] == [3, 4, 5]
+    assert len(list((run.path / "checkpoints").iterdir())) == 3
 
 
 def test_without_an_earlier_checkpoint_there_is_no_way_back(sqlite_run: StoredRun) -> None:

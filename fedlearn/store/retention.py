@@ -1,0 +1,39 @@
+"""Which checkpoints of a run are kept."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+
+from fedlearn.core.ranges import Ranged, Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention(Ranged):
+    """A rule by which checkpoints are kept; all others go with the next commit.
+
+    Attributes:
+        keep_last: The last so many, >= 2: the one before the last is there if the last is damaged.
+        keep_every: Those after every so many rounds, too, >= 0; 0: none for that.
+        keep_best: Whether the one after the best round is kept, too, by the metric that is watched.
+
+    Example:
+        >>> sorted(Retention(keep_last=2, keep_every=4, keep_best=True).of(range(12), best_round=5))
+        [4, 5, 8, 10, 11]
+    """
+
+    keep_last: Annotated[int, Ge(2)]
+    keep_every: Whole
+    keep_best: bool
+
+    def of(self, rounds: Collection[int], *, best_round: int) -> set[int]:
+        """Return which are kept of the checkpoints after so many rounds each."""
+        kept = set(sorted(rounds)[-self.keep_last :])
+        if self.keep_every:
+            kept |= {each for each in rounds if each and each % self.keep_every == 0}
+        return kept | ({best_round} & set(rounds) if self.keep_best else set())
+
+
+#: What is kept where nobody says otherwise.
+USUAL = Retention(keep_last=2, keep_every=0, keep_best=False)

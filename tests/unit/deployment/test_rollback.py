@@ -1,0 +1,71 @@
+"""Going back: not under a coordinator that lives, and to clients it is another run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.core.clock import VirtualClock
+from fedlearn.deployment.rollback import roll_back
+from fedlearn.errors import DeploymentError, Fenced, StoreError
+from fedlearn.rounds.records import Checkpoint
+from fedlearn.store.lease import Lease, deploy, deployment
+from fedlearn.store.runs import Database, sqlite_url
+from tests.records import RUN
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """A store with a run of two rounds."""
+    with Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs") as database:
+        run = database.create(RUN)
+        for round_num in (1, 2):
+            tensors = {"params/w": torch.full((1,), float(round_num))}
+            run.commit(Checkpoint(round_num=round_num, tensors=tensors, values={}))
+        yield database
+
+
+@dataclass
+class Beating(VirtualClock):
+    """Whenever somebody waits, the holder of a lease renews it."""
+
+    lease: Lease | None = None
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.lease is not None:
+            self.lease.renew({})
+
+
+def test_a_simulated_run_goes_back(database: Database) -> None:
+    assert roll_back(database, RUN.name, to=1, clock=VirtualClock()).round_num == 1
+    assert [each.round_num for each in database.run(RUN.name).checkpoints()] == [1]
+
+
+def test_a_deployed_run_goes_back_once_nobody_coordinates_it(database: Database) -> None:
+    """A coordinator that was killed left its name in the lease; it is waited for in vain."""
+    before = deploy(database, RUN.name).run_id
+    clock = Beating()
+    holder = Lease(database, RUN.name, holder="one", ttl_s=5.0, clock=clock)
+    assert holder.try_acquire()
+    clock.lease = holder
+    with pytest.raises(DeploymentError, match="coordinated by one; stop that coordinator first"):
+        roll_back(database, RUN.name, to=1, clock=clock)
+    assert len(database.run(RUN.name).checkpoints()) == 2
+    clock.lease = None
+    assert roll_back(database, RUN.name, to=1, clock=clock).round_num == 1
+    after = deployment(database, RUN.name)
+    assert after.run_id != before, "what clients hold answers the model that is dropped"
+    assert after.holder == "", "the next coordinator need not wait"
+    with pytest.raises(Fenced):
+        holder.renew({})
+
+
+def test_a_checkpoint_that_is_not_kept_lets_go_of_the_lease(database: Database) -> None:
+    deploy(database, RUN.name)
+    with pytest.raises(StoreError, match=r"no earlier checkpoint after 0; .* kept are after 1"):
+        roll_back(database, RUN.name, to=0, clock=VirtualClock())
+    assert deployment(database, RUN.name).holder == ""
+    assert len(database.run(RUN.name).checkpoints()) == 2
