@@ -233,7 +233,7 @@ def _coarse(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_sums_of_less_than_float32_are_refused() -> None:
     """Their error has no bound that the noise is sized for; control: the other tests."""
     grads = gradients(3)
-    with pytest.raises(SettingsRefused, match="torch multiplies float32 at '(high|lower)' pre"):
+    with pytest.raises(SettingsRefused, match=r"torch multiplies float32 at '(high|lower)' pre"):
         RULE.clipped(grads, all_real(grads))
 
 
