@@ -196,6 +196,11 @@ def outcome(losses: Sequence[float], state: TrainingState) -> Outcome:
 # ---- a training in processes of its own --------------------------------------------------------
 
 
+def named_task(*, mesh: Mapping[str, int], spread: Mapping[str, Any]) -> Task:  # Any: what JSON has
+    """Return a training that other processes make, of what JSON has."""
+    return task_of(Mesh(**mesh), **spread)
+
+
 @dataclass(frozen=True)
 class Fragile:
     """Examples at which a process comes to harm, once each time.

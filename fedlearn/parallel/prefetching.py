@@ -114,7 +114,12 @@ class _Reading:
         if isinstance(self.batch, DataError):
             return self
         features, labels = self.batch
-        return _Reading(self.source, (mapped(Tensor.pin_memory, features), labels.pin_memory()))
+        return _Reading(self.source, (mapped(_pinned, features), _pinned(labels)))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a tensor in pinned memory; one that lies on a GPU is where it shall be."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 class _Readable(Dataset[_Reading]):
