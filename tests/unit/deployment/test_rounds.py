@@ -1,5 +1,6 @@
 """A deployed run over a channel: the same model as the simulation, and what it leaves behind."""
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import structlog
 import torch
 
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.build import Deployment, Simulation, deployment, simulation
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock, VirtualClock
@@ -303,3 +305,16 @@ def test_a_run_that_failed_tries_again_as_often_as_at_first(
     assert first_attempts(None, status, config.straggler_policy()) == {}
     after = first_attempts(last, status, config.straggler_policy(), begins_anew=True)
     assert after == {last.round_num: last.attempt + 1}  # a session is never gone on with
+
+
+def test_bounds_of_updates_are_those_of_the_configuration_wherever_the_clients_are(
+    config: Config,
+) -> None:
+    """The control: where nothing is written, the generous ones."""
+    assert deployment(config, data_dir=Path("nowhere")).algorithm.bounds == GENEROUS
+    written = {"max_norm": 10.0, "max_examples": 1000}
+    values = config.model_dump(mode="json") | {"updates": written}
+    tight = Config.from_json(json.dumps(values))
+    for made in (deployment, simulation):
+        bounds = made(tight, data_dir=Path("nowhere")).algorithm.bounds
+        assert bounds == UpdateBounds(max_norm=10.0, max_examples=1000)
