@@ -62,9 +62,9 @@ def save(engine: Engine, folder: Path, *, keep: int) -> None:
         StoreError: It cannot be written.
     """
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
-    is_alone = not dist.is_initialized()
+    is_alone = engine.world_size == 1
     write(tensors, folder / f"step-{engine.step_num}", is_alone=is_alone)
-    if dist.is_initialized():
+    if not is_alone:
         dist.barrier()
     if engine.rank == 0:
         complete = [path for path in folder.iterdir() if (path / _COMPLETE).exists()]
@@ -85,7 +85,7 @@ def restore(engine: Engine, checkpoint: Path) -> None:
         if not any(name.startswith(OPTIMIZER) for name in there):  # it begins anew
             tensors = {n: each for n, each in tensors.items() if not n.startswith(OPTIMIZER)}
         with _as_asked():
-            load(tensors, checkpoint_id=checkpoint)
+            load(tensors, checkpoint_id=checkpoint, no_dist=engine.world_size == 1)
     except _UNREADABLE as error:
         raise _unreadable(checkpoint, error) from error
     engine.set_progress(tensors[PROGRESS])

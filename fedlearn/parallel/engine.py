@@ -29,6 +29,10 @@ _MODEL, OPTIMIZER, PROGRESS = "model/", "optimizer/", "progress"
 class Engine:
     """One process of a training.
 
+    Attributes:
+        world_size: How many processes the training has; those of other work may be more.
+        rank: Which of them this is.
+
     Args:
         task: What is trained.
         device: Where this process computes.
@@ -37,14 +41,14 @@ class Engine:
     def __init__(self, task: Task, *, device: torch.device) -> None:
         self.task, self.device = task, device
         plan, mesh = task.plan, task.plan.spread.mesh
-        self._world_size = mesh.world_size
-        self.rank = dist.get_rank() if self._world_size > 1 else 0
+        self.world_size = mesh.world_size
+        self.rank = dist.get_rank() if self.world_size > 1 else 0
         self._place: Place = mesh.coordinates(self.rank)
         module = task.make_model().to(device)
         if plan.spread.recompute:
             recompute(module)
         self._grid, self._wrapped = None, Wrapped(module, module)
-        if self._world_size > 1:
+        if self.world_size > 1:
             from fedlearn.parallel.wrapping import device_mesh, wrapped  # noqa: PLC0415 (seconds)
 
             _broadcast(module)
@@ -101,7 +105,7 @@ class Engine:
 
     def adopt(self, state: TrainingState) -> None:
         """Go on from where another training stood, in one process."""
-        assert self._world_size == 1  # of several, each has a part
+        assert self.world_size == 1  # of several, each has a part
         given, own = tensors_of(state), self.tensors()
         for name in own.keys() & given.keys():
             own[name].copy_(given[name])
@@ -109,7 +113,7 @@ class Engine:
 
     def state(self) -> TrainingState:
         """Return where a training in one process stands, on the CPU."""
-        assert self._world_size == 1  # of several, each has a part
+        assert self.world_size == 1  # of several, each has a part
         named = {name: each.detach().cpu().clone() for name, each in self.tensors().items()}
         return state_of(named | {PROGRESS: self.progress()})
 
@@ -198,7 +202,7 @@ class Engine:
     def _fitting(self, features: Features, labels: Tensor) -> Iterator[None]:
         """Tell of examples that the model or the loss cannot take, as of the user's data."""
         # One that waits for others raises a RuntimeError where another has died, too.
-        errors = (IndexError, TypeError, ValueError, *([RuntimeError] * (self._world_size == 1)))
+        errors = (IndexError, TypeError, ValueError, *([RuntimeError] * (self.world_size == 1)))
         try:
             yield
         except torch.OutOfMemoryError:
@@ -305,7 +309,7 @@ class Engine:
     def mean_losses(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of each step over all processes: float64 [steps], in each."""
         stacked = torch.stack(list(losses))
-        if self._world_size > 1:
+        if self.world_size > 1:
             dist.all_reduce(stacked)
             mesh = self.task.plan.spread.mesh
             stacked /= mesh.data * mesh.tensor  # of a pipeline, the last stage contributes

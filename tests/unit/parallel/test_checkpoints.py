@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fedlearn.errors import StoreError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import Engine
+from fedlearn.parallel.local_world import in_processes
 from tests.trainings import Outcome, alone, outcome, task_of, trained
 
 
@@ -41,6 +43,20 @@ def test_a_training_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
     newest = checkpoints.latest(tmp_path)
     assert newest == tmp_path / "step-4"
     assert gone_on(newest).apart(replace(alone(task_of()), losses=[])) == 0.0
+
+
+def test_one_of_several_processes_may_train_alone(tmp_path: Path) -> None:
+    """Rank 0 of a simulation under torchrun does; to wait for the others would never end."""
+
+    def body() -> Outcome | None:
+        if dist.get_rank() > 0:
+            return None
+        saved(tmp_path, 4)
+        return gone_on(tmp_path / "step-4")
+
+    ended, _ = in_processes(body, world_size=2, timeout_s=60.0)
+    assert ended is not None
+    assert ended.apart(replace(alone(task_of()), losses=[])) == 0.0
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
