@@ -1,6 +1,8 @@
 """The coordinator's own training without a run: ``fedlearn train``."""
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import torch
 from fedlearn import build
 from fedlearn.build import Pieces, server_task
 from fedlearn.config import Config
-from fedlearn.errors import ConfigError
+from fedlearn.core.files import disk_errors
+from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.assemble import central_evaluator, initial_params
 from fedlearn.experiment.server_training import Place, divergence_explained, job_of
 from fedlearn.experiment.simulate import Site
@@ -18,6 +21,7 @@ from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Progress, TrainingState
 from fedlearn.parallel.worker import train_as_rank
 from fedlearn.simulation.cluster import Alone, under_torchrun
+from fedlearn.store.holding import held
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED
 
@@ -45,8 +49,8 @@ def train_alone(
     Args:
         config: The resolved tree.
         site: What surrounds it.
-        folder: Of its files: its own, and removed at its end; ranks on several machines see the
-            same one.
+        folder: Of its files: its own, held meanwhile, and removed at its end; ranks on several
+            machines see the same one.
         report: Told how far it is.
 
     Returns:
@@ -54,6 +58,7 @@ def train_alone(
         the first.
 
     Raises:
+        RunHeld: Another process trains there.
         FedlearnError: As :func:`fedlearn.parallel.jobs.train`.
     """
     pieces = build.alone(config, data_dir=site.addresses.data_dir)
@@ -66,14 +71,14 @@ def train_alone(
     params = initial_params(pieces, torch.device("cpu"))
     place = Place(
         kind="alone",
-        folder=folder,
+        folder=folder / "job",
         data_dir=site.addresses.data_dir,
         is_described=True,
         cluster=Alone(),
     )
     job = job_of(pieces, task, place, until=task.plan.num_steps)
     start = TrainingState(model=params.named())
-    with divergence_explained():
+    with _held(folder, site.environ), divergence_explained():
         if under_torchrun(site.environ) is None:
             state = train(job, start=start, control=UNATTENDED, report=report)
         else:
@@ -82,6 +87,19 @@ def train_alone(
                 return None
             state = found
     return Trained(state, _measured(pieces, state))
+
+
+@contextmanager
+def _held(folder: Path, environ: Mapping[str, str]) -> Iterator[None]:
+    """Hold the folder in rank 0; remove it when the block has ended without an error."""
+    if environ.get("RANK", "0") != "0":
+        yield
+        return
+    with disk_errors(folder, raises=StoreError):
+        folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        yield
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measured(pieces: Pieces, state: TrainingState) -> Mapping[str, float]:

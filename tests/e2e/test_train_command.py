@@ -108,6 +108,27 @@ def test_a_file_is_replaced_if_it_is_asked_for() -> None:
     assert load_file("there")
 
 
+def test_a_training_that_is_under_way_is_not_begun_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two would write the same checkpoints; what is left at the end is the model alone."""
+    command, take_step = ["train", *sets(*TRAINING)], Engine.take_step
+    codes: list[int] = []
+
+    def interrupted(engine: Engine) -> Tensor:
+        if not codes:
+            codes.append(0)  # the second is not to begin a third
+            codes[0] = main(command)
+        return take_step(engine)
+
+    monkeypatch.setattr(Engine, "take_step", interrupted)
+    assert main(command) == 0
+    assert codes == [2]
+    assert "is alive: process" in capsys.readouterr().err
+    assert load_file("model.safetensors")
+    assert not list(Path("runs").glob("training-*"))
+
+
 def test_a_training_that_diverges_writes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     """And names the key."""
     diverging = ("coordinator.training.optimizer=sgd", "coordinator.training.learning_rate=3e38")
