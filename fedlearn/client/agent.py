@@ -8,20 +8,22 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fedlearn.client.backoff import Backoff
 from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.home import Home
+from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import name_of
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
-from fedlearn.training.trainer import LocalTrainer
+
+if TYPE_CHECKING:  # the application does not wait for torch
+    from fedlearn.training.trainer import LocalTrainer
 
 #: Seconds that the process gets to end by itself; it gives its own training thread less.
 _STOP_S = 15.0
@@ -104,7 +106,7 @@ class Agent:
         self,
         home: Path | str,
         *,
-        trainer: str | Callable[[], LocalTrainer],
+        trainer: "str | Callable[[], LocalTrainer]",
         invitation: Path | str | None = None,
         conditions: Conditions = Conditions(),  # noqa: B008 - frozen
         policy: Policy = Policy(),  # noqa: B008 - frozen
@@ -115,7 +117,7 @@ class Agent:
         niceness: int = 10,
         roster: Path | str | None = None,
     ) -> None:
-        self._home = Home(Path(home).expanduser().resolve())
+        self._home = ClientFolder(Path(home).expanduser().resolve())
         self._options = RuntimeOptions(
             home=self._home.folder,
             trainer=name_of(trainer),

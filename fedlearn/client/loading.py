@@ -5,13 +5,16 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fedlearn.core.user_files import module_in
 from fedlearn.errors import DeploymentError
-from fedlearn.training.trainer import LocalTrainer
+
+if TYPE_CHECKING:  # the application, which only names one, does not wait for torch
+    from fedlearn.training.trainer import LocalTrainer
 
 
-def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
+def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
     """Return the name under which another process finds ``trainer``, as an agent is given it.
 
     Raises:
@@ -44,7 +47,7 @@ def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def make_trainer(name: str) -> LocalTrainer:
+def make_trainer(name: str) -> "LocalTrainer":
     """Return what the class or function called ``name`` makes; what it raises passes.
 
     Raises:

@@ -29,7 +29,8 @@ from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import SECURE_KIND, Failure
+from fedlearn.core.kinds import SECURE_KIND
+from fedlearn.core.messages import Failure
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
