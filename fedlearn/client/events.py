@@ -15,7 +15,7 @@ class EventKind(StrEnum):
     DISCONNECTED = "disconnected"  # if by the coordinator's wish, the message says why
     EXPIRING = "expiring"  # the certificate ends soon: the message says what to do
     OFFLINE = "offline"  # told once; it is tried again, ever less often
-    WAITING = "waiting"  # a condition does not hold
+    WAITING = "waiting"  # a condition does not hold, or the trainer is still being made
     DOWNLOADING = "downloading"
     TRAINING = "training"
     EVALUATING = "evaluating"  # the model after a round, which is the one named

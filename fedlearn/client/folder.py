@@ -82,6 +82,11 @@ class ClientFolder:
         with stream:
             return not _lock(stream)
 
+    def has_keys(self) -> bool:
+        """Return whether this client is enrolled, or was just about to take new keys over."""
+        places = (self.folder / name / "enrolment.json" for name in ("identity", "identity.new"))
+        return any(place.exists() for place in places)
+
     # Consent
 
     def has_consent(self) -> bool:
