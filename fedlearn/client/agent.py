@@ -1,27 +1,33 @@
 """Taking part from inside an application: starts at once, trains in a process of its own."""
 
+import asyncio
 import logging
+import math
 import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fedlearn.client.backoff import Backoff
 from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.client.home import Home
-from fedlearn.client.loading import name_of
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.folder import ClientFolder
+from fedlearn.client.loading import name_of, require_trainer
+from fedlearn.client.options import Changes, RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
-from fedlearn.training.trainer import LocalTrainer
+
+if TYPE_CHECKING:  # the application does not wait for torch
+    from fedlearn.training.trainer import LocalTrainer
 
 #: Seconds that the process gets to end by itself; it gives its own training thread less.
 _STOP_S = 15.0
@@ -29,6 +35,8 @@ _STOP_S = 15.0
 _STEADY_S = 60.0
 #: Seconds that another process of this client gets to see that there is no consent any more.
 _ALONE_S = 30.0
+#: Seconds that a caller waits for what goes on in the background anyway.
+_SOON_S = 0.9
 #: Seconds between two questions to the probes.
 _ASK_S = 1.0
 _CLOCK = SystemClock()
@@ -88,8 +96,8 @@ class Agent:
             aggregation these clients are believed and no others.
 
     Raises:
-        DeploymentError: The trainer cannot be made in another process, or there is no Python
-            to start one with.
+        DeploymentError: The trainer cannot be made in another process, or its name leads nowhere;
+            there is no such invitation, or no Python to start a process with.
 
     Example:
         ::
@@ -104,7 +112,7 @@ class Agent:
         self,
         home: Path | str,
         *,
-        trainer: str | Callable[[], LocalTrainer],
+        trainer: "str | Callable[[], LocalTrainer]",
         invitation: Path | str | None = None,
         conditions: Conditions = Conditions(),  # noqa: B008 - frozen
         policy: Policy = Policy(),  # noqa: B008 - frozen
@@ -115,7 +123,7 @@ class Agent:
         niceness: int = 10,
         roster: Path | str | None = None,
     ) -> None:
-        self._home = Home(Path(home).expanduser().resolve())
+        self._home = ClientFolder(Path(home).expanduser().resolve())
         self._options = RuntimeOptions(
             home=self._home.folder,
             trainer=name_of(trainer),
@@ -128,12 +136,16 @@ class Agent:
             roster=None if roster is None else Path(roster).expanduser().resolve(),
         )
         self._python = interpreter()
+        # Another interpreter may have other packages.
+        if isinstance(trainer, str) and self._python == sys.executable:
+            require_trainer(self._options.trainer)
+        self._require_invitation()
         self._probes, self._on_progress = probes, on_progress
         self._status = AgentStatus()
         self._changed = threading.Condition()
         self._is_stopping = self._is_hopeless = self._is_revoked = False
         self._child: TrainingProcess | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # until it begins to end
         self._pid: int | None = None  # of the process that has started it
 
     def start(self) -> None:
@@ -145,31 +157,39 @@ class Agent:
         """
         self._require_own_process()
         with self._changed:
-            if self._thread is not None and self._thread.is_alive():
-                return
             self._pid = os.getpid()
             self._is_stopping = self._is_hopeless = False
+            self._changed.notify_all()
+            if self._thread is not None and self._thread.is_alive():
+                return
             # It ends with the application, and the training process with its socket.
             self._thread = threading.Thread(
                 target=self._supervise, name="fedlearn-agent", daemon=True
             )
             self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: float = _SOON_S) -> bool:
         """End the training process at its next batch; what it has done so far is kept.
 
-        In a forked process there is none to end.
+        A training that does not listen is ended after 15 s, with whatever it has started.
+
+        Args:
+            wait: Seconds to wait for that, :data:`math.inf` for as long as it takes; it goes on in
+                the background all the same.
+
+        Returns:
+            Whether the process is gone. In a forked process there is none to end.
         """
         if self._is_forked():
-            return
+            return True
         with self._changed:
-            thread, self._is_stopping = self._thread, True
+            self._is_stopping = True
             self._changed.notify_all()
-        if thread is None:
-            return
-        self._end_child()
-        thread.join()
-        self._thread = self._pid = None
+        return _done_within(wait, self._await_stop)
+
+    async def stop_async(self, *, wait: float = math.inf) -> bool:
+        """Do as :meth:`stop`, while the event loop goes on."""
+        return await asyncio.to_thread(self.stop, wait=wait)
 
     def give_consent(self) -> None:
         """Note that the user agrees; an agent that was started connects now.
@@ -184,11 +204,18 @@ class Agent:
             self._is_hopeless = self._is_revoked = False
             self._changed.notify_all()
 
-    def revoke_consent(self) -> None:
+    def revoke_consent(self, *, wait: float = _SOON_S) -> bool:
         """Note that the user does not agree, stop within one batch, erase local state.
 
         Keys and certificate stay, so that the user may agree again; see :meth:`forget`.
         If the application dies inside this, the next start erases the rest.
+
+        Args:
+            wait: Seconds to wait for the end of training and for the erasure, as for :meth:`stop`;
+                the decision itself is kept when this returns.
+
+        Returns:
+            Whether everything is erased; if not yet, an error in it goes to the log.
 
         Raises:
             DeploymentError: It cannot be written, which this agent obeys all the same; another
@@ -201,15 +228,45 @@ class Agent:
         try:
             self._home.set_consent(granted=False)
         finally:
-            self._end_child()
-            with self._home.locked(timeout_s=_ALONE_S):
-                self._home.erase()
+            is_erased = _done_within(wait, self._await_erasure)
+        return is_erased
+
+    async def revoke_consent_async(self, *, wait: float = math.inf) -> bool:
+        """Do as :meth:`revoke_consent`, while the event loop goes on."""
+        return await asyncio.to_thread(self.revoke_consent, wait=wait)
 
     def forget(self) -> None:
-        """Revoke consent and remove everything, keys included; raises as :meth:`revoke_consent`."""
-        self.revoke_consent()
+        """Revoke consent and remove everything, keys included; raises as :meth:`revoke_consent`.
+
+        It waits until that is done.
+        """
+        self.revoke_consent(wait=math.inf)
         with self._home.locked(timeout_s=_ALONE_S):
             self._home.forget()
+
+    def change(self, *, conditions: Conditions | None = None, policy: Policy | None = None) -> None:
+        """Have other conditions, or another policy, from now on; a training process goes on.
+
+        Conditions are heeded within a second. A policy is heeded from the next request on: what was
+        begun under the former one is finished.
+
+        Args:
+            conditions: ``None``: as before.
+            policy: Likewise.
+
+        Raises:
+            DeploymentError: As for :meth:`start`.
+        """
+        self._require_own_process()
+        with self._changed:
+            self._options = replace(
+                self._options,
+                conditions=conditions or self._options.conditions,
+                policy=policy or self._options.policy,
+            )
+            child = self._child
+        if child is not None:
+            child.tell(self._wishes())
 
     def status(self) -> AgentStatus:
         """Return where the agent stands; raises as :meth:`start`."""
@@ -222,7 +279,7 @@ class Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.stop(wait=math.inf)
 
     def _is_forked(self) -> bool:
         """Return whether threads, locks and training process are those of another process."""
@@ -241,6 +298,17 @@ class Agent:
                 "forked from there; use it there, or start it only after the fork, in one of the "
                 "workers"
             )
+
+    def _require_invitation(self) -> None:
+        path = self._options.invitation
+        if path is not None and not path.is_file():
+            raise DeploymentError(
+                f"there is no invitation {path}; ask the coordinator's operator for one "
+                "(`fedlearn invite NAME`), or pass none if this client has joined"
+            )
+
+    def _wishes(self) -> Changes:
+        return Changes(conditions=self._options.conditions, policy=self._options.policy)
 
     def _has_consent(self) -> bool:
         """Return whether the user agrees, as far as that can be read."""
@@ -279,6 +347,8 @@ class Agent:
                 if not self._is_hopeless and self._has_consent():
                     return True
                 self._changed.wait()
+            self._thread = None  # who starts the agent again needs another one
+            self._changed.notify_all()
         return False
 
     def _erase_leftovers(self) -> None:
@@ -297,13 +367,25 @@ class Agent:
         Returns:
             What it ended of; ``None``: it was asked to, or has said that to go on is no use.
         """
+        options = self._options
+        if options.invitation is None and not self._home.has_keys():
+            message = (
+                f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
+                "operator made (`fedlearn invite NAME`)"
+            )
+            event = AgentEvent(kind=EventKind.FAILED, message=message, is_final=True)
+            self._hear(event, progress)
+            return None
         try:
-            child = TrainingProcess.start(self._options, python=self._python)
+            child = TrainingProcess.start(options, python=self._python)
         except OSError as error:
             return f"it cannot be started: {error}"
         self._update(is_running=True, pid=child.process.pid)
         with self._changed:
             self._child = child
+            is_changed = self._options != options
+        if is_changed:
+            child.tell(self._wishes())
         if self._is_stopping or not self._has_consent():
             child.ask_to_stop()
         if self._probes != Probes():
@@ -316,8 +398,8 @@ class Agent:
                     continue
                 is_final = is_final or event.is_final
                 self._hear(event, progress)
-            code = child.process.wait()
         finally:
+            code = child.end()
             child.link.close()
             with self._changed:
                 self._child = None
@@ -335,16 +417,32 @@ class Agent:
         finally:
             _CLOCK.sleep(_ASK_S)
 
-    def _end_child(self) -> None:
-        """Return when there is no child any more."""
+    def _await_stop(self) -> None:
+        """Return when the supervising thread has ended the child, or the agent is started again."""
+        self._end_child()
         with self._changed:
-            if self._child is None:
+            self._changed.wait_for(lambda: self._thread is None or not self._is_stopping)
+            if self._thread is None:
+                self._pid = None
+
+    def _await_erasure(self) -> None:
+        """Return when there is neither a child nor anything that it worked on."""
+        self._end_child()
+        with self._home.locked(timeout_s=_ALONE_S):
+            if not self._has_consent():  # given again meanwhile: that has erased it
+                self._home.erase()
+
+    def _end_child(self) -> None:
+        """Return when the child that there is now has ended."""
+        with self._changed:
+            child = self._child
+            if child is None:
                 return
-            self._child.ask_to_stop()
-            if self._changed.wait_for(lambda: self._child is None, timeout=_STOP_S):
+            child.ask_to_stop()
+            if self._changed.wait_for(lambda: self._child is not child, timeout=_STOP_S):
                 return
-            self._child.process.kill()
-            self._changed.wait_for(lambda: self._child is None, timeout=_STOP_S)
+            child.kill()
+            self._changed.wait_for(lambda: self._child is not child, timeout=_STOP_S)
 
     def _hear(self, event: AgentEvent, progress: Caller) -> None:
         if event.kind is not EventKind.PROGRESS:
@@ -363,3 +461,35 @@ class Agent:
     def _update(self, **changes: Any) -> None:  # Any: a value of any field
         with self._changed:
             self._status = replace(self._status, **changes)
+
+
+def _done_within(wait_s: float, job: Callable[[], None]) -> bool:
+    """Carry out ``job`` on a thread; return whether it is done in time, and raise what it raises.
+
+    An error of a job that takes longer goes to the log.
+    """
+    done, lock, has_left = Future[None](), threading.Lock(), False
+
+    def carry_out() -> None:
+        try:
+            job()
+        except DeploymentError as error:
+            with lock:
+                if has_left:
+                    _log.error("%s", error)
+                else:
+                    done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # A daemon: an application that ends takes the training process with it.
+    threading.Thread(target=carry_out, name="fedlearn-ending", daemon=True).start()
+    try:
+        done.result(timeout=None if math.isinf(wait_s) else wait_s)
+    except TimeoutError:
+        with lock:
+            has_left = not done.done()
+        if has_left:
+            return False
+        done.result()
+    return True

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedlearn.core.randomness import jitter
+from fedlearn.core.secret_bytes import jitter
 
 #: Upper bounds of the first wait and of all.
 _FIRST_S, _LAST_S = 1.0, 300.0

@@ -15,7 +15,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
+from typing import NoReturn
 
 import structlog
 
@@ -24,7 +24,8 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import cancel
-from fedlearn.client.options import OPTIONS
+from fedlearn.client.options import CHANGES, OPTIONS
+from fedlearn.client.places import place_of, told_while_it_lasts
 from fedlearn.client.runtime import Runtime, make_runtime
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
@@ -58,12 +59,17 @@ class _Application:
         """Say why this process ends: it would end so again."""
         self.tell(AgentEvent(kind=EventKind.FAILED, message=str(error), is_final=True))
 
-    def tell_crash(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """Say what this process ends of, without the words: they may tell of the data."""
-        self.tell(AgentEvent(kind=EventKind.CRASHED, message=kind.__name__))
-        sys.__excepthook__(kind, error, trace)
+    def tell_crash(self, error: BaseException) -> None:
+        """Say what this process ends of and where, without the words: they may tell of the data."""
+        words = f"{type(error).__name__} at {place_of(error.__traceback__)}"
+        self.tell(AgentEvent(kind=EventKind.CRASHED, message=words))
+        sys.excepthook(type(error), error, error.__traceback__)
+
+    def has_gone(self) -> bool:
+        """Return whether nobody is at the other end any more."""
+        poll = select.poll()
+        poll.register(self._link, 0)
+        return bool(poll.poll(0))
 
     def watch(self) -> None:
         """End this process when the application goes, in order if there is one; on a thread."""
@@ -74,7 +80,7 @@ class _Application:
             poll.poll()
             if self._writer is not None:  # it is heard there, too
                 SystemClock().sleep(_END_S)
-            os._exit(0)
+            _end_group()
 
         threading.Thread(target=wait, name="fedlearn-watch", daemon=True).start()
 
@@ -83,7 +89,11 @@ class _Application:
         reader, self._writer = await asyncio.open_connection(sock=self._link)
         with suppress(ConnectionError):  # it was killed
             while line := await reader.readline():
-                runtime.tell(Facts(**json.loads(line)))
+                match json.loads(line):
+                    case {"Facts": facts}:
+                        runtime.tell(Facts(**facts))
+                    case {"Changes": changes}:
+                        runtime.change(CHANGES.validate_python(changes))
         runtime.stop()
 
 
@@ -93,40 +103,64 @@ def _be_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def _run(runtime: Runtime, application: _Application) -> bool:
+async def _run(runtime: Runtime, application: _Application) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.stop)
     listening = asyncio.create_task(application.listen(runtime))
     try:
-        return await runtime.run()
+        await runtime.run()
     finally:
         await cancel([listening])
 
 
-def main() -> None:
-    """Serve one application until it stops or goes away; the argument is the socket's number."""
+def _end_group() -> NoReturn:
+    """End this process and all that the trainer has started: nobody else will."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    raise AssertionError("SIGKILL cannot be survived")
+
+
+def main() -> NoReturn:
+    """Serve one application until it stops or goes away; the argument is the socket's number.
+
+    Then this process ends at once: what the trainer has left running is not waited for, and ended
+    by whoever of the two is left.
+    """
+    application = _Application(socket.socket(fileno=int(sys.argv[1])))
+    code = 0
+    try:
+        _serve(application)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:  # noqa: BLE001 - it is told, and ends this process
+        application.tell_crash(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if application.has_gone():
+        _end_group()
+    os._exit(code)
+
+
+def _serve(application: _Application) -> None:
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    application = _Application(socket.socket(fileno=int(sys.argv[1])))
     application.watch()
     os.register_at_fork(after_in_child=_be_worker)
-    sys.excepthook = application.tell_crash
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
     try:
         with Home(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # the process of an application that has just died ends within a batch
-        runtime = make_runtime(options, on_event=application.tell)
+        with told_while_it_lasts(f"{options.trainer} is still being made", application.tell):
+            runtime = make_runtime(options, on_event=application.tell)
     except FedlearnError as error:  # the trainer's, perhaps: there is no data
         application.tell_end(error)
         return
     try:
-        is_over = asyncio.run(_run(runtime, application))
+        asyncio.run(_run(runtime, application))
     except (DeploymentError, EnrolmentRefused) as error:
         application.tell_end(error)
-        return
-    if not is_over:
-        os._exit(0)  # a thread that does not end would keep the process
 
 
 if __name__ == "__main__":

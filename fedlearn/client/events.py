@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedlearn.core.messages import EvaluateRequest
+from fedlearn.core.kinds import EVALUATE_KIND
 from fedlearn.transport.content import TaskKey
 
 
@@ -15,7 +15,7 @@ class EventKind(StrEnum):
     DISCONNECTED = "disconnected"  # if by the coordinator's wish, the message says why
     EXPIRING = "expiring"  # the certificate ends soon: the message says what to do
     OFFLINE = "offline"  # told once; it is tried again, ever less often
-    WAITING = "waiting"  # a condition does not hold
+    WAITING = "waiting"  # a condition does not hold, or the trainer is still being made
     DOWNLOADING = "downloading"
     TRAINING = "training"
     EVALUATING = "evaluating"  # the model after a round, which is the one named
@@ -55,6 +55,6 @@ class AgentEvent:
     def of(cls, kind: EventKind, *, key: TaskKey | None = None, message: str = "") -> "AgentEvent":
         """Return what is told of a task; an evaluation is of the model after the round named."""
         round_num = None if key is None else key.round_num
-        if key is not None and key.kind == EvaluateRequest.kind:
+        if key is not None and key.kind == EVALUATE_KIND:
             round_num = key.round_num - 1 if key.round_num else None
         return cls(kind=kind, round_num=round_num, message=message)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedlearn.client.judging import Judge
 from fedlearn.client.policy import Policy
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import Failure
@@ -49,9 +50,9 @@ def client_app(
     """
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
-        policy = policy_of(node)
+        judge = Judge(policy_of(node))
         trainer = _WhenAsked(node, make_trainer)
-        secure = policy.secure_client(
+        secure = judge.secure_client(
             node.client_id,
             keys.identity,
             coordinator_key=keys.coordinator_key,
@@ -63,7 +64,7 @@ def client_app(
         def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
             try:
                 # Nobody counts days here: who makes a policy for Flower leaves that limit out.
-                policy.judge_encoded(data, num_tasks_today=0, spent=0.0)
+                judge.encoded(data, num_tasks_today=0, spent=0.0)
             except PolicyViolation as violation:
                 log_refusal(violation)
                 return encode(Failure(str(violation))), after_failure(state)

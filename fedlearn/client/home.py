@@ -14,47 +14,23 @@
     privacy.json    by session or training of the last day when, and what it took of the day's ε
 """
 
-import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from fedlearn.client.forks import keep_from_forks
+from fedlearn.client.folder import ClientFolder, content_of, half_written, remove_all
 from fedlearn.client.keyring import Keyring
 from fedlearn.client.tasks import HeldReply, OpenTask
-from fedlearn.core.clock import SystemClock
 from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import digest_of
 
-_GRANTED, _REVOKED = b"granted", b"revoked"
 _DAY_S = 86_400.0
-_LOCK_POLL_S = 0.05
-#: Seconds that the process of a consent that was revoked gets to see it, and to end.
-_REVOKED_S = 30.0
-#: Names in the folder that are this client's; whatever else lies there is somebody else's.
-_OWN = (
-    "consent",
-    "identity",
-    "identity.new",
-    "identity.old",
-    "pins.json",
-    "rotate",
-    "state",
-    "task",
-    "spool",
-    "tasks.json",
-    "privacy.json",
-    "lock",  # last: it is held until then
-)
-#: Of the names of files that are being written.
-_SUFFIX = "[0-9a-f]" * 16
 #: What downloads leave free on the user's disk.
 _RESERVE_BYTES = 256 << 20
 
@@ -64,7 +40,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Home:
+class Home(ClientFolder):
     """Reads and writes a client's folder.
 
     A method that writes or removes raises :class:`~fedlearn.errors.DeploymentError` if the disk is
@@ -82,88 +58,6 @@ class Home:
     def keys(self) -> Keyring:
         """The client's keys, and those of others."""
         return Keyring(self.folder)
-
-    @contextmanager
-    def locked(self, *, timeout_s: float = 0.0) -> Iterator[None]:
-        """Be the only one that works in this folder.
-
-        Raises:
-            DeploymentError: Another process works here, also after ``timeout_s``.
-        """
-        make_private_folder(self.folder)
-        clock = SystemClock()
-        until_s = clock.now_s() + timeout_s
-        with (self.folder / "lock").open("wb", buffering=0) as stream:
-            # The lock belongs to the open file, which a forked child of a trainer would share:
-            # one that outlives this process would keep the folder from the next.
-            keep_from_forks(stream)
-            while not _lock(stream):
-                if clock.now_s() > until_s:
-                    raise DeploymentError(
-                        f"{self.folder} is in use by another process of this client; stop that "
-                        "one, or give this one a folder of its own"
-                    )
-                clock.sleep(_LOCK_POLL_S)
-            yield
-
-    def is_in_use(self) -> bool:
-        """Return whether a process works in this folder, where nothing changes by the look."""
-        try:
-            stream = (self.folder / "lock").open("rb", buffering=0)
-        except FileNotFoundError:
-            return False
-        with stream:
-            return not _lock(stream)
-
-    # Consent
-
-    def has_consent(self) -> bool:
-        """Return whether the user agrees; off until they do."""
-        return _content(self.folder / "consent").decode().strip() == _GRANTED.decode()
-
-    def set_consent(self, *, granted: bool) -> None:
-        """Keep the user's decision durably.
-
-        A user who agrees again agrees to what comes: what a revocation that was cut short has
-        left is erased first.
-
-        Raises:
-            DeploymentError: It can be neither written nor removed; or, where there was no consent,
-                another process works in the folder and does not end, or something cannot be erased.
-        """
-        make_private_folder(self.folder)
-        file = self.folder / "consent"
-        if granted and not self.has_consent():
-            with self.locked(timeout_s=_REVOKED_S):
-                self.erase()
-                write_private(file, _GRANTED)
-        elif not granted:
-            try:
-                write_private(file, _REVOKED)
-            except DeploymentError:  # on a full disk a file can still go, and none is no consent
-                with disk_errors(file, raises=DeploymentError, doing="remove"):
-                    file.unlink(missing_ok=True)
-                    sync_folder(self.folder)
-
-    def erase(self) -> None:
-        """Remove state, task and reply; consent, keys, certificate, pins and privacy.json stay.
-
-        To a user who agrees again, a coordinator could without pins name other keys, and without
-        the rest ask for the day's ε again.
-        """
-        tasks = self.folder / "tasks.json"
-        _remove_all([self._task, self._spool, self.folder / "state", tasks])
-        _remove_all(_half_written(self.folder, of=(tasks.name,)))
-
-    def forget(self) -> None:
-        """Remove all that is this client's, keys included: to join again takes a new invitation.
-
-        The folder goes as well, unless somebody else keeps something there.
-        """
-        _remove_all(_half_written(self.folder, of=_OWN))
-        _remove_all([self.folder / name for name in _OWN])
-        with suppress(OSError):
-            self.folder.rmdir()  # not if it is not empty
 
     # The task
 
@@ -213,7 +107,7 @@ class Home:
 
     def checkpoint(self) -> bytes:
         """Return what :meth:`set_checkpoint` kept of the task in work; empty at first."""
-        return _content(self._task / "checkpoint")
+        return content_of(self._task / "checkpoint")
 
     def set_checkpoint(self, content: bytes) -> None:
         """Keep the checkpoint inside the task durably."""
@@ -223,11 +117,11 @@ class Home:
         """Remove what this client remembers of other runs than ``run_id``: they are over."""
         folder = self.folder / "state"
         if folder.is_dir():
-            _remove_all([path for path in folder.iterdir() if path.name != run_id])
+            remove_all([path for path in folder.iterdir() if path.name != run_id])
 
     def state(self, run_id: str) -> bytes:
         """Return what this client remembers of a run; empty at first."""
-        return _content(self._state(run_id))
+        return content_of(self._state(run_id))
 
     # The reply
 
@@ -277,10 +171,10 @@ class Home:
         # What was half written, keys perhaps among it, but not consent and the wish for new keys:
         # others may be writing them now.
         shutil.rmtree(self._spool / "new", ignore_errors=True)
-        written = _half_written(self.folder, of=("pins.json", "tasks.json", "privacy.json"))
+        written = half_written(self.folder, of=("pins.json", "tasks.json", "privacy.json"))
         for name in ("identity", "identity.new", "task"):
-            written += _half_written(self.folder / name)
-        _remove_all(written)
+            written += half_written(self.folder / name)
+        remove_all(written)
         held = None
         for number in sorted(self._numbers()):
             folder = self._spool / f"{number:08d}"
@@ -359,14 +253,6 @@ class Home:
         times = _values(self.folder / "tasks.json", list[float]())
         return [each for each in times if _is_of_today(each, now_unix_s)]
 
-    @property
-    def _task(self) -> Path:
-        return self.folder / "task"
-
-    @property
-    def _spool(self) -> Path:
-        return self.folder / "spool"
-
     def _state(self, run_id: str) -> Path:
         return self.folder / "state" / run_id
 
@@ -406,14 +292,6 @@ def _read_reply(folder: Path) -> HeldReply | None:
         return None
 
 
-def _content(path: Path) -> bytes:
-    """Return what a file holds; nothing if there is none."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
 def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
     # A clock that was far ahead once must not block the client until then; one that was set back
     # by a little must not make it forget.
@@ -423,39 +301,6 @@ def _is_of_today(unix_s: float, now_unix_s: float) -> bool:
 def _values(path: Path, default: ValuesT) -> ValuesT:
     """Return what a JSON file holds; ``default`` if there is none, or it is damaged."""
     with suppress(ValueError):
-        values: ValuesT = json.loads(_content(path))
+        values: ValuesT = json.loads(content_of(path))
         return values
     return default
-
-
-def _half_written(folder: Path, *, of: Iterable[str] = ("*",)) -> list[Path]:
-    """Return what processes that were killed while they wrote files have left beside them."""
-    return [path for name in of for path in folder.glob(f".{name}.{_SUFFIX}.tmp")]
-
-
-def _remove_all(paths: list[Path]) -> None:
-    """Remove files and folders that are there.
-
-    Raises:
-        DeploymentError: One cannot be removed; the others are.
-    """
-    with ExitStack() as removals:  # one that fails does not keep it from the rest
-        for path in reversed(paths):
-            removals.callback(_remove, path)
-
-
-def _remove(path: Path) -> None:
-    with disk_errors(path, raises=DeploymentError, doing="remove"), suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _lock(stream: BinaryIO) -> bool:
-    """Return whether this process has the lock now; it ends with the stream."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

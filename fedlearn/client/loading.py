@@ -1,17 +1,22 @@
 """The user's trainer by its name, so that another process can make it."""
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fedlearn.core.user_files import module_in
 from fedlearn.errors import DeploymentError
-from fedlearn.training.trainer import LocalTrainer
+
+if TYPE_CHECKING:  # the application, which only names one, does not wait for torch
+    from fedlearn.training.trainer import LocalTrainer
 
 
-def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
+def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
     """Return the name under which another process finds ``trainer``, as an agent is given it.
 
     Raises:
@@ -44,17 +49,78 @@ def name_of(trainer: str | Callable[[], LocalTrainer]) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def make_trainer(name: str) -> LocalTrainer:
+def require_trainer(name: str) -> None:
+    """Refuse a name that leads nowhere, as far as that shows without importing anything.
+
+    What a module takes over from another (``from x import *``) or makes as it runs is not seen.
+
+    Raises:
+        DeploymentError: There is no such file or module, or it has no such class or function.
+    """
+    place, attribute = _parts(name)
+    source = _file(place) if place.endswith(".py") else _source_of(place)
+    if source is None:
+        return
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except SyntaxError as error:
+        raise DeploymentError(f"{source}:{error.lineno}: {error.msg}") from error
+    names = _names_in(tree.body)
+    if not names or attribute in names:
+        return
+    near = get_close_matches(attribute, names, n=1)
+    hint = f"; did you mean {near[0]} (line {names[near[0]]})?" if near else "; check its spelling"
+    raise DeploymentError(f"{source} has no class or function {attribute}{hint}")
+
+
+def _names_in(body: Sequence[ast.stmt]) -> dict[str, int]:
+    """Return the names that a module certainly has, and their lines; empty: it may have others."""
+    names = dict[str, int]()
+    for each in body:
+        match each:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names[name] = each.lineno
+                if name == "__getattr__":
+                    return {}
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {(a.asname or a.name): each.lineno for a in aliases}
+            case ast.Assign() | ast.AnnAssign() | ast.Expr():
+                bound = (n for n in ast.walk(each) if isinstance(n, ast.Name))
+                names |= {n.id: n.lineno for n in bound if isinstance(n.ctx, ast.Store)}
+            case _:
+                return {}  # what runs here may make any name
+    return {} if "*" in names else names
+
+
+def _source_of(module: str) -> Path | None:
+    """Return the file of a module that can be imported here; ``None``: it has none to read."""
+    spec, name, path = None, "", None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        if name in sys.builtin_module_names:
+            return None
+        loaded = sys.modules.get(name)
+        spec = getattr(loaded, "__spec__", None)
+        if spec is None and loaded is not None:
+            return None
+        if spec is None:
+            found = (finder.find_spec(name, path) for finder in sys.meta_path)
+            spec = next((each for each in found if each is not None), None)
+        if spec is None:
+            raise _no_module(module)
+        path = spec.submodule_search_locations
+    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+    file = Path(str(spec.origin)) if spec is not None and is_source else None
+    return file if file is not None and file.is_file() else None
+
+
+def make_trainer(name: str) -> "LocalTrainer":
     """Return what the class or function called ``name`` makes; what it raises passes.
 
     Raises:
         DeploymentError: There is no such thing.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise DeploymentError(
-            f'the trainer is named {name!r}; write "module:Class" or "path/file.py:Class"'
-        )
+    place, attribute = _parts(name)
     factory = getattr(_module(place), attribute, None)
     if not callable(factory):
         raise DeploymentError(f"{place} has no class or function {attribute}; check its spelling")
@@ -71,11 +137,31 @@ def make_trainer(name: str) -> LocalTrainer:
     return trainer
 
 
+def _parts(name: str) -> tuple[str, str]:
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise DeploymentError(
+            f'the trainer is named {name!r}; write "module:Class" or "path/file.py:Class"'
+        )
+    return place, attribute
+
+
+def _file(place: str) -> Path:
+    if not Path(place).is_file():
+        raise DeploymentError(f"there is no file {place}; check the trainer's path")
+    return Path(place)
+
+
+def _no_module(place: str) -> DeploymentError:
+    return DeploymentError(
+        f"there is no module {place}; check its spelling, and that it is installed or "
+        "where this program finds its own modules"
+    )
+
+
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise DeploymentError(f"there is no file {path}; check the trainer's path")
+        path = _file(place)
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))  # as for a script: its neighbours can be imported
         return module_in(path)
@@ -83,8 +169,5 @@ def _module(place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and place.startswith(error.name):
-            raise DeploymentError(
-                f"there is no module {place}; check its spelling, and that it is installed or "
-                "where this program finds its own modules"
-            ) from error
+            raise _no_module(place) from error
         raise

@@ -32,5 +32,14 @@ class RuntimeOptions:
     roster: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What an application changes of a client that runs; see :class:`RuntimeOptions`."""
+
+    conditions: Conditions
+    policy: Policy
+
+
 #: To and from the JSON that another process is told.
 OPTIONS = TypeAdapter(RuntimeOptions)
+CHANGES = TypeAdapter(Changes)

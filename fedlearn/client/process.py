@@ -5,12 +5,14 @@ import logging
 import multiprocessing.spawn
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -19,7 +21,7 @@ from pydantic import TypeAdapter
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.options import OPTIONS, RuntimeOptions
+from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
@@ -36,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainingProcess:
-    """A running training process.
+    """A running training process, and those that its trainer has started.
+
+    They are a process group, whose number stays theirs while its first process is not waited for:
+    only :meth:`end` does that, so no signal reaches a stranger.
 
     Attributes:
         link: The socket to it; when this end closes, the process ends.
@@ -46,6 +51,7 @@ class TrainingProcess:
     process: "subprocess.Popen[bytes]"
     link: socket.socket
     was_asked_to_stop: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def start(cls, options: RuntimeOptions, *, python: str) -> Self:
@@ -76,7 +82,7 @@ class TrainingProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self.link, selectors.EVENT_READ)
             while True:
-                has_ended = self.process.poll() is not None  # asked before the last look
+                has_ended = self._has_ended()  # asked before the last look
                 if not selector.select(0.0 if has_ended else _POLL_S):
                     if has_ended:
                         return
@@ -101,12 +107,36 @@ class TrainingProcess:
     def ask_to_stop(self) -> None:
         """Have the process end at the next batch, or at once if it is still starting."""
         self.was_asked_to_stop = True
-        self.process.terminate()
+        with self._lock:
+            if self.process.returncode is None:
+                os.kill(self.process.pid, signal.SIGTERM)
 
-    def tell(self, facts: Facts) -> None:
-        """Send what is known of the device; a process that has ended does not hear it."""
+    def kill(self) -> None:
+        """End the process, and those that its trainer has started, at once."""
+        with self._lock:
+            if self.process.returncode is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Wait for the process to end, end those that its trainer has left; return its code."""
+        with suppress(ChildProcessError):  # the application has waited for it
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            self.kill()
+        with self._lock:
+            return self.process.wait()
+
+    def tell(self, told: Facts | Changes) -> None:
+        """Send what the application knows or wants; a process that has ended does not hear it."""
         with suppress(OSError):
-            self.link.sendall(json.dumps(asdict(facts)).encode() + b"\n")
+            self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")
+
+    def _has_ended(self) -> bool:
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self.process.pid, look) is not None
+        except ChildProcessError:  # the application has waited for it
+            return True
 
 
 def interpreter() -> str:

@@ -23,13 +23,14 @@ from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MasksAhead
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import LiveSession, cancel
-from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.options import Changes, RuntimeOptions
 from fedlearn.client.sharing import trainer_of
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import SECURE_KIND, Failure
+from fedlearn.core.kinds import SECURE_KIND
+from fedlearn.core.messages import Failure
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
@@ -100,6 +101,16 @@ class Runtime:
     def tell(self, facts: Facts) -> None:
         """Take what the application knows of the device; it holds for a few seconds."""
         self._device.tell(facts)
+
+    def change(self, changes: Changes) -> None:
+        """Heed other conditions and another policy; from the event loop's thread.
+
+        The conditions hold from the next second on, the policy from the next message on.
+        """
+        self._conditions, self._policy = changes.conditions, changes.policy
+        self._worker = replace(self._worker, policy=changes.policy)
+        if (live := self._connector.live) is not None:
+            live.tell(wire_pb2.FromClient(eligibility=self._eligibility()))
 
     async def run(self) -> bool:
         """Work until :meth:`stop`, or until consent is revoked: then local state is erased.

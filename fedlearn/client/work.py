@@ -14,8 +14,9 @@ from fedlearn.client.conversation import Answered, Ended, Event
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MasksAhead
 from fedlearn.client.home import Home
+from fedlearn.client.judging import Judge, noise_share
 from fedlearn.client.keyring import Enrolment
-from fedlearn.client.policy import Policy, noise_share
+from fedlearn.client.policy import Policy
 from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import WallClock
 from fedlearn.core.codec import encode
@@ -71,6 +72,11 @@ class Worker:
         default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="fedlearn-training")
     )
 
+    @property
+    def judge(self) -> Judge:
+        """What holds a request against the policy."""
+        return Judge(self.policy)
+
     def close(self) -> None:
         """Take no more work; what is under way is not waited for."""
         self.thread.shutdown(wait=False)
@@ -91,7 +97,7 @@ class Worker:
         assert enrolment is not None  # a task came over a session
         num_crashes = self.home.open_task(task)
         num_today = self.home.num_tasks_today(self.clock.unix_s())
-        self.policy.judge(task.key.kind, settings=None, num_tasks_today=num_today)
+        self.judge.announced(task.key.kind, settings=None, num_tasks_today=num_today)
         if num_crashes >= _MAX_CRASHES:
             words = f"the client's process crashed {_MAX_CRASHES} times in this task"
             self._tell_failure(task.key, words)
@@ -120,7 +126,7 @@ class Worker:
 
     def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
         """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
-        return self.policy.secure_client(
+        return self.judge.secure_client(
             enrolment.client_id,
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
@@ -131,7 +137,7 @@ class Worker:
     def _judge_in_full(self) -> Request | None:
         """Judge the request on disk, in the training thread; return it, if it is one."""
         now_unix_s = self.clock.unix_s()
-        return self.policy.judge_encoded(
+        return self.judge.encoded(
             mapped(self.home.request),
             num_tasks_today=self.home.num_tasks_today(now_unix_s),
             spent=self.home.spent_today(now_unix_s, without=self.home.training),

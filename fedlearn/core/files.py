@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError, FedlearnError, NoSpace, StoreError
 
 _FOR_ALL, _PRIVATE = 0o666, 0o600

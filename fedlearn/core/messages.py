@@ -15,14 +15,12 @@ from typing import ClassVar, NewType, TypeAlias
 
 from torch import Tensor
 
+from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
+
 ClientId = NewType("ClientId", int)
 
 Scalar: TypeAlias = int | float | str | bool | None
 Settings: TypeAlias = Mapping[str, Scalar]
-
-#: What exchanges of a session of secure aggregation are called: all stages alike, so that the
-#: number of an exchange says which comes later.
-SECURE_KIND = "SecureRequest"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +35,7 @@ class TrainRequest:
         told: What the strategy tells beside the model, by name: one vector each.
     """
 
-    kind: ClassVar[str] = "TrainRequest"
+    kind: ClassVar[str] = TRAIN_KIND
 
     round_num: int
     attempt: int
@@ -52,7 +50,7 @@ class TrainRequest:
 class EvaluateRequest:
     """Evaluate the global model on local data; ``round_num`` counts the rounds it has seen."""
 
-    kind: ClassVar[str] = "EvaluateRequest"
+    kind: ClassVar[str] = EVALUATE_KIND
 
     round_num: int
     tensors: Mapping[str, Tensor]

@@ -1,16 +1,15 @@
 """Two kinds of randomness, two types, never convertible.
 
-:class:`Seed` is public and reproducible, :class:`SecretBytes` comes from the operating system and
-is for keys and masks. Neither has a default, and nothing here draws from a global generator.
+:class:`Seed` is public and reproducible, :class:`~fedlearn.core.secret_bytes.SecretBytes` comes
+from the operating system and is for keys and masks. Neither has a default, and nothing here draws
+from a global generator.
 """
 
 import hashlib
 import random
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -123,50 +122,6 @@ def _mix_int(state: int) -> int:
     state = ((state ^ (state >> 30)) * int(_MIX_1)) & _MASK_64
     state = ((state ^ (state >> 27)) * int(_MIX_2)) & _MASK_64
     return state ^ (state >> 31)
-
-
-class SecretBytes:
-    """Bytes nobody may predict: keys, mask seeds, tokens.
-
-    Guarantees:
-        Drawn from the operating system's generator. Neither printed, pickled, compared
-        in variable time, nor turned into a :class:`Seed`.
-
-    Example:
-        >>> SecretBytes.generate(32)
-        SecretBytes(32 bytes)
-    """
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    @classmethod
-    def generate(cls, num_bytes: int) -> "SecretBytes":
-        """Return ``num_bytes`` fresh secret bytes."""
-        return cls(secrets.token_bytes(num_bytes))
-
-    def reveal(self) -> bytes:
-        """Return the bytes, for the primitive that consumes them."""
-        return self._value
-
-    def __repr__(self) -> str:
-        return f"SecretBytes({len(self._value)} bytes)"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SecretBytes) and secrets.compare_digest(self._value, other._value)
-
-    def __hash__(self) -> NoReturn:
-        raise TypeError("secrets are not hashed")
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("secrets are not pickled")
-
-
-def jitter() -> float:
-    """Return a number in [0, 1) that nobody needs to reproduce: it spreads retries in time."""
-    return secrets.SystemRandom().random()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fedlearn.core.clock import RealClock
 from fedlearn.core.codec import encode
 from fedlearn.core.files import disk_errors
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.door.connections import Sessions
 from fedlearn.door.exchange import ACCEPTED, QuestionState, Ruling, unusable
 from fedlearn.door.loop import LoopThread

@@ -27,7 +27,7 @@ from fedlearn.core.features import moved
 from fedlearn.core.gpus import own_gpu
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler

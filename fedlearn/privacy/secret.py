@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.noise import SecretStream, discrete_gaussian
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.events import FixedCohorts, PoissonCohorts
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, PolicyViolation, ProtocolError
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client_state import Advertised, ClientState, Confirmed, Masked, Shared

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Annotated, TypeAlias
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.messages import PAIR_BYTES, Advert, ClientIds

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.parameters import MAX_CLIENTS

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from typing import Any, Generic, TypeAlias, TypeVar, get_type_hints
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.parameters import MAX_CLIENTS
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.core.noise import SecretStream
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.fixed_point import (

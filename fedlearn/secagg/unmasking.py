@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, shamir
 from fedlearn.secagg.client import pair_keys

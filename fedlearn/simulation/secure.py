@@ -14,7 +14,8 @@ from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.fixed_point import Lane, encode, levels_of

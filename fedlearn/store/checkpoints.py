@@ -16,7 +16,7 @@ from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load
 
 from fedlearn.core.files import disk_errors, sync_folder
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
 from fedlearn.rounds.records import Checkpoint
 

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import WallClock, utc
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, EnrolmentRefused
 from fedlearn.identity.lineage import newest_key

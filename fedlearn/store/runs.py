@@ -22,7 +22,8 @@ from sqlalchemy.orm import Session
 from torch import Tensor
 
 from fedlearn.core.files import sync_folder, write_durably
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus

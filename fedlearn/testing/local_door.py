@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from fedlearn.core.clock import SystemClock, utc
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.door.authority import Authority
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import Door, DoorSettings

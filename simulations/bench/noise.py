@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.noise import SecretStream, WordT, discrete_gaussian
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 
 
 class Counted(SecretStream):

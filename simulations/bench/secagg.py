@@ -41,7 +41,7 @@ from secagg_session import session, terms_for
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.cores import num_cores
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import masking
 from fedlearn.secagg.fixed_point import aligned
 from fedlearn.secagg.session import Stage

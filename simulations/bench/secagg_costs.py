@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.fixed_point import Lane, decode, encode, vector_lane
 from fedlearn.secagg.graph import Topology

@@ -13,7 +13,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import SecureClient, pair_keys
 from fedlearn.secagg.client_state import ClientState, Shared

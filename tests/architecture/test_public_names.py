@@ -73,6 +73,20 @@ def test_the_package_alone_loads_nothing_heavy() -> None:
     assert not loaded_after("import fedlearn") & {"torch", "numpy", *HEAVY}
 
 
+SUPERVISING = """
+from fedlearn.client import Agent, Conditions, Policy, PrivacyPolicy, SecureAggregationPolicy
+from pathlib import Path
+[peak] = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+assert int(peak.split()[1]) < 60_000, peak
+"""
+
+
+def test_an_application_with_an_agent_stays_small() -> None:
+    """Only the training process has torch; the application takes less than 60 MB, all in all."""
+    loaded = loaded_after(SUPERVISING)
+    assert not loaded & {"torch", "numpy", "cryptography", "structlog", *HEAVY}
+
+
 FUSED = """
 from torch import nn
 import fedlearn.rounds.run, fedlearn.simulation.engine, fedlearn.simulation.sessions

@@ -23,6 +23,7 @@ from fedlearn.client.agent import Agent, AgentStatus
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
+from fedlearn.client.policy import Policy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.door.eligibility import Requirements
@@ -41,6 +42,7 @@ MODEL = {"weight": torch.zeros(4)}
 SOURCE = """
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -115,10 +117,14 @@ class Prefetching(Trainer):
     def train(self, tensors, *, context):
         if not (HERE / "worker").exists():
             fork = multiprocessing.get_context("fork")
-            worker = fork.Process(target=time.sleep, args=(3600,), daemon=True)
+            worker = fork.Process(target=work_on)  # no daemon: Python would wait for its end
             worker.start()
             (HERE / "worker").write_text(str(worker.pid))
         return super().train(tensors, context=context)
+
+def work_on():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
 
 def slow():
     (HERE / "making").touch()
@@ -142,6 +148,8 @@ class Application:
         self.folder, self.home = folder, folder / "home"
         self.trainer = folder / "trainer.py"
         self.trainer.write_text(SOURCE)
+        self.invitation = folder / "nobodys.invitation"  # for a trainer that is never made
+        self.invitation.touch()
         self.events: queue.Queue[AgentEvent] = queue.Queue()
 
     def agent(self, invitation: Path, **options: Any) -> Agent:  # Any: as of Agent
@@ -153,7 +161,7 @@ class Application:
         trainer = f"{self.trainer}:slow"
         return f"""
 from fedlearn.client import Agent
-agent = Agent({str(self.home)!r}, trainer={trainer!r})
+agent = Agent({str(self.home)!r}, trainer={trainer!r}, invitation={str(self.invitation)!r})
 agent.give_consent()
 agent.start()
 while not agent.status().pid:
@@ -277,7 +285,7 @@ def test_revoking_consent_stops_and_erases_and_consent_may_be_given_again(
         with training(coordinator, deadline_s=SHORT_S) as replies:
             application.wait_for(EventKind.PROGRESS)
             pid, begin_unix_s = pid_of(agent), CLOCK.unix_s()
-            agent.revoke_consent()
+            assert agent.revoke_consent(wait=WAIT_S)
             assert application.stopped_unix_s() - begin_unix_s < 5.0
             assert not is_alive(pid)
         assert replies.result() == {}
@@ -299,7 +307,7 @@ def test_revoking_consent_stops_an_evaluation(
         replies = executor.submit(coordinator.evaluate, MODEL, deadline_s=SHORT_S)
         eventually((application.folder / "evaluating").exists)
         pid, begin_unix_s = pid_of(agent), CLOCK.unix_s()
-        agent.revoke_consent()
+        assert asyncio.run(agent.revoke_consent_async())
         assert application.stopped_unix_s() - begin_unix_s < 5.0
         assert not is_alive(pid)
         assert replies.result() == {}
@@ -365,10 +373,10 @@ def test_an_agent_that_is_stopped_and_started_delivers_once(
 
 
 @pytest.mark.slow
-def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
+def test_a_worker_ends_with_a_training_process_that_is_killed(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Neither its end from the agent nor the folder from the next."""
+    """And keeps from the agent neither that end nor the folder."""
     trainer = f"{application.trainer}:Prefetching"
     with taking_part(application, coordinator, trainer=trainer) as agent:
         with training(coordinator, deadline_s=4 * SHORT_S):
@@ -377,9 +385,9 @@ def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
             try:
                 os.kill(pid_of(agent), signal.SIGKILL)
                 assert "exit code -9" in application.wait_for(EventKind.CRASHED).message
+                eventually(lambda: not is_alive(worker))
                 application.wait_for(EventKind.CONNECTED)
-                assert is_alive(worker)
-                agent.revoke_consent()
+                assert agent.revoke_consent(wait=WAIT_S)
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
@@ -390,7 +398,7 @@ def test_a_worker_that_a_killed_training_process_leaves_keeps_nothing(
 def test_a_worker_ends_with_the_training_process_that_ends_in_order(
     application: Application, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told to at the process' exit, which waits for it."""
+    """Although it is no daemon and heeds no SIGTERM: nobody waits for it."""
     monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
     trainer = f"{application.trainer}:Prefetching"
     with (
@@ -400,9 +408,9 @@ def test_a_worker_ends_with_the_training_process_that_ends_in_order(
         application.wait_for(EventKind.PROGRESS)
         worker = int((application.folder / "worker").read_text())
         assert b"GRPC_ENABLE_FORK_SUPPORT=false" in Path(f"/proc/{worker}/environ").read_bytes()
-        agent.stop()
+        assert agent.stop(wait=10.0)  # a batch's end takes a moment; the worker an hour
         try:
-            assert not is_alive(worker)
+            eventually(lambda: not is_alive(worker))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
@@ -424,7 +432,11 @@ def test_a_task_that_crashes_its_process_ends_as_a_failure(
 def test_the_application_knows_when_the_device_is_in_use(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Training ends with the batch, and goes on from there when the user has gone."""
+    """Training ends with the batch, and goes on from there when the user has gone.
+
+    It goes on in the same process, too, when the application changes what must hold, and then
+    obeys another policy.
+    """
     is_idle = threading.Event()
     agent = application.agent(
         coordinator.invite("laptop"),
@@ -442,11 +454,19 @@ def test_the_application_knows_when_the_device_is_in_use(
             assert application.wait_for(EventKind.CANCELLED).message == "conditions"
             application.wait_for(EventKind.DISCONNECTED)
             assert not agent.status().is_connected
-            is_idle.set()
+            pid = pid_of(agent)
+            agent.change(conditions=Conditions())
             application.wait_for(EventKind.PROGRESS)
             application.free()
         assert isinstance(replies.result()["laptop"], TrainReply)
         assert application.begun()[1] > 0
+        agent.change(policy=Policy(max_epochs=0))
+        coordinator.wait_for(1, timeout_s=WAIT_S)
+        with training(coordinator) as replies:
+            event = application.wait_for(EventKind.POLICY)
+        assert "asked epochs = 1, allowed at most 0" in event.message
+        assert isinstance(replies.result()["laptop"], Failure)
+        assert pid_of(agent) == pid
 
 
 @pytest.mark.slow
@@ -461,7 +481,9 @@ def test_training_that_does_not_listen_is_ended(
     ):
         eventually(lambda: application.begun() == [0])
         pid, begin_s = pid_of(agent), CLOCK.now_s()
-        agent.stop()
+        assert not agent.stop()
+        assert is_alive(pid)
+        assert agent.stop(wait=30.0)
         assert CLOCK.now_s() - begin_s < 30.0
         assert not is_alive(pid)
         assert application.stopped_unix_s() == math.inf
@@ -471,11 +493,11 @@ def test_training_that_does_not_listen_is_ended(
 def test_no_training_process_outlives_its_application(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
-    """Although it was killed without a word."""
+    """Nor does a worker of it, although the application was killed without a word."""
     invitation = coordinator.invite("laptop")
     script = f"""
 from fedlearn.client import Agent
-agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:Trainer"!r},
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:Prefetching"!r},
               invitation={str(invitation)!r})
 agent.give_consent()
 agent.start()
@@ -492,8 +514,10 @@ input()
         coordinator.wait_for(1, timeout_s=WAIT_S)
         with training(coordinator, deadline_s=SHORT_S):
             eventually(lambda: bool(application.begun()))
+            worker = int((application.folder / "worker").read_text())
             process.kill()
             eventually(lambda: not is_alive(pid))
+            eventually(lambda: not is_alive(worker))
 
 
 @pytest.mark.slow
@@ -584,13 +608,12 @@ def test_a_callback_that_fails_does_no_harm(
         heard.put(threading.current_thread().name)
         raise RuntimeError("the application's own")
 
-    with Agent(tmp_path / "home", trainer="no.such:Trainer", on_progress=careless) as agent:
+    with Agent(tmp_path / "home", trainer=f"{__file__}:Application", on_progress=careless) as agent:
         agent.give_consent()
         assert heard.get(timeout=WAIT_S).startswith("fedlearn-progress")
-        eventually(lambda: not agent.status().is_running)
         last = agent.status().last
         assert last is not None
-        assert "no module no.such" in last.message
+        assert "is not enrolled; pass the invitation" in last.message
         agent.give_consent()
         assert heard.get(timeout=WAIT_S)
     assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
@@ -609,7 +632,12 @@ def test_a_probe_that_fails_is_reported_and_asked_again(
 
     home, trainer = Home(application.home), f"{application.trainer}:slow"
     home.set_consent(granted=True)
-    with Agent(home.folder, trainer=trainer, probes=Probes(idle=broken)):
+    with Agent(
+        home.folder,
+        trainer=trainer,
+        invitation=application.invitation,
+        probes=Probes(idle=broken),
+    ):
         assert {reported.get(timeout=WAIT_S).exc_type for _ in range(2)} == {RuntimeError}
     eventually(lambda: not has_thread("fedlearn-probes"))  # the last report is this test's, too
 
@@ -619,14 +647,14 @@ def test_a_revocation_that_cannot_be_kept_is_obeyed_all_the_same(application: Ap
     """The training process ends and what there is is erased; then the application is told."""
     home = Home(application.home)
     home.set_consent(granted=True)
-    with Agent(home.folder, trainer=f"{application.trainer}:slow") as agent:
+    with application.agent(application.invitation, trainer=f"{application.trainer}:slow") as agent:
         eventually((application.folder / "making").exists)
         pid, state = pid_of(agent), home.folder / "state"
         state.mkdir()
         (home.folder / "consent").unlink()
         (home.folder / "consent" / "in the way").mkdir(parents=True)
         with pytest.raises(DeploymentError, match="cannot remove"):
-            agent.revoke_consent()
+            agent.revoke_consent(wait=WAIT_S)
         assert not is_alive(pid)
         assert not state.exists()
         (home.folder / "consent" / "in the way").rmdir()
@@ -641,11 +669,12 @@ def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Pa
     consent = tmp_path / "home" / "consent"
     consent.mkdir(parents=True)
     heard: queue.Queue[AgentEvent] = queue.Queue()
-    with Agent(tmp_path / "home", trainer="no.such:Trainer", on_progress=heard.put) as agent:
+    trainer = f"{__file__}:Application"
+    with Agent(tmp_path / "home", trainer=trainer, on_progress=heard.put) as agent:
         assert not agent.status().has_consent
         consent.rmdir()
         agent.give_consent()
-        assert "no module no.such" in heard.get(timeout=WAIT_S).message
+        assert "is not enrolled" in heard.get(timeout=WAIT_S).message
 
 
 @pytest.mark.slow
@@ -678,6 +707,15 @@ time.sleep(3600)
             process.kill()
 
 
+def test_what_leads_nowhere_is_told_before_there_is_a_process(application: Application) -> None:
+    """Where the application makes its agent."""
+    application.invitation.unlink()
+    with pytest.raises(DeploymentError, match=r"there is no invitation .*nobodys\.invitation"):
+        application.agent(application.invitation)
+    with pytest.raises(DeploymentError, match=r"trainer\.py has no class or function Trainr; did"):
+        Agent(application.home, trainer=f"{application.trainer}:Trainr")
+
+
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
     """The training process, which imports it, starts no other; nor does it agree in its name."""
@@ -690,6 +728,7 @@ class Trainer:
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 agent = Agent({str(application.home)!r}, trainer=__file__ + ":Trainer",
+              invitation={str(application.invitation)!r},
               on_progress=lambda event: print(event.message, flush=True))
 agent.give_consent()
 agent.start()
@@ -738,11 +777,7 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
     application: Application, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever the exit code; nothing of it is on the application's standard output."""
-    with Agent(
-        application.home,
-        trainer=f"{application.trainer}:exits",
-        on_progress=application.events.put,
-    ) as agent:
+    with application.agent(application.invitation, trainer=f"{application.trainer}:exits") as agent:
         agent.give_consent()
         assert application.wait_for(EventKind.CRASHED).message == "exit code 0"
     assert capfd.readouterr().out == ""
@@ -751,18 +786,19 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "words"),
-    [("without_data", "PART is not set"), ("without_library", "ModuleNotFoundError")],
+    [
+        ("without_data", "PART is not set"),
+        ("without_library", "ModuleNotFoundError at {file}:{line} in without_library"),
+    ],
 )
 def test_the_application_hears_why_the_trainer_cannot_be_made(
     application: Application, trainer: str, words: str
 ) -> None:
-    """An error of ours in its words, and it is not tried again; another by its type at least."""
-    with Agent(
-        application.home,
-        trainer=f"{application.trainer}:{trainer}",
-        on_progress=application.events.put,
-    ) as agent:
+    """An error of ours in its words, and it is not tried again; another by its type and place."""
+    line = len(SOURCE.splitlines())
+    trainer_name = f"{application.trainer}:{trainer}"
+    with application.agent(application.invitation, trainer=trainer_name) as agent:
         agent.give_consent()
         event = application.events.get(timeout=WAIT_S)
-        assert words in event.message
+        assert words.format(file=application.trainer, line=line) in event.message
         assert event.is_final or trainer != "without_data"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, FedlearnError, PolicyViolation, ProtocolError
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import SecureClient, pair_keys

@@ -30,7 +30,7 @@ from fedlearn.core.messages import (
     SecureRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient

@@ -18,7 +18,7 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainRequest,
 )
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Advert, Packets, Roster, Signatures, SignedTerms, Survivors

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedlearn.core.messages import ClientId, Failure, Reply, SecureReply
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import Advertised, ClientState

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import ClientId, Failure, Reply, SecureReply
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import SecureClient, pair_keys

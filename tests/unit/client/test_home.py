@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.client import home as home_module
+from fedlearn.client import folder as folder_module
 from fedlearn.client.home import Home
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.messages import ClientId
@@ -92,7 +92,7 @@ def test_who_agrees_again_waits_for_the_process_that_was_told_to_end(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could still write what was to be erased; while it does not end there is no consent."""
-    monkeypatch.setattr(home_module, "_REVOKED_S", 0.0)
+    monkeypatch.setattr(folder_module, "_REVOKED_S", 0.0)
     home.set_consent(granted=True)
     with home.locked():
         home.set_consent(granted=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedlearn.client.loading import make_trainer, name_of
+from fedlearn.client.loading import make_trainer, name_of, require_trainer
 from fedlearn.errors import DeploymentError
 from fedlearn.training.trainer import LocalEvaluation
 
@@ -115,6 +115,49 @@ def test_what_is_not_there_is_said(file: Path, name: str, words: str) -> None:
     """With what to check."""
     with pytest.raises(DeploymentError, match=words):
         make_trainer(name.format(file=file))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Trainer", 'write "module:Class"'),
+        ("no.such.module:Trainer", "no module no.such.module"),
+        ("fedlearn.no_such:Trainer", "no module fedlearn.no_such"),
+        ("nowhere.py:Trainer", "no file nowhere.py"),
+        ("{file}:Trainor", r"my_trainer.py has no .* Trainor; did you mean Trainer \(line 6\)"),
+        ("my_trainer:make", "my_trainer.py has no class or function make; check its spelling"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told_before_anything_is_imported(
+    file: Path, name: str, words: str
+) -> None:
+    """With the file, and the line of what may be meant."""
+    file.write_text(SOURCE + "exit('this was imported')\n")
+    with pytest.raises(DeploymentError, match=words):
+        require_trainer(name.format(file=file))
+
+
+@pytest.mark.parametrize("name", ["{file}:Trainer", "my_trainer:NUM", "json:loads", "sys:exit"])
+def test_what_is_there_is_not_refused(file: Path, name: str) -> None:
+    """Neither what a module takes over by name, nor what has no source to read."""
+    require_trainer(name.format(file=file))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from neighbour import *", "if True: from neighbour import *", "def __getattr__(n): ..."],
+)
+def test_a_name_that_may_come_into_being_is_not_refused(file: Path, line: str) -> None:
+    """What a module has that makes names as it runs is known only then."""
+    file.write_text(f"{SOURCE}{line}\n")
+    require_trainer(f"{file}:Other")
+
+
+def test_a_trainer_that_is_no_python_is_told_with_its_line(file: Path) -> None:
+    """Before any process is started."""
+    file.write_text(f"{SOURCE}def make(:\n")
+    with pytest.raises(DeploymentError, match=f"my_trainer.py:{len(SOURCE.splitlines()) + 1}: "):
+        require_trainer(f"{file}:make")
 
 
 def test_a_missing_library_of_the_users_is_theirs(file: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fedlearn.client.judging import Judge, terms_policy
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.core.messages import Settings
 from fedlearn.errors import ConfigError, PolicyViolation
@@ -20,7 +21,7 @@ def rule(
 ) -> str | None:
     """Return the rule that refuses a request; ``None``: none does."""
     try:
-        policy.judge(kind, settings=settings, num_tasks_today=num_tasks_today)
+        Judge(policy).announced(kind, settings=settings, num_tasks_today=num_tasks_today)
     except PolicyViolation as violation:
         return violation.rule
     return None
@@ -37,7 +38,7 @@ def test_more_passes_than_allowed_are_refused(epochs: Any) -> None:  # Any: a pe
     """Also where their number is none, or not said."""
     settings: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     with pytest.raises(PolicyViolation) as refused:
-        Policy(max_epochs=2).judge("TrainRequest", settings=settings, num_tasks_today=0)
+        Judge(Policy(max_epochs=2)).announced("TrainRequest", settings=settings, num_tasks_today=0)
     assert (refused.value.rule, refused.value.limit) == ("max_epochs", "at most 2")
     assert refused.value.asked == f"epochs = {epochs!r}"
 
@@ -84,11 +85,11 @@ def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None
 
 def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() -> None:
     """By default a session must hold against an active coordinator, with three clients."""
-    floor = Policy().secure_aggregation.terms()
+    floor = terms_policy(Policy().secure_aggregation)
     assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 3)
     assert floor.max_releases_per_round == 2
     assert not floor.allow_sparse
-    lower = SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=True).terms()
+    lower = terms_policy(SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=True))
     assert (lower.adversary, lower.allow_sparse) == (Adversary.HONEST_BUT_CURIOUS, True)
 
 

@@ -74,7 +74,7 @@ def test_nothing_is_imported_from_the_working_directory(
         (event,) = child.events()
         assert (event.kind, event.is_final) == (EventKind.FAILED, True)
         assert "no module no.such" in event.message
-        assert child.process.wait() == 0
+        assert child.end() == 0
     finally:
         child.link.close()
     assert not (tmp_path / "imported").exists()
@@ -100,7 +100,7 @@ os._exit(5)
     child = TrainingProcess.start(options, python=str(program))
     try:
         assert [event.kind for event in child.events()] == [EventKind.WAITING]
-        assert child.process.wait() == 5
+        assert child.end() == 5
     finally:
         child.link.close()
         os.kill(int(worker.read_text()), signal.SIGKILL)

@@ -14,7 +14,7 @@ from fedlearn.client.live_session import session_at
 from fedlearn.client.rotation import KeyRotation
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConnectionRefused, DeploymentError
 from fedlearn.identity.identity import IDENTITY_FILE, Identity, Invitation
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage

@@ -42,7 +42,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity, Invitation

@@ -17,7 +17,7 @@ from fedlearn.core.noise import (
     largest_sample,
     proposals_for,
 )
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 
 SIGMAS = [0.3, 0.7, 1.0, 3.2, 7.99, 16.0, 50.0, 1000.0]
 

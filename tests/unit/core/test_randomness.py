@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlearn.core.randomness import SecretBytes, Seed
+from fedlearn.core.randomness import Seed
+from fedlearn.core.secret_bytes import SecretBytes
 
 GOLDEN_DERIVED = 3285059369060519452
 GOLDEN_HASHES = [8075172986249684972, 14574897457539200646]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.client_state import (
     Advertised,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.fixed_point import MODULUS_BITS, Lane, LaneRole, Words
 from fedlearn.secagg.masking import (

@@ -3,7 +3,7 @@
 import pytest
 
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.messages import (
     HEADER_BYTES,

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from fedlearn.core.randomness import SecretBytes
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import shamir
 from fedlearn.secagg.shamir import PRIME
 

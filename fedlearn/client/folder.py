@@ -1,0 +1,187 @@
+"""A client's folder as its application sees it: whose it is, and whether the user agrees.
+
+What lies in it says :mod:`fedlearn.client.home`, which works with the rest.
+"""
+
+import fcntl
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from fedlearn.client.forks import keep_from_forks
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
+from fedlearn.errors import DeploymentError
+
+_GRANTED, _REVOKED = b"granted", b"revoked"
+_LOCK_POLL_S = 0.05
+#: Seconds that the process of a consent that was revoked gets to see it, and to end.
+_REVOKED_S = 30.0
+#: Names in the folder that are this client's; whatever else lies there is somebody else's.
+_OWN = (
+    "consent",
+    "identity",
+    "identity.new",
+    "identity.old",
+    "pins.json",
+    "rotate",
+    "state",
+    "task",
+    "spool",
+    "tasks.json",
+    "privacy.json",
+    "lock",  # last: it is held until then
+)
+#: Of the names of files that are being written.
+_SUFFIX = "[0-9a-f]" * 16
+
+
+@dataclass(frozen=True)
+class ClientFolder:
+    """Keeps one process at a time in a client's folder, and its user's decision.
+
+    A method that writes or removes raises :class:`~fedlearn.errors.DeploymentError` if the disk is
+    full or not writable, or if something cannot be removed; all else that it removes is. The folder
+    is made on first use, mode 0700.
+    """
+
+    folder: Path
+
+    @contextmanager
+    def locked(self, *, timeout_s: float = 0.0) -> Iterator[None]:
+        """Be the only one that works in this folder.
+
+        Raises:
+            DeploymentError: Another process works here, also after ``timeout_s``.
+        """
+        make_private_folder(self.folder)
+        clock = SystemClock()
+        until_s = clock.now_s() + timeout_s
+        with (self.folder / "lock").open("wb", buffering=0) as stream:
+            # The lock belongs to the open file, which a forked child of a trainer would share:
+            # one that outlives this process would keep the folder from the next.
+            keep_from_forks(stream)
+            while not _lock(stream):
+                if clock.now_s() > until_s:
+                    raise DeploymentError(
+                        f"{self.folder} is in use by another process of this client; stop that "
+                        "one, or give this one a folder of its own"
+                    )
+                clock.sleep(_LOCK_POLL_S)
+            yield
+
+    def is_in_use(self) -> bool:
+        """Return whether a process works in this folder, where nothing changes by the look."""
+        try:
+            stream = (self.folder / "lock").open("rb", buffering=0)
+        except FileNotFoundError:
+            return False
+        with stream:
+            return not _lock(stream)
+
+    def has_keys(self) -> bool:
+        """Return whether this client is enrolled, or was just about to take new keys over."""
+        places = (self.folder / name / "enrolment.json" for name in ("identity", "identity.new"))
+        return any(place.exists() for place in places)
+
+    # Consent
+
+    def has_consent(self) -> bool:
+        """Return whether the user agrees; off until they do."""
+        return content_of(self.folder / "consent").decode().strip() == _GRANTED.decode()
+
+    def set_consent(self, *, granted: bool) -> None:
+        """Keep the user's decision durably.
+
+        A user who agrees again agrees to what comes: what a revocation that was cut short has
+        left is erased first.
+
+        Raises:
+            DeploymentError: It can be neither written nor removed; or, where there was no consent,
+                another process works in the folder and does not end, or something cannot be erased.
+        """
+        make_private_folder(self.folder)
+        file = self.folder / "consent"
+        if granted and not self.has_consent():
+            with self.locked(timeout_s=_REVOKED_S):
+                self.erase()
+                write_private(file, _GRANTED)
+        elif not granted:
+            try:
+                write_private(file, _REVOKED)
+            except DeploymentError:  # on a full disk a file can still go, and none is no consent
+                with disk_errors(file, raises=DeploymentError, doing="remove"):
+                    file.unlink(missing_ok=True)
+                    sync_folder(self.folder)
+
+    def erase(self) -> None:
+        """Remove state, task and reply; consent, keys, certificate, pins and privacy.json stay.
+
+        To a user who agrees again, a coordinator could without pins name other keys, and without
+        the rest ask for the day's ε again.
+        """
+        tasks = self.folder / "tasks.json"
+        remove_all([self._task, self._spool, self.folder / "state", tasks])
+        remove_all(half_written(self.folder, of=(tasks.name,)))
+
+    def forget(self) -> None:
+        """Remove all that is this client's, keys included: to join again takes a new invitation.
+
+        The folder goes as well, unless somebody else keeps something there.
+        """
+        remove_all(half_written(self.folder, of=_OWN))
+        remove_all([self.folder / name for name in _OWN])
+        with suppress(OSError):
+            self.folder.rmdir()  # not if it is not empty
+
+    @property
+    def _task(self) -> Path:
+        return self.folder / "task"
+
+    @property
+    def _spool(self) -> Path:
+        return self.folder / "spool"
+
+
+def content_of(path: Path) -> bytes:
+    """Return what a file holds; nothing if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def half_written(folder: Path, *, of: Iterable[str] = ("*",)) -> list[Path]:
+    """Return what processes that were killed while they wrote files have left beside them."""
+    return [path for name in of for path in folder.glob(f".{name}.{_SUFFIX}.tmp")]
+
+
+def remove_all(paths: list[Path]) -> None:
+    """Remove files and folders that are there.
+
+    Raises:
+        DeploymentError: One cannot be removed; the others are.
+    """
+    with ExitStack() as removals:  # one that fails does not keep it from the rest
+        for path in reversed(paths):
+            removals.callback(_remove, path)
+
+
+def _remove(path: Path) -> None:
+    with disk_errors(path, raises=DeploymentError, doing="remove"), suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _lock(stream: BinaryIO) -> bool:
+    """Return whether this process has the lock now; it ends with the stream."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

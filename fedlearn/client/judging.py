@@ -1,0 +1,226 @@
+"""Holding what a coordinator asks against a client's policy."""
+
+from dataclasses import dataclass, replace
+from mmap import mmap
+
+from fedlearn.algorithms.settings import transforms_from
+from fedlearn.algorithms.transforms import NoisedUpdates
+from fedlearn.client.policy import AdversaryName, Policy, PrivacyMode, SecureAggregationPolicy
+from fedlearn.core.codec import peek
+from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateRequest,
+    Request,
+    SecureStageRequest,
+    SecureTermsRequest,
+    SecureTrainRequest,
+    Settings,
+    TrainingNotice,
+    TrainRequest,
+)
+from fedlearn.errors import PolicyViolation, ProtocolError, SettingsRefused
+from fedlearn.identity.identity import Identity
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.fixed_point import MAX_LEVEL
+from fedlearn.secagg.parameters import Adversary
+from fedlearn.secagg.policy import NoiseFloor, TermsPolicy, squared_distance_of
+
+_ADVERSARIES: dict[AdversaryName, Adversary] = {
+    "active": Adversary.ACTIVE_SERVER,
+    "honest-but-curious": Adversary.HONEST_BUT_CURIOUS,
+}
+#: Privacy in a sparse graph fails with at most 2^-40.
+_SIGMA_BITS = 40
+#: What a client sends where it demands noise.
+_NOISED: dict[PrivacyMode, str] = {
+    "distributed": "a sum with noise of each client alone",
+    "local": "an update with noise enough by itself alone",
+}
+#: Requests whose replies the coordinator can read.
+_IN_THE_CLEAR = {
+    TRAIN_KIND: "an update that the coordinator could read",
+    EVALUATE_KIND: "an evaluation that the coordinator could read",
+}
+
+
+def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
+    """Return what a client with this policy accepts of the terms of a session.
+
+    Example:
+        >>> terms_policy(SecureAggregationPolicy(required=True)).min_cohort
+        3
+    """
+    return TermsPolicy(
+        adversary=_ADVERSARIES[policy.adversary],
+        allow_sparse=policy.allow_sparse,
+        corruption=policy.corruption,
+        sigma_bits=_SIGMA_BITS,
+        min_cohort=policy.min_cohort,
+        max_cohort=policy.max_cohort,
+        max_clip=policy.max_clip,
+        max_weight=MAX_LEVEL,
+        max_upload_bytes=policy.max_upload_bytes,
+        max_releases_per_round=policy.max_releases_per_round,
+    )
+
+
+def noise_share(settings: Settings) -> float | None:
+    """Return the noise that an update gets by its largest norm; ``None``: it gets none."""
+    try:
+        transforms = transforms_from(settings)
+    except SettingsRefused:
+        return None  # nor is there an update: the session refuses them likewise
+    return next((e.noise_multiplier for e in transforms if isinstance(e, NoisedUpdates)), None)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Refuses what a policy refuses.
+
+    Example:
+        >>> judge = Judge(Policy(max_epochs=2))
+        >>> judge.announced("TrainRequest", settings={"epochs": 2}, num_tasks_today=0)
+    """
+
+    policy: Policy
+
+    def secure_client(
+        self,
+        client_id: ClientId,
+        identity: Identity,
+        *,
+        coordinator_key: bytes,
+        num_threads: int,
+        spent: float = 0.0,
+    ) -> SecureClient | None:
+        """Return a client's side of secure aggregation; ``None``: it has no key to trust.
+
+        Args:
+            client_id: Its own.
+            identity: Its own.
+            coordinator_key: Whose terms it takes.
+            num_threads: To expand masks on.
+            spent: Squared distances of what it took part in within 24 hours.
+        """
+        if not coordinator_key:
+            return None
+        is_demanded = self.policy.privacy.mode == "distributed"
+        noise = self._noise_floor(spent) if is_demanded else None
+        return SecureClient(
+            client_id=client_id,
+            signer=identity,
+            coordinator_key=coordinator_key,
+            directory={client_id: identity.public_key},
+            policy=replace(terms_policy(self.policy.secure_aggregation), noise=noise),
+            num_threads=num_threads,
+        )
+
+    def announced(
+        self, kind: str, *, settings: Settings | None, num_tasks_today: int, spent: float = 0.0
+    ) -> None:
+        """Check a request before it is worked on; terms of sessions are judged where they are read.
+
+        Args:
+            kind: Of the request, as it is announced.
+            settings: How to train, now or later; ``None``: not known yet, or nothing to train.
+            num_tasks_today: Trainings within the last 24 hours, without this one.
+            spent: Squared distances of what it took part in within 24 hours, without this one.
+
+        Raises:
+            PolicyViolation: It asks for more than this allows.
+        """
+        if kind == EVALUATE_KIND and not self.policy.evaluate:
+            raise PolicyViolation(rule="evaluate", asked="an evaluation", limit="none")
+        if kind in _IN_THE_CLEAR and self.policy.secure_aggregation.required:
+            raise PolicyViolation(
+                rule="secure_aggregation.required",
+                asked=_IN_THE_CLEAR[kind],
+                limit="secure aggregation alone",
+            )
+        self._judge_noise(kind, settings, spent)
+        if kind == TRAIN_KIND or (kind == SECURE_KIND and settings is not None):
+            self._judge_training(
+                settings, num_tasks_today
+            )  # a session's other messages ask for none
+
+    def encoded(self, data: bytes | mmap, *, num_tasks_today: int, spent: float) -> Request | None:
+        """Check a whole request, whatever it was announced as, as :meth:`announced` does.
+
+        Args:
+            data: Its bytes; of a file that is mapped only the header is read.
+            num_tasks_today: As for :meth:`announced`.
+            spent: Likewise.
+
+        Returns:
+            The request; ``None``: it is none, as the session will say.
+        """
+        try:
+            request = peek(data)
+        except ProtocolError:
+            return None
+        match request:
+            case (
+                TrainRequest(settings=settings)
+                | SecureTrainRequest(train=TrainRequest(settings=settings))
+                | SecureTermsRequest(notice=TrainingNotice(settings=settings))
+            ):
+                self.announced(
+                    request.kind, settings=settings, num_tasks_today=num_tasks_today, spent=spent
+                )
+            case EvaluateRequest() | SecureStageRequest():
+                self.announced(request.kind, settings=None, num_tasks_today=num_tasks_today)
+            case _:
+                return None
+        return request
+
+    def _judge_noise(self, kind: str, settings: Settings | None, spent: float) -> None:
+        mode = self.policy.privacy.mode
+        if mode == "local" and kind == TRAIN_KIND:
+            if settings is not None:  # else they are not known yet
+                self._judge_update(settings, spent)
+        elif kind in _IN_THE_CLEAR and mode != "any":
+            asked = _IN_THE_CLEAR[kind]
+            raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
+        elif kind == SECURE_KIND and mode == "local":
+            asked = "a sum to which each client adds a share of the noise, or none"
+            raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
+
+    def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:
+        most = self.policy.max_tasks_per_day
+        if most is not None and num_tasks_today >= most:
+            raise PolicyViolation(
+                rule="max_tasks_per_day",
+                asked=f"training {num_tasks_today + 1} within 24 hours",
+                limit=f"at most {most}",
+            )
+        if settings is None or self.policy.max_epochs is None:
+            return
+        epochs = settings.get("epochs")
+        if not (isinstance(epochs, int | float) and epochs <= self.policy.max_epochs):
+            raise PolicyViolation(
+                rule="max_epochs",
+                asked=f"epochs = {epochs!r}",
+                limit=f"at most {self.policy.max_epochs}",
+            )
+
+    def _judge_update(self, settings: Settings, spent: float) -> None:
+        """Check the noise of an update that the coordinator could read."""
+        share = noise_share(settings)
+        if share is None:
+            raise PolicyViolation(
+                rule="privacy.mode",
+                asked="an update without noise",
+                limit=_NOISED[self.policy.privacy.mode],
+            )
+        self._noise_floor(spent).judge(share, squared_distance_of(share))
+
+    def _noise_floor(self, spent: float) -> NoiseFloor:
+        """Return what is accepted of noise after ``spent`` squared distances within 24 hours."""
+        privacy = self.policy.privacy
+        return NoiseFloor(
+            min_share=privacy.min_noise_share,
+            max_epsilon=privacy.max_epsilon_per_day,
+            target_delta=privacy.target_delta,
+            spent=spent,
+        )
