@@ -188,12 +188,17 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
 
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
-    """List the enrolled clients, and who is invited and has not joined."""
+    """List the enrolled clients, how their rounds ended, and who is invited and has not joined."""
     from fedlearn.cli.tables import members, members_table
     from fedlearn.core.clock import SystemClock
 
     with _operator(config) as operator:
-        found = members(operator.registry.clients(), operator.registry.open_invitations())
+        found = members(
+            operator.registry.clients(),
+            operator.registry.open_invitations(),
+            contacts=operator.contacts(),
+            counts=operator.counts_by_client(),
+        )
     if as_json:
         for each in found:
             typer.echo(json.dumps(each))
@@ -207,19 +212,30 @@ def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> 
 def rounds(
     *,
     last: Annotated[int, typer.Option(min=1, metavar="N", help="So many rounds, the latest.")] = 20,
+    clients: Annotated[
+        bool, typer.Option("--clients", help="Who was late or failed in them, and why, too.")
+    ] = False,
     as_json: Json = False,
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
     """List the latest rounds of the deployed run."""
-    from fedlearn.cli.tables import round_line, rounds_table
+    from fedlearn.cli.tables import missed_table, missed_values, round_line, rounds_table
 
     with _operator(config) as operator:
         found = operator.rounds(last)
+        missed = operator.missed(first=found[0].round_num) if clients and found else {}
+        enrolled = operator.registry.clients() if clients else []
+    names = {each.client_id: each.name for each in enrolled}
     if as_json:
         for each in found:
-            typer.echo(round_line(each))
+            ended = missed_values(missed.get(each.round_num, ()), names)
+            typer.echo(round_line(each, **({"clients": ended} if clients else {})))
     elif found:
         typer.echo(rounds_table(found))
+        if missed:
+            typer.echo(f"\n{missed_table(missed, names)}")
+        elif clients:
+            typer.echo("\nnobody was late or failed in them")
     else:
         typer.echo("no round is finished yet; `fedlearn why` tells what the run waits for")
 

@@ -1,10 +1,15 @@
 """Runs as text and as JSON: a line for each, or all about one."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from textwrap import fill
 
+from fedlearn.cli.tables import client_text, how_text, missed_values
+from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
     History,
@@ -20,9 +25,13 @@ from fedlearn.experiment.comparison import (
 from fedlearn.experiment.privacy import spending
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
+from fedlearn.rounds.records import RoundRecord
 from fedlearn.store.checkpoints import CheckpointFile
+from fedlearn.store.registry import StoredRegistry
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
+#: Of who was late or failed: the latest rounds, clients of one, and objects of all.
+_MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
 _TABLES = (
     *("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices"),
     "privacy",
@@ -105,6 +114,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if (spent := spending(run.stored)) is not None:
         yield "privacy", spent.text()
     yield from _participation(summary)
+    yield from _missed(run)
     for name in _TABLES:
         if name != "devices" or not record.is_deployed:  # they describe simulated ones
             yield name, _settings(record.config.get(name))
@@ -123,6 +133,33 @@ def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "failed", f"{count} x {printable(reason or 'no reason given')}"
     if summary.num_skipped or summary.num_retries:
         yield "trouble", f"{summary.num_skipped} rounds skipped, {summary.num_retries} retries"
+
+
+def _missed(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield who was late or failed in the latest rounds where anybody was."""
+    names = _names(run)
+    found = [(each, missed) for each in run.history if (missed := _who_missed(each))]
+    for record, missed in found[-_MISSED_ROUNDS:]:
+        told = [
+            f"{client_text(each.client_id, names)} {how_text(each)}"
+            for each in missed[:_MISSED_CLIENTS]
+        ]
+        more = [f"{len(missed) - len(told)} more"] if len(missed) > len(told) else []
+        yield "missed", f"round {record.round_num + 1}: {'; '.join(told + more)}"
+
+
+def _who_missed(record: RoundRecord) -> list[Participation]:
+    if record.count(Status.REPORTED) == len(record.participations):
+        return []
+    return [each for each in record.participations if each.status is not Status.REPORTED]
+
+
+def _names(run: Run) -> dict[ClientId, str]:
+    """Return the names of clients; those of a simulation have none."""
+    if not run.record.is_deployed:
+        return {}
+    registry = StoredRegistry(run.stored.database, SystemClock())
+    return {each.client_id: each.name for each in registry.clients()}
 
 
 def _settings(table: object) -> str:
@@ -152,12 +189,17 @@ def run_object(run: Run) -> str:
         {"rounds": f.round_num, "path": str(f.path), "sha256": f.sha256, "bytes": f.num_bytes}
         for f in run.stored.checkpoints()
     ]
+    names, latest = _names(run), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
+    for each in rounds:
+        values = missed_values(_who_missed(each), names)
+        latest.extend({"round": each.round_num + 1} | value for value in values)
     everything = _brief((record, rounds)) | {
         "error": record.error,
         "best": found,
         "metrics": summary.metrics,
         "participation": {**counts._asdict(), "clients": summary.num_clients},
         "failures": dict(summary.reasons),
+        "missed": list(latest),
         "skipped_rounds": summary.num_skipped,
         "privacy": spent and asdict(spent),
         "retries": summary.num_retries,

@@ -6,12 +6,12 @@ from datetime import datetime
 from typing import Any
 
 from fedlearn.core.clock import utc
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import aligned, duration_text, headline, json_text, number_text
 from fedlearn.identity.lineage import fingerprint
-from fedlearn.identity.registry import EnrolledClient, InvitationRecord
+from fedlearn.identity.registry import Contact, EnrolledClient, InvitationRecord
 from fedlearn.identity.rosters import KnownKey
 from fedlearn.store.rounds import RoundSummary
 
@@ -21,16 +21,29 @@ _OF_CLIENT = (
     *("client_id", "name", "status", "tags"),
     *("enrolled_utc", "certificate_expires_utc", "fingerprint"),
 )
+_OF_CONTACT = ("connected", "seen_utc", "software", "num_examples")
+_OF_ROUNDS = tuple(status.value for status in Status)
 _DAY_S = 86400.0
 _SOON_DAYS = 30
 
 
 def members(
-    clients: Iterable[EnrolledClient], invited: Iterable[InvitationRecord]
+    clients: Iterable[EnrolledClient],
+    invited: Iterable[InvitationRecord],
+    *,
+    contacts: Mapping[ClientId, Contact],
+    counts: Mapping[ClientId, Mapping[Status, int]],
 ) -> list[dict[str, Any]]:  # Any: JSON values
     """Return all clients, then those that are invited, as JSON values: all have all keys."""
-    nothing = dict.fromkeys((*_OF_CLIENT, "invitation_expires_utc"))
-    enrolled = [nothing | {key: getattr(each, key) for key in _OF_CLIENT} for each in clients]
+    nothing = dict.fromkeys((*_OF_CLIENT, *_OF_CONTACT, *_OF_ROUNDS, "invitation_expires_utc"))
+    never = dict.fromkeys(Status, 0)
+    enrolled = [
+        nothing
+        | {key: getattr(each, key) for key in _OF_CLIENT}
+        | _contact_values(contacts.get(each.client_id))
+        | {status.value: n for status, n in counts.get(each.client_id, never).items()}
+        for each in clients
+    ]
     waiting = [
         nothing
         | {"name": each.name, "status": "invited", "tags": each.tags}
@@ -40,16 +53,29 @@ def members(
     return enrolled + waiting
 
 
+def _contact_values(contact: Contact | None) -> dict[str, object]:
+    if contact is None:
+        return {"connected": False}
+    return {
+        "connected": contact.is_connected,
+        "seen_utc": contact.seen_utc,
+        "software": contact.software,
+        "num_examples": contact.num_examples or None,
+    }
+
+
 def members_table(members: Iterable[Mapping[str, Any]], *, now_unix_s: float) -> str:  # Any: JSON
     """Return a table of :func:`members`."""
     rows = [_member_row(each, now_unix_s=now_unix_s) for each in members]
-    return aligned([("id", "name", "status", "tags", "enrolled", "certificate"), *rows])
+    header = ("id", "name", "status", "tags", "last seen", "software", "examples", *_OF_ROUNDS)
+    return aligned([(*header, "enrolled", "certificate"), *rows])
 
 
 def _member_row(member: Mapping[str, Any], *, now_unix_s: float) -> tuple[str, ...]:  # Any: JSON
     is_invited = member["client_id"] is None
     ends = member["invitation_expires_utc" if is_invited else "certificate_expires_utc"]
     days = (datetime.fromisoformat(ends).timestamp() - now_unix_s) / _DAY_S
+    seen = "connected" if member["connected"] else member["seen_utc"]
     if is_invited:
         enrolled = f"invitation {'ends' if days > 0 else 'ended'} {ends}"
         certificate = "-"
@@ -62,9 +88,16 @@ def _member_row(member: Mapping[str, Any], *, now_unix_s: float) -> tuple[str, .
         printable(member["name"]),
         member["status"],
         printable(" ".join(member["tags"])) or "-",
+        seen or ("-" if is_invited else "never"),
+        printable(member["software"] or "-"),
+        *(_number(member[key]) for key in ("num_examples", *_OF_ROUNDS)),
         enrolled,
         certificate,
     )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
@@ -79,8 +112,47 @@ def rounds_table(rounds: Iterable[RoundSummary]) -> str:
     return aligned([header, *map(_round_row, rounds)])
 
 
-def round_line(each: RoundSummary) -> str:
-    """Return a round as a JSON object; what is not finite is null."""
+def missed_values(
+    missed: Iterable[Participation], names: Mapping[ClientId, str]
+) -> list[dict[str, object]]:
+    """Return who was late or failed in a round, and why, as JSON values."""
+    return [
+        {
+            "client_id": each.client_id,
+            "name": names.get(each.client_id),
+            "status": each.status.value,
+            "reason": each.reason,
+        }
+        for each in missed
+    ]
+
+
+def missed_table(
+    missed: Mapping[int, Iterable[Participation]], names: Mapping[ClientId, str]
+) -> str:
+    """Return a table of who was late or failed in which round, and why."""
+    rows = [
+        (str(round_num + 1), client_text(each.client_id, names), how_text(each))
+        for round_num, ended in missed.items()
+        for each in ended
+    ]
+    return aligned([("round", "client", "was"), *rows])
+
+
+def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:
+    """Return what a client is called."""
+    return printable(names.get(client_id, "")) or f"client {client_id}"
+
+
+def how_text(ended: Participation) -> str:
+    """Return how a client ended that did not report, and why."""
+    if ended.status is Status.FAILED:
+        return f"failed: {printable(ended.reason) or 'no reason given'}"
+    return ended.status.value
+
+
+def round_line(each: RoundSummary, **more: object) -> str:
+    """Return a round, and ``more``, as a JSON object; what is not finite is null."""
     values: dict[str, object] = {
         "round": each.round_num + 1,
         "outcome": each.outcome.value,
@@ -94,7 +166,7 @@ def round_line(each: RoundSummary) -> str:
         "metrics": each.metrics,
         "train_metrics": each.train_metrics,
     }
-    return json_text(values)
+    return json_text(values | more)
 
 
 def _round_row(each: RoundSummary) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from fedlearn.config import Config
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import SecretBytes
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.heartbeat import Heartbeat

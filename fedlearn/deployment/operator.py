@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from fedlearn.config.coordinator import TAG_PATTERN
 from fedlearn.core.clock import SystemClock, utc
-from fedlearn.core.messages import EvaluateRequest
+from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.messages import ClientId, EvaluateRequest
 from fedlearn.core.words import printable
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
@@ -19,11 +20,11 @@ from fedlearn.experiment.comparison import number_text
 from fedlearn.experiment.server_training import DISTILLATION
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
-from fedlearn.identity.registry import check_name
+from fedlearn.identity.registry import Contact, check_name
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.journal import Control, DeployedRun
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.store.lease import deployment, set_control
+from fedlearn.store.lease import deployment, deployments, set_control
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
@@ -119,6 +120,26 @@ class Operator:
         """Return the ``last`` committed rounds, in order."""
         return self.database.run(self._deployment().name).round_summaries(last)
 
+    def missed(self, *, first: int) -> dict[int, list[Participation]]:
+        """Return who was late or failed by round, from round ``first`` on."""
+        return self.database.run(self._deployment().name).missed(first=first)
+
+    def contacts(self) -> dict[ClientId, Contact]:
+        """Return what is known of clients since they were last connected.
+
+        Where no coordinator is alive, none is.
+        """
+        found = {each.client_id: each for each in self.registry.contacts()}
+        if any(each.is_connected for each in found.values()) and not self._is_alive():
+            return {number: replace(each, is_connected=False) for number, each in found.items()}
+        return found
+
+    def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
+        """Return how often clients ended how, in the run; none did before its first start."""
+        found = {each.name for each in deployments(self.database)}
+        name = self.places.run_name
+        return self.database.run(name).counts_by_client() if name in found else {}
+
     def control(self, wanted: Control) -> bool:
         """Tell the coordinator what is wanted; return whether one has heard it.
 
@@ -130,14 +151,19 @@ class Operator:
 
     def why(self) -> "Explanation":
         """Return what the run waits for."""
-        after = self._next_beat(self._deployment())
+        is_alive = self._is_alive()
         found = self._deployment()
         return Explanation(
             deployment=found,
-            is_alive=after is not None and after.holder != "",
+            is_alive=is_alive,
             run=self.database.run(found.name).record,
             names={int(client.client_id): client.name for client in self.registry.clients()},
         )
+
+    def _is_alive(self) -> bool:
+        """Return whether a coordinator holds the run, and its beat goes on."""
+        after = self._next_beat(self._deployment())
+        return after is not None and after.holder != ""
 
     def _deployment(self) -> DeployedRun:
         return deployment(self.database, self.places.run_name)

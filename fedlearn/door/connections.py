@@ -25,6 +25,7 @@ from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire_pb2
 
 _MAX_WAITING = 32  # messages that a client has not read
+_MAX_SOFTWARE = 100  # letters of what a client calls its software
 _MAX_HELD = 64  # unsettled replies that a client may ask about when it connects
 
 _ENOUGH = "the coordinator has enough clients for now"
@@ -112,6 +113,7 @@ class ServerSession:
     """One connected client.
 
     Attributes:
+        software: What it runs, as it says.
         is_eligible: Whether it may be asked.
         only_looks: Whether it leaves after the welcome, and must not be.
         is_set_aside: Whether it must not be, since it keeps failing: while it is connected.
@@ -123,6 +125,7 @@ class ServerSession:
 
     def __init__(self, client: EnrolledClient, hello: wire_pb2.Hello, *, since_s: float) -> None:
         self.client = client
+        self.software = hello.software[:_MAX_SOFTWARE]
         self.eligibility = hello.eligibility
         self.is_eligible = False
         self.only_looks = hello.only_looks
@@ -195,6 +198,7 @@ class Sessions:
     is_needed: Callable[[ClientId], bool] = lambda _: False
     _jitter: Generator = field(default_factory=Seed(0).derive("come back").numpy)
     _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
+    _touched: dict[ClientId, ServerSession] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -210,6 +214,11 @@ class Sessions:
     def eligible(self) -> list[ClientId]:
         """Return the clients that may be asked, by number."""
         return sorted(each for each, session in self._sessions.items() if session.is_eligible)
+
+    def take_touched(self) -> list[ServerSession]:
+        """Return the last session of each client that came, went or spoke of itself since."""
+        touched, self._touched = self._touched, {}
+        return list(touched.values())
 
     def enter(self, session: ServerSession) -> bool:
         """Take a session in, in place of its client's last; False: it is sent away."""
@@ -229,13 +238,17 @@ class Sessions:
         """Forget a session that has ended, unless another took its place before."""
         if self._sessions.get(session.client.client_id) is session:
             del self._sessions[session.client.client_id]
-            self.changed()
+            self._touch(session)
 
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Note what a client says of itself now."""
         session.eligibility = eligibility
         may_be_asked = not (session.only_looks or session.is_set_aside)
         session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
+        self._touch(session)
+
+    def _touch(self, session: ServerSession) -> None:
+        self._touched[session.client.client_id] = session
         self.changed()
 
     def set_aside(self, client_id: ClientId) -> None:

@@ -37,6 +37,7 @@ from fedlearn.door.connections import (
     read,
     read_first,
 )
+from fedlearn.door.contacts import Contacts
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.door.enrolment import MAX_ENROLMENT_BYTES, Enrolments
@@ -155,6 +156,12 @@ class Door:
             is_recovering=is_recovering,
         )
         self._sessions.is_needed = self._exchanges.is_needed
+        self._contacts = Contacts(
+            registry=self.registry,
+            sessions=self._sessions,
+            is_leader=self.is_leader,
+            clock=self.clock,
+        )
         self._transfers = Transfers(
             exchanges=self._exchanges,
             files=self._files,
@@ -361,6 +368,8 @@ class Door:
         self._exchanges.abandon()
         for session in self._sessions.all():
             self._sessions.send_away(session, reason, after_s=1.0)
+        if not self._enrolled.is_away:  # else this would wait for a database
+            await self._contacts.keep()
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
         # gRPC waits on for calls whose client is gone without a word: until its keepalive ends.
         _, late = await asyncio.wait(stopping, timeout=grace_s + _STOP_S)
@@ -374,6 +383,7 @@ class Door:
             self._exchanges.tell_untold()
             self._cut_strangers()
             self._report()
+            await self._contacts.keep()
 
     def _report(self) -> None:
         """Log now and then who came and was not let in: nobody else tells of them."""

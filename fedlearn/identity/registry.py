@@ -52,6 +52,24 @@ class EnrolledClient:
     certificate_expires_utc: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """What is known of a client since it was last connected.
+
+    Attributes:
+        is_connected: Whether it was when this was written down.
+        seen_utc: When it was last seen, to the minute while it is connected; ISO 8601.
+        software: What it runs, as it says.
+        num_examples: That it has, as it says; 0: it does not tell.
+    """
+
+    client_id: ClientId
+    is_connected: bool
+    seen_utc: str
+    software: str
+    num_examples: int
+
+
 class Registry(Protocol):
     """The clients of one deployment. Any thread may call it."""
 
@@ -121,6 +139,17 @@ class Registry(Protocol):
 
     def revision(self) -> int:
         """Return a number that grows whenever a client is added or changed."""
+
+    def contacts(self) -> list[Contact]:
+        """Return what is known of all clients that have ever connected, by number."""
+
+    def keep_contacts(self, contacts: Sequence[Contact], *, are_all: bool) -> None:
+        """Write down what is known of clients now; it replaces what was.
+
+        Args:
+            contacts: One a client.
+            are_all: Whether no other client is connected.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

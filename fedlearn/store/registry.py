@@ -1,9 +1,9 @@
 """The registry of clients in the store's database: what operators' commands and doors share."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import WallClock, utc
@@ -14,6 +14,7 @@ from fedlearn.errors import DeploymentError, EnrolmentRefused
 from fedlearn.identity.lineage import newest_key
 from fedlearn.identity.registry import (
     Certify,
+    Contact,
     EnrolledClient,
     InvitationRecord,
     check_name,
@@ -23,9 +24,11 @@ from fedlearn.identity.registry import (
     token_digest,
 )
 from fedlearn.store.runs import Database
-from fedlearn.store.schema import ClientRow, InvitationRow, as_record, as_row
+from fedlearn.store.schema import ClientRow, ContactRow, InvitationRow, as_record, as_row
 
 _REGISTRY_LOCK = 7_306_087_431  # clients are numbered, and changes counted, one after the other
+_CONTACTS_LOCK = 7_306_087_432
+_BATCH = 500  # clients in one statement
 _TOKEN_BYTES = 32
 
 
@@ -150,6 +153,24 @@ class StoredRegistry:
         """Return how often a client was added or changed."""
         with self._database.reading() as session:
             return _revision(session)
+
+    def contacts(self) -> list[Contact]:
+        """Return what is known of all clients that have ever connected, by number."""
+        with self._database.reading() as session:
+            rows = session.scalars(select(ContactRow).order_by(ContactRow.client_id))
+            return [as_record(row, Contact) for row in rows]
+
+    def keep_contacts(self, contacts: Sequence[Contact], *, are_all: bool) -> None:
+        """Write down what is known of clients now; of the others, perhaps, that they are gone."""
+        with self._database.writing(lock=_CONTACTS_LOCK) as session:
+            if are_all:
+                there = ContactRow.is_connected.is_(True)
+                session.execute(update(ContactRow).where(there).values(is_connected=False))
+            for begin in range(0, len(contacts), _BATCH):
+                batch = contacts[begin : begin + _BATCH]
+                numbers = [each.client_id for each in batch]
+                session.execute(delete(ContactRow).where(ContactRow.client_id.in_(numbers)))
+                session.execute(insert(ContactRow), [asdict(each) for each in batch])
 
 
 def _end_invitation(session: Session, name: str) -> bool:

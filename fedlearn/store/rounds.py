@@ -8,10 +8,11 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import ColumnElement, Connection, func, insert, select
 from sqlalchemy.orm import Session
 
 from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RoundRecord
 from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, as_record, plain
 
@@ -94,6 +95,25 @@ def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundS
     ]
 
 
+def read_missed(session: Session, run_id: int, *, first: int) -> dict[int, list[Participation]]:
+    """Return who was late or failed by round, from round ``first`` on."""
+    row = ParticipationRow
+    missed = row.round_num >= first, row.status != Status.REPORTED
+    return dict(_participations(session, run_id, *missed))
+
+
+def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status, int]]:
+    """Return how often each client that was ever asked ended with each status."""
+    row, found = ParticipationRow, dict[ClientId, dict[Status, int]]()
+    for client_id, status, count in session.execute(
+        select(row.client_id, row.status, func.count())
+        .where(row.run_id == run_id)
+        .group_by(row.client_id, row.status)
+    ):
+        found.setdefault(ClientId(client_id), dict.fromkeys(Status, 0))[status] = count
+    return found
+
+
 def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, object]]) -> None:
     """Insert in small batches: all at once, so many dicts set off the garbage collector."""
     statement = insert(Base.metadata.tables[table])
@@ -146,11 +166,14 @@ def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
 
 
-def _participations(session: Session, run_id: int) -> defaultdict[int, list[Participation]]:
+def _participations(
+    session: Session, run_id: int, *which: ColumnElement[bool]
+) -> defaultdict[int, list[Participation]]:
     row = ParticipationRow
     found: defaultdict[int, list[Participation]] = defaultdict(list)
     columns = [getattr(row, name) for name in ("round_num", *Participation._fields)]
-    by_arrival = select(*columns).where(row.run_id == run_id).order_by(row.round_num, row.position)
+    of_run = select(*columns).where(row.run_id == run_id, *which)
+    by_arrival = of_run.order_by(row.round_num, row.position)
     for round_num, *values in session.execute(by_arrival):
         found[round_num].append(Participation(*values))
     return found

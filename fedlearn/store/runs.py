@@ -21,7 +21,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 from torch import Tensor
 
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.files import sync_folder, write_durably
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
@@ -33,7 +35,14 @@ from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
 from fedlearn.store.holding import held, is_held
 from fedlearn.store.names import memorable_names
 from fedlearn.store.retention import USUAL
-from fedlearn.store.rounds import RoundSummary, insert_rounds, read_rounds, summarise_rounds
+from fedlearn.store.rounds import (
+    RoundSummary,
+    count_by_client,
+    insert_rounds,
+    read_missed,
+    read_rounds,
+    summarise_rounds,
+)
 from fedlearn.store.schema import (
     CheckpointRow,
     DeploymentRow,
@@ -403,6 +412,16 @@ class StoredRun:
         """Return the ``last`` committed rounds, in order, with counts by status."""
         with self.database.reading() as session:
             return summarise_rounds(session, self._run_id, last=last)
+
+    def missed(self, *, first: int) -> dict[int, list[Participation]]:
+        """Return who was late or failed by round, from round ``first`` on, in order of arrival."""
+        with self.database.reading() as session:
+            return read_missed(session, self._run_id, first=first)
+
+    def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
+        """Return how often each client that was ever asked ended with each status."""
+        with self.database.reading() as session:
+            return count_by_client(session, self._run_id)
 
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended, or that it goes on."""

@@ -257,6 +257,18 @@ class ClientRow(Base):
     revision: Mapped[int] = mapped_column(BigInteger)
 
 
+class ContactRow(Base):
+    """See :class:`fedlearn.identity.registry.Contact`."""
+
+    __tablename__ = "contacts"
+
+    client_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    is_connected: Mapped[bool]
+    seen_utc: Mapped[str] = mapped_column(String(32))
+    software: Mapped[str] = mapped_column(_PlainText)
+    num_examples: Mapped[int] = mapped_column(BigInteger)
+
+
 class InvitationRow(Base):
     """See :class:`fedlearn.identity.registry.InvitationRecord`."""
 

@@ -1,5 +1,6 @@
 """A coordinator's process from start to end: stopped, killed, paused, aborted, and gone on with."""
 
+import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     for number in range(NUM_CLIENTS):
         site.type("invite", f"client-{number}")
         site.join(number)
-    until(lambda: site.type("clients", "--json").count('"active"') == NUM_CLIENTS)
+    until(lambda: site.type("clients", "--json").count('"connected": true') == NUM_CLIENTS)
     site.type("resume")
     site.until_round(coordinator, 1)
     site.type("abort")
@@ -119,6 +120,12 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     listed = site.type("rounds", "--json", "--last", "5000").splitlines()
     assert len(listed) == len(rounds) >= 1
     assert "aborted by the operator" in site.type("why")
+    clients = [json.loads(line) for line in site.type("clients", "--json").splitlines()]
+    for each in clients:
+        assert not each["connected"]
+        assert each["software"].startswith("fedlearn ")
+        assert each["num_examples"] > 0
+        assert each["reported"] + each["failed"] + each["late"] == len(rounds)
 
 
 def test_a_second_coordinator_takes_over(site: Site) -> None:

@@ -1,6 +1,7 @@
 """The commands about a deployment: what they print and exit with, without a coordinator."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from fedlearn.cli.app import main
 from fedlearn.client.home import Home
 from fedlearn.config import ClientConfig, load, load_client
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import fingerprint
-from fedlearn.rounds.records import Checkpoint, RunStatus
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.pins import Pins
 from tests.addresses import free_addresses
 
@@ -85,10 +87,11 @@ def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixtur
     assert (invited["name"], invited["status"]) == ("clinic-a", "invited")
     ends = invited["invitation_expires_utc"]
     line = typed(capsys, "clients").splitlines()[-1]
-    assert line.split(maxsplit=4) == [
-        *("-", "clinic-a", "invited", "country=ch"),
+    assert line.split(maxsplit=10) == [
+        *("-", "clinic-a", "invited", "country=ch", *"------"),
         f"invitation ends {ends}  -",
     ]
+    assert invited["connected"] is invited["reported"] is None
     assert "never joined" in typed(capsys, "revoke", "clinic-a")
     assert "no client called 'clinic-a'" in typed(capsys, "revoke", "clinic-a", code=2)
     assert "no clients yet" in typed(capsys, "clients")
@@ -180,6 +183,43 @@ def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixtu
     told = typed(capsys, "coordinator", "--insecure", *options)
     assert "note: this run is done; another run needs another `name`" in told
     assert "run: federation done after 0/10 rounds" in told
+
+
+def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they are asked to, and by number where nobody has the name any more."""
+    done_run(capsys)
+    places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
+    ended = [
+        Participation(ClientId(0), Status.FAILED, math.nan, reason="out of\x1b memory"),
+        Participation(ClientId(1), Status.LATE, math.nan),
+    ]
+    record = RoundRecord(
+        round_num=0,
+        attempt=0,
+        outcome=Outcome.SKIPPED,
+        participations=Participations.of(ended),
+        train_loss=math.nan,
+        duration_s=1.0,
+        virtual_s=1.0,
+        seconds=1.0,
+        metrics={},
+    )
+    values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
+    with places.database() as database:
+        run = database.run("federation")
+        run.append(record)
+        run.commit(Checkpoint(round_num=1, tensors={}, values=values))
+    assert "client 1" not in typed(capsys, "rounds")
+    told = typed(capsys, "rounds", "--clients").splitlines()
+    assert [line.split(maxsplit=3) for line in told[-2:]] == [
+        ["1", "client", "0", "failed: out of\N{REPLACEMENT CHARACTER} memory"],
+        ["1", "client", "1", "late"],
+    ]
+    (line,) = typed(capsys, "rounds", "--clients", "--json").splitlines()
+    assert json.loads(line)["clients"] == [
+        {"client_id": 0, "name": None, "status": "failed", "reason": "out of\x1b memory"},
+        {"client_id": 1, "name": None, "status": "late", "reason": ""},
+    ]
 
 
 def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """What operators do and read, on a real database, without a coordinator's process."""
 
 import io
+import json
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from fedlearn.build import deployment
+from fedlearn.cli.overview import run_object, run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
@@ -21,13 +25,16 @@ from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced, StoreError
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
+from fedlearn.experiment.run import Run
 from fedlearn.experiment.server_training import DISTILLATION, STEPS
 from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
 from fedlearn.identity.identity import Invitation
+from fedlearn.identity.registry import Contact
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.parallel.task import Progress
 from fedlearn.rounds.journal import Control
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.lease import Lease, set_control
 from fedlearn.store.runs import Database
 
@@ -41,6 +48,19 @@ def config(folder: Path, *, patience_s: float = PATIENCE_S, **more: object) -> C
     coordinator = {"lease_ttl_s": patience_s, "folder": str(folder / "keys")}
     values = {"store": {"runs_dir": str(folder / "runs")}, "coordinator": coordinator}
     return from_mapping(values | more, source="test")
+
+
+ROUND = RoundRecord(
+    round_num=0,
+    attempt=0,
+    outcome=Outcome.AGGREGATED,
+    participations=Participations.of([]),
+    train_loss=0.5,
+    duration_s=1.0,
+    virtual_s=1.0,
+    seconds=1.0,
+    metrics={},
+)
 
 
 @dataclass
@@ -343,6 +363,75 @@ def test_rounds_are_listed_of_a_deployed_run_only(site: Site, tmp_path: Path) ->
     other = Places.of(config(tmp_path, name="other"), environ={})
     with pytest.raises(DeploymentError, match="no run called 'other' is deployed"):
         Operator(other, site.database, SystemClock()).rounds(5)
+
+
+def contact(client_id: int, *, is_connected: bool) -> Contact:
+    return Contact(
+        client_id=ClientId(client_id),
+        is_connected=is_connected,
+        seen_utc="2026-01-02T03:04:05Z",
+        software="fedlearn 0",
+        num_examples=250,
+    )
+
+
+def test_clients_are_connected_while_a_coordinator_lives(site: Site, tmp_path: Path) -> None:
+    """After one that was killed nobody is, whatever it has written down last."""
+    contacts = [contact(0, is_connected=True), contact(1, is_connected=False)]
+    site.operator.registry.keep_contacts(contacts, are_all=True)
+    with beating(site, LiveStatus(), Interruption(), threading.Event()):
+        assert [each.is_connected for each in site.operator.contacts().values()] == [True, False]
+    found = hasty(site, tmp_path).contacts()
+    assert [each.is_connected for each in found.values()] == [False, False]
+
+
+def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
+    """By client over the run, and by round who was late or failed and why."""
+    ended = [
+        Participation(ClientId(0), Status.REPORTED, 1.0, 10, 0.5),
+        Participation(ClientId(1), Status.FAILED, math.nan, reason="the delta is not finite"),
+        Participation(ClientId(2), Status.LATE, math.nan),
+    ]
+    assert site.operator.counts_by_client() == {}
+    run = site.database.run("federation")
+    for round_num, asked in enumerate((ended[:1], ended)):
+        run.append(replace(ROUND, round_num=round_num, participations=Participations.of(asked)))
+    values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
+    run.commit(Checkpoint(round_num=2, tensors={}, values=values))
+    counts = site.operator.counts_by_client()
+    assert {number: list(each.values()) for number, each in counts.items()} == {
+        0: [2, 0, 0],
+        1: [0, 0, 1],
+        2: [0, 1, 0],
+    }
+    missed = site.operator.missed(first=0)
+    assert [(each.client_id, each.status, each.reason) for each in missed[1]] == [
+        (1, Status.FAILED, "the delta is not finite"),
+        (2, Status.LATE, ""),
+    ]
+    assert missed.keys() == {1}
+    assert site.operator.missed(first=2) == {}
+    enrol(site, "clinic-a")
+    enrol(site, "clinic-b")
+    page = run_page(Run(run), width=None)
+    assert "round 2: clinic-b failed: the delta is not finite; client 2 late" in page
+    (failed, late) = json.loads(run_object(Run(run)))["missed"]
+    assert failed == {
+        "round": 2,
+        "client_id": 1,
+        "name": "clinic-b",
+        "status": "failed",
+        "reason": "the delta is not finite",
+    }
+    assert (late["client_id"], late["name"], late["status"]) == (2, None, "late")
+
+
+def test_nobody_has_taken_part_before_the_first_start(site: Site, tmp_path: Path) -> None:
+    """It is no error: clients are invited first."""
+    other = Places.of(config(tmp_path, name="other"), environ={})
+    operator = Operator(other, site.database, SystemClock())
+    assert operator.counts_by_client() == {}
+    assert operator.contacts() == {}
 
 
 def test_client_numbers_are_those_of_the_registry(site: Site) -> None:

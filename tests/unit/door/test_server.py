@@ -41,7 +41,7 @@ from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.spool import Closed, ReplyLog
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
 from fedlearn.identity.identity import Identity
-from fedlearn.identity.registry import EnrolledClient
+from fedlearn.identity.registry import Contact, EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
@@ -105,12 +105,22 @@ class Member:
     _leave: asyncio.Event | None = None
 
     def connect(
-        self, door: Door, *, held: Sequence[wire_pb2.TaskKey] = (), device: str = "cpu"
+        self,
+        door: Door,
+        *,
+        held: Sequence[wire_pb2.TaskKey] = (),
+        device: str = "cpu",
+        num_examples: int = 0,
+        only_looks: bool = False,
     ) -> "Member":
         welcomed: Future[None] = Future()
         self.address, self.told = door.address, Queue()
         hello = wire_pb2.Hello(
-            protocol=wire.PROTOCOL, held=held, eligibility=wire_pb2.Eligibility(device=device)
+            protocol=wire.PROTOCOL,
+            software="fedlearn of the tests",
+            held=held,
+            eligibility=wire_pb2.Eligibility(device=device, num_examples=num_examples),
+            only_looks=only_looks,
         )
         self._running = self.loop.call(self._run(welcomed, hello))
         welcomed.result(WAIT_S)
@@ -1304,6 +1314,48 @@ def test_clients_are_available_while_they_are_connected_and_eligible(site: Site)
     with pytest.raises(Parked):
         channel.wait_for(3, parking)
     assert first.told.empty()
+
+
+def test_who_is_connected_and_what_clients_say_is_written_down(site: Site) -> None:
+    """Of who left, as it was; a number that no database takes is no error; of a look, nothing."""
+    door = site.open()
+    first, second, looker = (site.enrol(name) for name in ("first", "second", "looker"))
+    first.connect(door, num_examples=250)
+    second.connect(door, num_examples=2**64 - 1)
+    looker.connect(door, only_looks=True)
+    wait_until(lambda: len(site.registry.contacts()) == 2)
+    found = {each.client_id: each for each in site.registry.contacts()}
+    assert found.keys() == {first.client_id, second.client_id}
+    contact = found[ClientId(first.client_id)]
+    assert contact.is_connected
+    assert (contact.software, contact.num_examples) == ("fedlearn of the tests", 250)
+    assert contact.seen_utc >= "2026"
+    first.disconnect()
+    wait_until(lambda: [each.is_connected for each in site.registry.contacts()] == [False, True])
+    assert site.registry.contacts()[0].num_examples == 250
+
+
+def test_after_a_crash_only_those_who_come_back_are_connected(site: Site) -> None:
+    """Whoever is fenced off writes nothing; a door that is closed in order has nobody connected."""
+    gone = Contact(
+        client_id=ClientId(7),
+        is_connected=True,
+        seen_utc="2026-01-02T03:04:05Z",
+        software="",
+        num_examples=0,
+    )
+    site.registry.keep_contacts([gone], are_all=False)
+    site.is_leader = False
+    door = site.open()
+    assert site.registry.contacts() == [gone]
+    site.is_leader = True
+    (member,) = site.connected(door, 1)
+    wait_until(lambda: len(site.registry.contacts()) == 2)
+    assert [each.is_connected for each in site.registry.contacts()] == [True, False]
+    assert site.registry.contacts()[1].seen_utc == gone.seen_utc
+    site.shut(door)
+    assert not any(each.is_connected for each in site.registry.contacts())
+    member.disconnect()
 
 
 def test_a_new_session_takes_the_place_of_the_old_one(site: Site) -> None:
