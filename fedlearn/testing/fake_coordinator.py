@@ -1,6 +1,7 @@
 """A real door on loopback, run by a test: the client under test cannot tell the difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +22,13 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.door.eligibility import Requirements
+from fedlearn.door.server import DoorSettings
 from fedlearn.errors import DeploymentError
 from fedlearn.testing.local_door import LocalDoor
 from fedlearn.transport.base import ask_once
+
+#: Seconds between two looks at who is connected.
+_LOOK_S = 0.02
 
 Model = nn.Module | Mapping[str, Tensor]
 
@@ -87,8 +92,25 @@ class FakeCoordinator(LocalDoor):
         return path
 
     def revoke(self, name: str) -> None:
-        """Refuse ``name`` from now on; an unknown one is a :class:`DeploymentError`."""
+        """Refuse ``name`` from now on, and return when its session has ended.
+
+        Raises:
+            DeploymentError: No such client has joined.
+        """
         self.registry.revoke(name)
+        while name in self.connected():  # the door looks at the registry ever so often
+            self.clock.sleep(_LOOK_S)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Be out of reach while the block runs, then come back: same addresses, same run."""
+        door = self.doors.pop()
+        back = DoorSettings(address=door.address, enrolment_address=door.enrolment_address)
+        door.stop(grace_s=0.0)
+        try:
+            yield
+        finally:
+            self._channel = self.open(back).channel()
 
     def connected(self) -> list[str]:
         """Return the names of the clients that may be asked now."""

@@ -19,6 +19,7 @@ from fedlearn.errors import ConnectionRefused, DeploymentError
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.session.session import ClientSession
 from fedlearn.testing import FakeCoordinator
+from fedlearn.testing.fixtures import fake_coordinator as fake_coordinator  # noqa: PLC0414
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     LocalEvaluation,
@@ -208,12 +209,35 @@ def test_nothing_is_left_behind() -> None:
         asyncio.run(refused())
 
 
+def test_a_coordinator_that_goes_away_comes_back_where_it_was(
+    fake_coordinator: FakeCoordinator,
+) -> None:
+    """With the clients that it knew, and in the same run; meanwhile nobody answers."""
+
+    async def tries() -> None:
+        invitation = fake_coordinator.invite("clinic-a")
+        async with joined(invitation) as (session, _, client_id):
+            run_id = session.welcome.run_id
+        address, run_ids = fake_coordinator.address, {run_id, fake_coordinator.run_id}
+        with fake_coordinator.away(), pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address.split(":"))
+        assert fake_coordinator.address == address
+        async with joined(fake_coordinator.invite("clinic-a")) as (session, _, again):
+            assert again == client_id
+            run_ids.add(session.welcome.run_id)
+            fake_coordinator.wait_for(1)
+        assert run_ids == {run_id}
+
+    asyncio.run(tries())
+
+
 def test_who_is_revoked_is_refused_and_counted() -> None:
     """Its certificate is as good as before."""
 
     async def tries(coordinator: FakeCoordinator) -> None:
         async with joined(coordinator.invite("clinic-a")) as (session, _, _):
             coordinator.revoke("clinic-a")
+            assert coordinator.connected() == []
             with pytest.raises(ConnectionRefused, match="revoked"):
                 await session.receive()
 
