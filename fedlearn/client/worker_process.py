@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import sys
-from contextlib import suppress
+import traceback
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import structlog
 import torch
@@ -16,11 +17,12 @@ import torch
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.sharing import WorkerOptions
+from fedlearn.parallel.worker import end
 from fedlearn.parallel.workers import end_with, take_gpu, work
 from fedlearn.training.torch_trainer import TorchTrainer
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Share the trainings of one client until it wants no more or is gone."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
@@ -33,7 +35,7 @@ def main() -> None:
     os.set_inheritable(link.fileno(), False)
     keep_from_forks(link)
     end_with(link)
-    with suppress(EOFError):  # its client has gone, or ends it
+    try:
         options = WorkerOptions(**json.loads(link.recv_bytes()))
         torch.set_num_threads(options.num_threads)
         take_gpu(options.rank)
@@ -41,6 +43,12 @@ def main() -> None:
         # The client refuses what is none: see :func:`fedlearn.parallel.shared_trainer`.
         if isinstance(trainer, TorchTrainer):
             work(trainer, link, rank=options.rank)
+    except EOFError:  # its client has gone, or ends it
+        end()
+    except Exception:  # noqa: BLE001 - of the user's code, and this is the end
+        traceback.print_exc()
+        end(1)
+    end()
 
 
 if __name__ == "__main__":

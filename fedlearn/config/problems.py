@@ -19,7 +19,7 @@ from fedlearn.errors import ConfigError
 SectionT = TypeVar("SectionT", bound=Section)
 
 #: TOML's integers have 64 bits, as have those of the libraries below; Python reads longer ones.
-_LARGEST_INTEGER = 2**63 - 1
+_INTEGERS = range(-(2**63), 2**63)
 
 
 class Complaint(NamedTuple):
@@ -99,7 +99,7 @@ def checked(
     if huge := [
         sources.complain([key], f"is {shown(value)}; give an integer below 2^63")
         for key, value in _numbers_in(raw)
-        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER
+        if isinstance(value, int) and value not in _INTEGERS
     ]:
         raise _config_error(huge)
     try:

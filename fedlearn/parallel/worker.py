@@ -104,15 +104,15 @@ def join() -> torch.device:
     return device
 
 
-def end() -> NoReturn:
-    """End this process at once, as a success: for a rank that has nothing left to do.
+def end(code: int = 0) -> NoReturn:
+    """End this process at once, by default as a success: for a rank that has nothing left to do.
 
     Threads of groups that torch has cached meshes of stay. One that is still at work while the
     interpreter ends aborts the process: a training that has succeeded would look like a crash.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def tell(progress: Progress) -> None:

@@ -223,10 +223,10 @@ async def measure_upload(folder: Path, arguments: argparse.Namespace) -> list[Ro
 
     Both with TLS, as every door that another machine can reach, and both without.
     """
-    num_bytes = arguments.upload_mb << 20
     (client,) = enrol(1, folder)
     assert client.credentials is not None
-    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().tobytes()
+    content = encoded_update(arguments.upload_mb << 18, tensors=1, round_num=0)
+    num_bytes = len(content)
     answer = _bulky(folder, content, at_once=1, downloads=False)
     async with AsyncExitStack() as stack:
         plain = stack.enter_context(started("door_plain.py", "--folder", str(folder)))
