@@ -8,13 +8,14 @@ import pytest
 
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
-from fedlearn.core.clock import SystemClock, VirtualClock
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.deployment.flower import coordinator_identity, run
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.flower_node import node_policy
-from fedlearn.errors import CohortTooSmall, ConfigError, DataError, RoundError
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.errors import ConfigError, DataError, RoundError, TooFewNodes
 from fedlearn.experiment.comparison import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
@@ -64,7 +65,7 @@ def run_of(found: Federation, folder: Path, heard: "Heard") -> None:
         found,
         FOLDER,
         environ={"FEDLEARN_RUNS_DIR": str(folder)},
-        clock=SystemClock(),
+        interruption=Interruption(),
         progress=heard,
     )
 
@@ -81,7 +82,7 @@ def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> Non
         federation(3, **{"num-rounds": 2, "patience-s": 30}),
         FOLDER,
         environ={"FEDLEARN_RUNS_DIR": str(tmp_path)},
-        clock=SystemClock(),
+        interruption=Interruption(),
         progress=heard,
     )
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
@@ -91,12 +92,12 @@ def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> Non
 
 def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> None:
     """After the patience it was given, and it is recorded."""
-    with pytest.raises(CohortTooSmall, match="3 clients are asked"):
+    with pytest.raises(TooFewNodes, match=r"2 clients make a round, .* 0 nodes are connected"):
         run(
             federation(0),
             FOLDER,
             environ={"FEDLEARN_RUNS_DIR": str(tmp_path)},
-            clock=SystemClock(),
+            interruption=Interruption(),
             progress=Heard(),
         )
     assert statuses(tmp_path) == [RunStatus.FAILED]
