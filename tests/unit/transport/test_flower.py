@@ -39,7 +39,7 @@ from fedlearn.core.messages import (
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Arrival, ask_once
-from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
+from fedlearn.transport.flower import FlowerChannel, Mod, client_app, in_a_thread
 from tests.grid import RUN, LocalGrid, joined
 
 KEY = bytes(32)
@@ -589,6 +589,32 @@ def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
 
     grid = HinderedGrid(VirtualClock(), app=trainer_app(make_trainer, policy_of=lambda _: Policy()))
     assert set(reasons(ask(channel(grid))).values()) == {"DataError"}
+
+
+def test_mods_of_flower_are_around_the_client() -> None:
+    """In their order, for each message; one that changes a signed reply has it refused."""
+    heard: list[str] = []
+
+    def named(name: str) -> Mod:
+        def mod(
+            message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+        ) -> Message:
+            heard.append(f"{name} {message.metadata.message_type}")
+            return call_next(message, context)
+
+        return mod
+
+    def lying(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        reply = call_next(message, context)
+        return forged(message, reply) if message.metadata.message_type != "query" else reply
+
+    app = client_app(lambda *_: counting, mods=[named("first"), named("second")])
+    assert not reasons(ask(channel(HinderedGrid(VirtualClock(), app=app))))
+    assert heard == ["first query", "second query"] * 3 + ["first evaluate", "second evaluate"] * 3
+    app = client_app(lambda *_: counting, mods=[lying])
+    assert reasons(ask(channel(HinderedGrid(VirtualClock(), app=app)))).keys() == {0, 1, 2}
 
 
 def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
