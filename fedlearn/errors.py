@@ -37,6 +37,18 @@ class CohortTooSmall(RoundError):
         self.available, self.asked = available, asked
 
 
+class TooFewNodes(RoundError):
+    """Fewer clients came to a Flower run than make a round."""
+
+    def __init__(self, *, present: int, minimum: int, waited_s: float, attendance: str) -> None:
+        super().__init__(
+            f"{minimum} clients make a round, but {present} came in {waited_s:g} s: {attendance}; "
+            "start more SuperNodes, raise `patience-s` (flwr run -c patience-s=600), or lower "
+            "`stragglers.min_reports`"
+        )
+        self.present, self.minimum = present, minimum
+
+
 class TooFewReports(RoundError):
     """Fewer usable reports than the minimum when the round closed."""
 

@@ -1,13 +1,13 @@
 """A Flower grid in this process: Flower's messages and ClientApps, without a SuperLink."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flwr.app import Context, Message, RecordDict, UserConfig
-from flwr.clientapp import ClientApp
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedlearn.core.clock import VirtualClock
+from fedlearn.transport.flower import FlowerChannel
 
 #: Flower's number of the run.
 RUN = 7
@@ -31,7 +31,7 @@ class LocalGrid:
     """
 
     clock: VirtualClock
-    app: ClientApp
+    app: Callable[[Message, Context], Message]
     nodes: dict[int, int]
     node_config: UserConfig = field(default_factory=dict)
     run_config: UserConfig = field(default_factory=dict)
@@ -64,8 +64,11 @@ class LocalGrid:
         return {"partition-id": client, **self.node_config}
 
     def answered(self, client: int, message: Message) -> tuple[float, Message]:
-        """Return after how many seconds a client answers, and what."""
-        return 0.0, self.app(message, self.context(message.metadata.dst_node_id))
+        """Return after how many seconds a client answers, and what; Flower's error if it raises."""
+        try:
+            return 0.0, self.app(message, self.context(message.metadata.dst_node_id))
+        except Exception as error:  # noqa: BLE001 - whatever a foreign app raises
+            return 0.0, Message(Error(2, repr(error)), reply_to=message)
 
     def _push(self, message: Message) -> str:
         node_id = message.metadata.dst_node_id
@@ -77,3 +80,11 @@ class LocalGrid:
         latency_s, reply = self.answered(self.nodes[node_id], message)
         self.replies[message_id] = (self.clock.now_s() + latency_s, reply)
         return message_id
+
+
+def joined(channel: FlowerChannel, num_clients: int, *, within_s: float = 30.0) -> FlowerChannel:
+    """Return the channel once so many clients have introduced themselves, or after some time."""
+    ends_s = channel.clock.now_s() + within_s
+    while len(channel.available()) < num_clients and channel.clock.now_s() < ends_s:
+        channel.clock.sleep(0.5)
+    return channel

@@ -1,6 +1,6 @@
 """A client of a Flower federation: the session that answers everywhere else, as a ClientApp."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +26,16 @@ from fedlearn.training.trainer import (
     TrainContext,
 )
 from fedlearn.transport import flower
-from fedlearn.transport.flower import Keys, Node
+from fedlearn.transport.flower import Keys, Mod, Node
 
 __all__ = ["Node", "client_app"]
 
 
 def client_app(
-    make_trainer: Callable[[Node], LocalTrainer], *, policy_of: Callable[[Node], Policy]
+    make_trainer: Callable[[Node], LocalTrainer],
+    *,
+    policy_of: Callable[[Node], Policy],
+    mods: Sequence[Mod] = (),
 ) -> flower.ClientApp:
     """Return the Flower ClientApp of a client that trains with ``make_trainer``'s result.
 
@@ -47,6 +50,8 @@ def client_app(
         policy_of: Returns what the client of a node refuses; likewise called once a message. An
             error in it goes to the coordinator with its traceback.
             :func:`fedlearn.deployment.flower_node.node_policy` reads the node's configuration.
+        mods: Flower's mods around the app, the first one outermost. They see encoded requests and
+            signed replies, which the coordinator refuses if one changes them.
     """
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
@@ -72,7 +77,7 @@ def client_app(
 
         return handle
 
-    return flower.client_app(answer)
+    return flower.client_app(answer, mods=mods)
 
 
 def _pin_file(node: Node, keys: Keys) -> PinFile | None:

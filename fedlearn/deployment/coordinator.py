@@ -11,10 +11,9 @@ next start goes on inside the same round.
 import os
 import resource
 import shutil
-import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
@@ -27,12 +26,11 @@ from fedlearn.config import Config
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.deployment.failing import FailingClients
-from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption, stop_signals
+from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.deployment.opening import DurableOpening
+from fedlearn.deployment.opening import DurableOpening, present_in, waited_on
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import (
     ForgettingStore,
@@ -62,7 +60,6 @@ from fedlearn.store.patience import Patience, PatientJournal
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
-from fedlearn.transport.base import Channel
 
 #: How long the database may be away in the middle of a run.
 _DATABASE_AWAY_S = 3600.0
@@ -71,7 +68,6 @@ _DATABASE_AWAY_S = 3600.0
 _ANOTHER_RUN = "this run is done; another run needs another `name`"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_HOLDER_BYTES = 4
 
 
 class Start(StrEnum):
@@ -145,26 +141,9 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _holder() -> str:
-    """Return a name for this process that no other one has or had."""
-    drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
-    return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
-
-
 def _charge(charging: Charging, *, patiently: Patience, round_num: int, attempt: int) -> None:
     """Charge a round, however long the database is away."""
     patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
-
-
-def _present(pieces: build.Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
-    """Return the clients that are there; where they take turns, those whose turn it is."""
-    there = channel.available()
-    if not isinstance(pieces.privacy, BandedPlan):
-        return there
-    num_asked, seed = pieces.policy.num_asked, pieces.seed
-    return pieces.sampler.sample(
-        there, num_asked=num_asked, round_num=round_num, attempt=0, seed=seed
-    )
 
 
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
@@ -232,31 +211,24 @@ class Coordinator:
     @contextmanager
     def _holding(self, database: Database) -> Iterator[Lease]:
         """Wait for the lease, and hold it."""
-        name, section = self.places.run_name, self.places.config.coordinator
-        lease = Lease(
-            database, name, holder=_holder(), ttl_s=section.lease_ttl_s, clock=self.interruption
-        )
-        heartbeat = Heartbeat(
-            lease,
+        held = leading(
+            database,
+            self.places.run_name,
+            ttl_s=self.places.config.coordinator.lease_ttl_s,
             status=self.status,
             paused=self._paused,
             interruption=self.interruption,
-            clock=SystemClock(),
+            patiently=self._patiently,
+            stand_by=self._stand_by,
         )
         try:
-            if not self._patiently(lease.try_acquire):
-                self.live_status.phase = Phase.STANDBY
-                self._log.info("standby", run=name, holder=deployment(database, name).holder)
-                lease.acquire(is_stopped=self.interruption.is_given)
-                self.interruption.check()
-            self._log.info("leading", run=name)
-            self._lease = lease
-            with heartbeat:
-                yield lease
+            with held as self._lease:
+                yield self._lease
         finally:
             self._lease = None
-            with suppress(StoreError):  # then others wait for the beat to stand still
-                lease.release()
+
+    def _stand_by(self) -> None:
+        self.live_status.phase = Phase.STANDBY
 
     def _lead(self, database: Database, lease: Lease) -> None:
         """Run the rounds that are due, and record how that ended."""
@@ -366,11 +338,12 @@ class Coordinator:
         )
         opening: Opening = DurableOpening(
             sampler=pieces.sampler,
-            available=partial(_present, pieces, channel),
+            available=partial(present_in, pieces, channel),
             policy=policy,
             seed=self.pieces.seed,
             num_needed=self.pieces.num_needed,
             num_set_aside=channel.num_set_aside,
+            too_few=waited_on,
             patience_s=self.pieces.config.coordinator.patience_s,
             is_paused=self._paused.is_set,
             check=self.interruption.check,

@@ -5,14 +5,32 @@ from dataclasses import dataclass
 
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.build import Deployment
 from fedlearn.core.clock import RealClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.journal import OpenRound, RoundJournal
+from fedlearn.transport.base import Channel
 
 #: Seconds between two looks at what is waited for.
 _LOOK_S = 0.2
+
+
+def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
+    """Return the clients that are there; where they take turns, those whose turn it is."""
+    there = channel.available()
+    if not isinstance(pieces.privacy, BandedPlan):
+        return there
+    num_asked, seed = pieces.policy.num_asked, pieces.seed
+    return pieces.sampler.sample(
+        there, num_asked=num_asked, round_num=round_num, attempt=0, seed=seed
+    )
+
+
+def waited_on(num_present: int, num_waits: int) -> None:
+    """Wait for as long as it takes: the ``too_few`` of a service."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +48,9 @@ class DurableOpening:
         num_set_aside: Returns how many are there and never asked: as many fewer are waited for.
         patience_s: Seconds that a round waits for them; then it asks those
             that are there, if they can make a round.
+        too_few: Called each time that so many seconds have passed and too few are there to make
+            a round: how many are, and the how manieth time it is. What it raises ends the run;
+            else they are waited for.
         is_paused: Whether the operator has paused the run.
         check: Raises what shall end the run in this process: a takeover, an abort, a signal.
         journal: Where cohorts are written down.
@@ -44,6 +65,7 @@ class DurableOpening:
     num_needed: int
     num_set_aside: Callable[[], int]
     patience_s: float
+    too_few: Callable[[int, int], None]
     is_paused: Callable[[], bool]
     check: Callable[[], None]
     journal: RoundJournal
@@ -57,7 +79,7 @@ class DurableOpening:
         chooses anew; whoever is killed after it asks the same clients, whoever is there by then.
 
         Raises:
-            FedlearnError: What ``check`` raises.
+            FedlearnError: What ``check`` or ``too_few`` raises.
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
@@ -90,6 +112,7 @@ class DurableOpening:
                 self.live_status.phase = Phase.PAUSED
                 self.clock.sleep(_LOOK_S)
             ends_s = self.clock.now_s() + self.patience_s
+            num_waits = 0
             while not self.is_paused():  # a pause here begins the waiting anew
                 is_patient = self.clock.now_s() < ends_s
                 fewest = self.policy.min_reports
@@ -99,6 +122,9 @@ class DurableOpening:
                 present = self.available(round_num)
                 if len(present) >= num_needed:
                     return present
+                if not is_patient and self.clock.now_s() >= ends_s + num_waits * self.patience_s:
+                    num_waits += 1
+                    self.too_few(len(present), num_waits)
                 self.live_status.num_needed = num_needed
                 self.live_status.phase = Phase.WAITING
                 self.clock.sleep(_LOOK_S)

@@ -113,8 +113,8 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         if record.is_deployed:
             raise ConfigError(
                 f"{name} is a deployed run, which its coordinator goes on with: start it again "
-                "with `fedlearn coordinator FILE`; `fedlearn resume` without a name takes back a "
-                "pause"
+                f"with `fedlearn coordinator FILE`, or on Flower with `flwr run` (overrides: "
+                f"name={name}); `fedlearn resume` without a name takes back a pause"
             )
         if PYTHON_PIECES in record.config:
             raise ConfigError(

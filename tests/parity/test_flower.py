@@ -201,7 +201,6 @@ def channel_over(grid: LocalGrid, *, coordinator_key: bytes = b"") -> FlowerChan
         grid=grid,
         run_id="flower-7",
         clock=grid.clock,
-        min_clients=len(SIZES),
         patience_s=60.0,
         coordinator_key=coordinator_key,
         start=lambda work: work(),

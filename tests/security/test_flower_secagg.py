@@ -154,7 +154,6 @@ class Coordinator:
             grid=self.superlink,
             run_id=f"flower-{RUN}",
             clock=VirtualClock(),
-            min_clients=NUM_CLIENTS,
             patience_s=30.0,
             coordinator_key=self.signer.public_key,
             start=lambda work: work(),

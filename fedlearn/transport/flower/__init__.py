@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedlearn.transport.flower.channel import Federation, FlowerChannel, server_app
-from fedlearn.transport.flower.node import Answer, Keys, Node, client_app
+from fedlearn.transport.flower.node import Answer, Keys, Mod, Node, client_app
 from fedlearn.transport.flower.postbox import Counts, MessageGrid, in_a_thread
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "FlowerChannel",
     "Keys",
     "MessageGrid",
+    "Mod",
     "Node",
     "ServerApp",
     "client_app",

@@ -47,11 +47,11 @@ from fedlearn.transport.wire_pb2 import TaskKey
 
 #: Seconds between two looks at what has arrived.
 _TICK_S = 0.1
-#: Seconds between two looks at which nodes there are, while too few are.
-_WAIT_S = 0.5
 #: Flower's clock and ours are read at different moments: it shall not end a round before we do.
 _TTL_MARGIN_S = 1.0
 _HELLO_TTL_S = 600.0
+#: Of the reasons why nodes are no clients, how many are told.
+_TOLD_REASONS = 3
 #: What a reply may be larger than twice its request.
 _REPLY_ALLOWANCE_BYTES = 1 << 20
 
@@ -62,8 +62,7 @@ class FlowerChannel:
 
     Attributes:
         run_id: Unique to the run for ever; part of what clients sign.
-        min_clients: :meth:`available` waits until so many clients have introduced themselves.
-        patience_s: The longest it waits.
+        patience_s: How long :meth:`available` waits for a SuperLink that does not answer.
         coordinator_key: What the coordinator signs the terms of secure aggregation with, 32 bytes,
             shown to each node when it introduces itself; empty: there is none.
         start: How to do something on the side.
@@ -72,7 +71,6 @@ class FlowerChannel:
     grid: MessageGrid
     run_id: str
     clock: Clock
-    min_clients: int
     patience_s: float
     coordinator_key: bytes
     start: Start = in_a_thread
@@ -82,6 +80,8 @@ class FlowerChannel:
     _keys: dict[ClientId, bytes] = field(default_factory=dict, init=False)
     _hellos: dict[int, Sent] = field(default_factory=dict, init=False)
     _settled_nodes: set[int] = field(default_factory=set, init=False)
+    _strangers: dict[int, str] = field(default_factory=dict, init=False)  # why, by node
+    _connected: set[int] = field(default_factory=set, init=False)
     _last_keys: dict[str, TaskKey] = field(default_factory=dict, init=False)
     _late: list[Sent] = field(default_factory=list, init=False)
 
@@ -94,21 +94,39 @@ class FlowerChannel:
         return MappingProxyType(self._keys)
 
     def available(self) -> Sequence[ClientId]:
-        """Return the clients whose nodes are connected, in ascending order.
+        """Return the clients whose nodes are connected now, in ascending order.
 
-        Nodes that are new are asked who they are first. Waits up to :attr:`patience_s` seconds
-        for :attr:`min_clients` of them.
+        Nodes that are new are asked who they are, and are clients once they have answered.
 
         Raises:
             DeploymentError: The SuperLink does not answer, or no longer serves this run.
         """
-        end_s = self.clock.now_s() + self.patience_s
-        while True:
-            clients = self._introduced(self._nodes(end_s))
-            remaining_s = end_s - self.clock.now_s()
-            if len(clients) >= self.min_clients or remaining_s <= 0:
-                return clients
-            self.clock.sleep(min(_WAIT_S, remaining_s))
+        self._connected = self._nodes(self.clock.now_s() + self.patience_s)
+        return self._introduced(self._connected)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes were connected at the last look."""
+        return len(self._connected)
+
+    @property
+    def num_clients(self) -> int:
+        """How many of them are clients."""
+        return len(self._connected & set(self._node_ids.values()))
+
+    def attendance(self) -> str:
+        """Return in words how many nodes were connected at the last look, and who is no client.
+
+        As in "3 nodes are connected, 2 did not introduce themselves (Flower error 2: ...)".
+        """
+        noun = "node is" if self.num_nodes == 1 else "nodes are"
+        told = f"{self.num_nodes} {noun} connected"
+        strangers = self._connected - set(self._node_ids.values())
+        reasons = sorted({self._strangers[node] for node in strangers & self._strangers.keys()})
+        if strangers:
+            why = f" ({'; '.join(reasons[:_TOLD_REASONS])})" if reasons else ""
+            told += f", {len(strangers)} did not introduce themselves{why}"
+        return told
 
     def open(self, *, deadline_s: float) -> "FlowerExchange":
         """Open an exchange, none of it durable; late replies are dropped, and counted."""
@@ -245,13 +263,17 @@ class FlowerChannel:
         outcome = self._postbox.take(sent)
         log = structlog.get_logger(__name__).bind(node_id=sent.node_id)
         if not isinstance(outcome, Message):
-            log.warning("introduction_failed", error=outcome and outcome.reason)
+            reason = "no answer" if outcome is None else outcome.reason
+            if self._strangers.get(sent.node_id) != reason:  # each look asks again
+                log.warning("introduction_failed", error=reason)
+            self._strangers[sent.node_id] = reason
             return
         self._settled_nodes.add(sent.node_id)
         try:
             client, public_key = self._hello(outcome, sent)
         except ProtocolError as error:
             self.counts.refused += 1
+            self._strangers[sent.node_id] = str(error)
             log.warning("introduction_refused", error=str(error))
             return
         self._node_ids[client], self._keys[client] = sent.node_id, public_key

@@ -1,9 +1,9 @@
 """The client's side: a ClientApp that answers messages from what its node keeps of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import structlog
 from flwr.app import Context, Message
@@ -25,6 +25,9 @@ from fedlearn.transport.flower.records import (
     unpacked,
 )
 from fedlearn.transport.wire_pb2 import TaskKey
+
+#: What Flower calls with a message in place of the app, which it is given to call in turn.
+Mod: TypeAlias = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +67,17 @@ class Answer(Protocol):
         """Return the reply to ``data`` with its part for this client alone, and the state."""
 
 
-def client_app(make_answer: Callable[[Node, Keys], Answer]) -> ClientApp:
+def client_app(
+    make_answer: Callable[[Node, Keys], Answer], *, mods: Sequence[Mod] = ()
+) -> ClientApp:
     """Return a Flower ClientApp that answers every message with what ``make_answer`` returns.
+
+    Flower's ``mods`` are around that, in their order: they see signed replies.
 
     That is called once a message: Flower starts a process for each. What it raises goes to the
     coordinator with its traceback.
     """
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
     def answer(message: Message, context: Context) -> Message:
         header, data = unpacked(message.content)

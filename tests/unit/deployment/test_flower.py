@@ -5,17 +5,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from flwr.clientapp import ClientApp
 
 from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
+from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.deployment.flower import coordinator_identity, run
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.flower_node import node_policy
-from fedlearn.errors import CohortTooSmall, ConfigError, DataError, RoundError
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.errors import ConfigError, DataError, RoundError, RunHeld, TooFewNodes
 from fedlearn.experiment.comparison import Summary
+from fedlearn.experiment.simulate import Site, resume
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport.flower import Federation
@@ -64,7 +68,7 @@ def run_of(found: Federation, folder: Path, heard: "Heard") -> None:
         found,
         FOLDER,
         environ={"FEDLEARN_RUNS_DIR": str(folder)},
-        clock=SystemClock(),
+        interruption=Interruption(),
         progress=heard,
     )
 
@@ -81,7 +85,7 @@ def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> Non
         federation(3, **{"num-rounds": 2, "patience-s": 30}),
         FOLDER,
         environ={"FEDLEARN_RUNS_DIR": str(tmp_path)},
-        clock=SystemClock(),
+        interruption=Interruption(),
         progress=heard,
     )
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
@@ -91,15 +95,81 @@ def test_a_run_over_a_federation_is_recorded_as_any_other(tmp_path: Path) -> Non
 
 def test_a_run_that_too_few_clients_join_fails_with_words(tmp_path: Path) -> None:
     """After the patience it was given, and it is recorded."""
-    with pytest.raises(CohortTooSmall, match="3 clients are asked"):
+    with pytest.raises(TooFewNodes, match=r"2 clients make a round, .* 0 nodes are connected"):
         run(
             federation(0),
             FOLDER,
             environ={"FEDLEARN_RUNS_DIR": str(tmp_path)},
-            clock=SystemClock(),
+            interruption=Interruption(),
             progress=Heard(),
         )
     assert statuses(tmp_path) == [RunStatus.FAILED]
+
+
+def test_a_round_begins_with_fewer_nodes_than_it_asks(tmp_path: Path) -> None:
+    """Three are asked, two are there and make a round; `min-clients` waits for no more than it."""
+    heard = Heard()
+    run_of(federation(2, **{"num-rounds": 1, "patience-s": 1}), tmp_path, heard)
+    assert heard.rounds[0].count(Status.REPORTED) == 2
+    run_of(federation(2, **{"num-rounds": 1, "patience-s": 900, "min-clients": 2}), tmp_path, heard)
+    assert heard.rounds[1].count(Status.REPORTED) == 2
+
+
+def test_nodes_of_a_foreign_app_are_told_from_nodes_that_are_not_there(tmp_path: Path) -> None:
+    """With Flower's reason."""
+    foreign = LocalGrid(VirtualClock(), ClientApp(), nodes={10: 0, 11: 1, 12: 2})
+    with pytest.raises(TooFewNodes, match="3 nodes are connected, 3 did not introduce themselves"):
+        run_of(federation(foreign), tmp_path, Heard())
+
+
+@dataclass
+class Stopping(Heard):
+    """The ServerApp is stopped after the first round, as `flwr stop` does it."""
+
+    def round(self, record: RoundRecord) -> None:
+        super().round(record)
+        if len(self.rounds) == 1:
+            raise SystemExit(0)
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> None:
+    """By its name, in another Flower run with other keys; and is deployed, not simulated."""
+    settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": "name=ours"}
+    with pytest.raises(SystemExit):
+        run_of(federation(3, **settings), tmp_path, Stopping())
+    assert statuses(tmp_path) == [RunStatus.INTERRUPTED]
+    site = Site(
+        resolve_addresses(Config(), environ={"FEDLEARN_RUNS_DIR": str(tmp_path)}),
+        {},
+        SystemClock(),
+        Heard(),
+    )
+    with pytest.raises(ConfigError, match="ours is a deployed run"):
+        resume("ours", site, from_previous=False)
+    with pytest.raises(ConfigError, match="begun with another configuration: seed: 0 then"):
+        run_of(federation(3, **settings | {"overrides": "name=ours;seed=1"}), tmp_path, Heard())
+    heard = Heard()
+    run_of(federation(3, **settings), tmp_path, heard)
+    assert [record.round_num for record in heard.rounds] == [1, 2]
+    assert statuses(tmp_path) == [RunStatus.DONE]
+    again = Heard()
+    run_of(federation(3, **settings), tmp_path, again)
+    assert (again.rounds, again.notes) == ([], ["it was done before"])
+
+
+def test_a_run_that_is_alive_is_not_run_twice(tmp_path: Path) -> None:
+    """One whose process was killed is lost, and goes on."""
+    settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": "name=ours"}
+    with pytest.raises(SystemExit):
+        run_of(federation(3, **settings), tmp_path, Stopping())
+    with Database.open(sqlite_url(tmp_path / "fedlearn.db"), runs_dir=tmp_path) as database:
+        stored = database.run("ours")
+        stored.finish(RunStatus.RUNNING, error="")  # as a killed process leaves it
+        assert stored.record.status is RunStatus.LOST
+        with stored.held(), pytest.raises(RunHeld):
+            run_of(federation(3, **settings), tmp_path, Heard())
+    run_of(federation(3, **settings), tmp_path, Heard())
+    assert statuses(tmp_path) == [RunStatus.DONE]
 
 
 ON = 'secure_aggregation.mode="complete"'

@@ -14,7 +14,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.deployment.opening import DurableOpening
+from fedlearn.deployment.opening import DurableOpening, waited_on
 from fedlearn.errors import Aborted, CohortTooSmall, Fenced
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.opening import SampledOpening
@@ -93,6 +93,7 @@ def durable(
     is_paused: Callable[[], bool] = never,
     check: Callable[[], None] = ignore,
     num_set_aside: int = 0,
+    too_few: Callable[[int, int], None] = waited_on,
     clock: RealClock | None = None,
 ) -> DurableOpening:
     return DurableOpening(
@@ -103,6 +104,7 @@ def durable(
         num_needed=num_asked,
         num_set_aside=lambda: num_set_aside,
         patience_s=patience_s,
+        too_few=too_few,
         is_paused=is_paused,
         check=check,
         journal=journal,
@@ -177,6 +179,28 @@ def test_fewer_clients_than_make_a_round_are_waited_for_beyond_patience(
     assert sorted(durable(clients, new_journal(), patience_s=0.0).open(0, attempt=0)) == ALL[:2]
     assert Phase.WAITING in clients.phases
     assert clients.live_status.num_needed == 2
+
+
+def test_who_waits_hears_each_time_that_patience_ends_in_vain(new_journal: NewJournal) -> None:
+    """And may end the run; control: with enough for a round, it hears nothing."""
+    heard: list[tuple[int, int, float]] = []
+    clock = Hour()
+
+    def too_few(num_present: int, num_waits: int) -> None:
+        heard.append((num_present, num_waits, round(clock.now_s())))
+        if num_waits == 3:
+            raise Aborted("nobody comes")
+
+    durable(there(2), new_journal(), patience_s=60.0, too_few=too_few, clock=clock).open(
+        0, attempt=0
+    )
+    assert not heard
+    clock.elapsed_s = 0.0
+    with pytest.raises(Aborted, match="nobody comes"):
+        durable(there(1), new_journal(), patience_s=60.0, too_few=too_few, clock=clock).open(
+            0, attempt=0
+        )
+    assert heard == [(1, 1, 60), (1, 2, 120), (1, 3, 180)]
 
 
 @dataclass

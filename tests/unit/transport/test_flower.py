@@ -39,8 +39,8 @@ from fedlearn.core.messages import (
 from fedlearn.errors import DataError, DeploymentError, ProtocolError
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import Arrival, ask_once
-from fedlearn.transport.flower import FlowerChannel, client_app, in_a_thread
-from tests.grid import RUN, LocalGrid
+from fedlearn.transport.flower import FlowerChannel, Mod, client_app, in_a_thread
+from tests.grid import RUN, LocalGrid, joined
 
 KEY = bytes(32)
 REQUEST = EvaluateRequest(round_num=3, tensors={"w": torch.ones(2)})
@@ -72,7 +72,7 @@ class HinderedGrid(LocalGrid):
         tamper: What a hostile SuperLink makes of a reply to which message.
     """
 
-    app: ClientApp = COUNTING
+    app: Callable[[Message, Context], Message] = COUNTING
     nodes: dict[int, int] = field(default_factory=lambda: dict(NODES))
     latency_s: dict[int, float] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
@@ -113,13 +113,11 @@ def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
         grid=grid,
         run_id=f"flower-{RUN}",
         clock=grid.clock,
-        min_clients=min_clients,
         patience_s=30.0,
         coordinator_key=KEY,
         start=at_once,
     )
-    made.available()
-    return made
+    return joined(made, min_clients)
 
 
 def ask(
@@ -380,14 +378,31 @@ def test_a_superlink_that_is_gone_ends_the_run() -> None:
     assert grid.clock.now_s() == pytest.approx(30.0, abs=1.0)
 
 
-def test_available_waits_for_clients_with_patience() -> None:
-    """And says who is there when it is over."""
+def test_nobody_is_waited_for_by_a_look() -> None:
+    """Who is there is asked who it is; a node that comes later is there at the next look."""
     grid = HinderedGrid(VirtualClock())
-    made = channel(grid, min_clients=4)
-    assert grid.clock.now_s() == pytest.approx(30.0)
+    made = channel(grid)
     grid.nodes[14] = 3
+    looked_s = grid.clock.now_s()
     assert list(made.available()) == [0, 1, 2, 3]
-    assert grid.clock.now_s() == pytest.approx(30.0)
+    assert grid.clock.now_s() == looked_s
+    assert made.attendance() == "4 nodes are connected"
+
+
+def test_nodes_that_did_not_introduce_themselves_are_counted_with_the_reason() -> None:
+    """Those of a foreign app do not; control: one of four does."""
+    foreign = ClientApp()
+    own = HinderedGrid(VirtualClock()).app
+
+    def app(message: Message, context: Context) -> Message:
+        return (own if context.node_config["partition-id"] == 0 else foreign)(message, context)
+
+    made = channel(HinderedGrid(VirtualClock(), app=app), min_clients=1)
+    assert made.attendance() == (
+        "3 nodes are connected, 2 did not introduce themselves (Flower error 2: the ClientApp "
+        "raised an exception)"
+    )
+    assert (made.num_nodes, made.num_clients) == (3, 1)
 
 
 @dataclass
@@ -551,6 +566,7 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
     grid = HinderedGrid(VirtualClock(), tamper=fail)
     made = channel(grid, min_clients=1)
     assert list(made.available()) == []
+    assert "could not be loaded" in made.attendance()
     failing = False
     assert list(made.available()) == [0, 1, 2]
 
@@ -573,6 +589,32 @@ def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
 
     grid = HinderedGrid(VirtualClock(), app=trainer_app(make_trainer, policy_of=lambda _: Policy()))
     assert set(reasons(ask(channel(grid))).values()) == {"DataError"}
+
+
+def test_mods_of_flower_are_around_the_client() -> None:
+    """In their order, for each message; one that changes a signed reply has it refused."""
+    heard: list[str] = []
+
+    def named(name: str) -> Mod:
+        def mod(
+            message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+        ) -> Message:
+            heard.append(f"{name} {message.metadata.message_type}")
+            return call_next(message, context)
+
+        return mod
+
+    def lying(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        reply = call_next(message, context)
+        return forged(message, reply) if message.metadata.message_type != "query" else reply
+
+    app = client_app(lambda *_: counting, mods=[named("first"), named("second")])
+    assert not reasons(ask(channel(HinderedGrid(VirtualClock(), app=app))))
+    assert heard == ["first query", "second query"] * 3 + ["first evaluate", "second evaluate"] * 3
+    app = client_app(lambda *_: counting, mods=[lying])
+    assert reasons(ask(channel(HinderedGrid(VirtualClock(), app=app)))).keys() == {0, 1, 2}
 
 
 def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
