@@ -23,7 +23,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from fedlearn.algorithms.local import Around, LocalUpdate, Memory, Moment, Tensors
+from fedlearn.algorithms.local import Around, LocalUpdate, Memory, Moment, Tensors, short_cut
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian, largest_sample
 from fedlearn.core.ranges import Positive, Ranged
@@ -168,22 +168,58 @@ class NoisedGradients(Ranged, Around):
             sizes_K: Examples of each batch.
             like: Tensors of the dtypes that are wanted.
         """
+        means = []
+        for each, model in zip(self._noised_levels(sums, sizes_K), like, strict=True):
+            scales_K = each.new_tensor([self.level / size for size in sizes_K])
+            each.mul_(scales_K.view(-1, *[1] * (each.dim() - 1)))
+            means.append(each.to(model.dtype))
+        return means
+
+    def noised_step(
+        self,
+        x: Tensors,
+        sums: Tensors,
+        sizes_K: Sequence[int],
+        memory: Memory,
+        *,
+        told: Memory,
+        moment: Moment,
+    ) -> None:
+        """Take the inner step by the gradients that :meth:`noised` returns, in place on ``x``.
+
+        Where batches are of one size and the step is a multiple of the gradient, adding up does
+        the dividing, too, which reads and writes the gradients once less.
+        """
+        affine_at = short_cut(self.inner)
+        affine = None if affine_at is None else affine_at(moment)
+        is_one = len(set(sizes_K)) == 1 and all(
+            a.dtype == b.dtype for a, b in zip(x, sums, strict=True)
+        )
+        if affine is None or affine.keep != 1.0 or not is_one:
+            noised = self.noised(sums, sizes_K, like=x)
+            self.inner.step(x, noised, memory, told=told, moment=moment)
+            return
+        levels = self._noised_levels(sums, sizes_K)
+        scale = affine.scale * self.level / sizes_K[0]
+        for each, level in zip(x, levels, strict=True):
+            each.add_(level, alpha=scale)
+
+    def _noised_levels(self, sums: Tensors, sizes_K: Sequence[int]) -> list[Tensor]:
+        """Return sums with noise, in levels: whole numbers, in the place of the sums."""
         num_examples, size = max(sizes_K), sum(each[0].numel() for each in sums)
         sensitivity = self.sensitivity(num_examples=num_examples, size=size)
         sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()
         if num_examples * sensitivity + largest_sample(sigma) > _LARGEST_INT32:
             sums = [each.double() for each in sums]
-        scales_K = sums[0].new_tensor([self.level / each for each in sizes_K])
-        means = []
-        for each, model in zip(map(Tensor.contiguous, sums), like, strict=True):
+        found = list(map(Tensor.contiguous, sums))
+        for each in found:
             # Integers, which are exact, take the place of the numbers that they are cut from.
             integers = torch.int64 if each.dtype == torch.float64 else torch.int32
             levels = each.view(integers).copy_(each)
             on_cpu = levels.cpu()  # itself, where it is there
             add_discrete_gaussian(on_cpu.view(-1).numpy(), sigma=sigma, source=source)
-            each.copy_(levels.copy_(on_cpu)).mul_(scales_K.view(-1, *[1] * (each.dim() - 1)))
-            means.append(each.to(model.dtype))
-        return means
+            each.copy_(levels.copy_(on_cpu))
+        return found
 
 
 def quiet(local: LocalUpdate) -> LocalUpdate:

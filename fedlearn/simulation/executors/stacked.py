@@ -308,10 +308,14 @@ class StackedExecutor:
             found = dict(zip([*outcome.grads, *outcome.factors], clipped, strict=True))
             sums = {n: sums[n].double() + found[n] for n in sums} if sums else found
             run.means_TK[step, :active] += outcome.losses
-        x = list(own.trainable.values())
-        noised = rule.noised([sums[name] for name in own.trainable], sizes_k.tolist(), like=x)
-        told, moment = run.shared.told, run.moment(step)
-        rule.inner.step(x, noised, own.memory, told=told, moment=moment)
+        rule.noised_step(
+            list(own.trainable.values()),
+            [sums[name] for name in own.trainable],
+            sizes_k.tolist(),
+            own.memory,
+            told=run.shared.told,
+            moment=run.moment(step),
+        )
 
     def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
         """Step clients with equally large batches together: padding would change others."""

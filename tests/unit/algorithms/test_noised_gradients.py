@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms import noised_gradients
-from fedlearn.algorithms.local import LocalSgd, Moment
+from fedlearn.algorithms.local import LocalSgd, Moment, new_memory
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients, quiet
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian
 from fedlearn.errors import SettingsRefused
@@ -187,6 +187,30 @@ def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype)
     (found,) = rule.noised([levels.clone()], [1], like=[torch.zeros(1, dtype=dtype)])
     assert torch.equal(found, levels.trunc() * rule.level)
     assert not torch.equal(levels, levels.trunc())
+
+
+@pytest.mark.parametrize("sizes", [[5, 5], [5, 3]], ids=["one size", "two sizes"])
+@pytest.mark.parametrize(
+    "inner",
+    [SGD, replace(SGD, weight_decay=0.1), replace(SGD, momentum=0.5)],
+    ids=["plain", "decay", "momentum"],
+)
+def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
+    inner: LocalSgd, sizes: list[int]
+) -> None:
+    """However few passes it takes; control: the step is none of the smallest."""
+    rule = quiet(replace(RULE, inner=inner))
+    assert isinstance(rule, NoisedGradients)
+    grads, moment = gradients(5, scale=10.0), Moment(round_num=0, step=0)
+    found, expected = ([torch.ones(2, *shape) for shape in SHAPES] for _ in range(2))
+    kept, same = (new_memory(inner, found, kept={}) for _ in range(2))
+    sums = rule.clipped(grads, all_real(grads))
+    gradient = rule.noised([each.clone() for each in sums], sizes, like=expected)
+    inner.step(expected, gradient, same, told={}, moment=moment)
+    rule.noised_step(found, sums, sizes, kept, told={}, moment=moment)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert float((found[0] - 1.0).abs().max()) > 1e-3
 
 
 def test_noise_is_never_the_same_twice() -> None:
