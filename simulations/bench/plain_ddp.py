@@ -5,6 +5,7 @@ examples a second, a line each.
 """
 # ruff: noqa: TID251 (a program of torch's own kind, without fedlearn)
 
+import os
 import sys
 import time
 
@@ -42,6 +43,8 @@ def main() -> None:
                 print(batch_size * every / (now_s - began_s), flush=True)
             began_s = now_s
     dist.destroy_process_group()
+    # A thread of gloo that is still at work while the interpreter ends would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
