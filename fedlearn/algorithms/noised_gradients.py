@@ -189,6 +189,14 @@ class NoisedGradients(Ranged, Around):
 
         Where batches are of one size and the step is a multiple of the gradient, adding up does
         the dividing, too, which reads and writes the gradients once less.
+
+        Args:
+            x: The models: [K, ...] each.
+            sums: As for :meth:`noised`, as is ``sizes_K``.
+            sizes_K: As there.
+            memory: Of the inner update, along ``x``.
+            told: What clients are told, along ``x``.
+            moment: When.
         """
         affine_at = short_cut(self.inner)
         affine = None if affine_at is None else affine_at(moment)
