@@ -265,16 +265,17 @@ def runs(
     """List all runs."""
     from fedlearn.cli.overview import run_line, runs_table
     from fedlearn.cli.surroundings import has_runs, require_runs, site, terminal_width
-    from fedlearn.experiment.adoption import adopt_all, orphans
 
     here, histories = site(runs_dir=runs_dir), []
     if adopt:
+        from fedlearn.experiment.adoption import adopt_all
+
         with require_runs(here).database() as database:
             for each in adopt_all(database):
                 typer.echo(each.text(), err=True)
     if has_runs(here):
         with here.database() as database:
-            if lost := [] if adopt else orphans(database):
+            if lost := [] if adopt else database.orphans():
                 told = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
                 typer.echo(told, err=True)
             histories = [(each, database.run(each.name).rounds()) for each in database.runs()]
@@ -313,7 +314,7 @@ def compare(
     """Print two runs side by side."""
     from fedlearn.cli.surroundings import opened, terminal_width
     from fedlearn.experiment.comparison import compare
-    from fedlearn.experiment.privacy import spending
+    from fedlearn.experiment.spending import spending
 
     with opened([a, b], runs_dir=runs_dir) as runs:
         first, second = ((run.record, run.history) for run in runs)

@@ -101,10 +101,12 @@ def coordinator(
     from fedlearn.deployment.places import Places
 
     start = Start.RESTORED if restored else Start.WHERE_IT_IS
-    places = Places.of(load(file, overrides=overrides or ()), environ=os.environ, data_dir=data_dir)
+    config = load(file, overrides=overrides or ())
+    places = Places.of(config, environ=os.environ, data_dir=data_dir)
     again = shlex.join(["fedlearn", "coordinator", str(file)])
     with followed(as_json=as_json, resume=again) as progress:
         coordinate(
+            config,
             places,
             insecure=insecure,
             serve_on=serve_on,
@@ -442,7 +444,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
 @contextmanager
 def _operator(config: Path) -> Iterator["Operator"]:
     """Open the deployment; where nothing was deployed, no database is made."""
-    from fedlearn.config import load
+    from fedlearn.config import load_served
     from fedlearn.core.clock import SystemClock
     from fedlearn.deployment.operator import Operator
     from fedlearn.deployment.places import Places
@@ -452,6 +454,6 @@ def _operator(config: Path) -> Iterator["Operator"]:
             f"{config}: there is no such file; name the coordinator's configuration with "
             "--config, or write one: `fedlearn init`"
         )
-    places = Places.of(load(config, overrides=()), environ=os.environ)
+    places = Places.of(load_served(config), environ=os.environ)
     with places.database() as database:
         yield Operator(places, database, SystemClock())

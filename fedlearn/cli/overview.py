@@ -22,9 +22,9 @@ from fedlearn.experiment.comparison import (
     series,
     summarize,
 )
-from fedlearn.experiment.privacy import spending
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
+from fedlearn.experiment.spending import spending
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry

@@ -8,16 +8,17 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from fedlearn.cli.failures import RunEnded
-from fedlearn.config import Config, resolve_addresses
+from fedlearn.config import Served, resolve_addresses
+from fedlearn.config.served import Stored
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.progress import Progress, next_command, progress_to
 from fedlearn.experiment.run import Run
-from fedlearn.experiment.simulate import Site
+from fedlearn.experiment.site import Site
 
 
 def site(
-    config: Config | None = None,
+    config: Stored | None = None,
     progress: Progress | None = None,
     *,
     runs_dir: Path | None = None,
@@ -25,7 +26,7 @@ def site(
 ) -> Site:
     """Return what surrounds a run here; a command that runs nothing has no progress."""
     addresses = resolve_addresses(
-        config or Config(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
+        config or Served(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
     )
     told = progress or progress_to(sys.stdout, as_json=False)
     return Site(addresses, os.environ, SystemClock(), told)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedlearn.config.tree import Config
+from fedlearn.config.served import Stored
 from fedlearn.core.redaction import without_password
 
 
@@ -24,7 +24,7 @@ class Addresses:
 
 
 def resolve_addresses(
-    config: Config,
+    config: Stored,
     *,
     environ: Mapping[str, str],
     runs_dir: Path | None = None,
@@ -40,6 +40,7 @@ def resolve_addresses(
         data_dir: Likewise.
 
     Example:
+        >>> from fedlearn.config import Config
         >>> resolve_addresses(Config(), environ={"FEDLEARN_RUNS_DIR": "/srv/runs"}).runs_dir
         PosixPath('/srv/runs')
     """

@@ -13,9 +13,9 @@ from pydantic import Field, StringConstraints
 
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
-from fedlearn.config.files import read
 from fedlearn.config.pieces import built, declared_by, refused
 from fedlearn.config.problems import Sources, checked
+from fedlearn.config.reading import read
 from fedlearn.config.section import Problem, Section, told_as
 from fedlearn.core.ranges import Count
 

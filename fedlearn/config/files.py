@@ -8,12 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedlearn.config.keys import ANY_NAME, known_keys, value_at
+from fedlearn.config.keys import value_at
 from fedlearn.config.problems import Complaint, Override, Sources, checked
-from fedlearn.config.toml import keys_in, shown, toml_lines
+from fedlearn.config.reading import read, with_absolute_paths, with_value
+from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redacted
-from fedlearn.errors import ConfigError
+
+#: The name of an algorithm may be the place of a strategy of the user's own.
+_OWN_STRATEGY: dict[Key, str] = {("algorithm", "name"): "factory"}
 
 
 def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
@@ -85,30 +88,6 @@ def render(config: Config) -> str:
     return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
 
 
-def read(file: Path) -> tuple[dict[str, Any], str]:
-    """Return the values of a TOML file, not validated yet, and its text.
-
-    Raises:
-        ConfigError: The file is missing, unreadable or not TOML.
-    """
-    try:
-        text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-        return tomllib.loads(text), text
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file; check the path") from error
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: byte {error.start} is not UTF-8; save it as UTF-8") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: arrays or tables are nested too deeply") from error
-    except ValueError as error:
-        what, _, where = str(error).partition(" (at line ")
-        line, _, column = where.rstrip(")").partition(", column ")
-        place = f"{file}:{line}: column {column}" if where else f"{file}"
-        raise ConfigError(f"{place}: not valid TOML: {what}") from error
-
-
 def _plain(value: Any) -> Any:
     """Return a value of Python's as a TOML file would have given it."""
     match value:
@@ -123,25 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Return ``raw`` with the paths in it taken relative to ``base``."""
-    # Which keys hold paths, in any kind of their table, and in what form.
-    formats = {each.path: kind for each in known_keys(Config) if (kind := each.path_format())}
-    formats["algorithm", "name"] = "factory"  # of a strategy of the user's own
-    for path in keys_in(raw):
-        value = value_at(raw, path)
-        # In a table by names of the user's, whatever the name is.
-        kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
-        if kind and value and isinstance(value, str):
-            raw = _with_value(raw, path, _absolute(value, kind, base))
-    return raw
-
-
-def _absolute(value: str, kind: str, base: Path) -> str:
-    path, colon, function = value.rpartition(":") if kind == "factory" else (value, "", "")
-    if kind == "factory" and not path.endswith(".py"):
-        return value  # a module
-    expanded = Path(path).expanduser() if path.startswith("~/") else Path(path)
-    return f"{base / expanded}{colon}{function}"
+    return with_absolute_paths(raw, base, root=Config, more=_OWN_STRATEGY)
 
 
 def _override(text: str) -> Override:
@@ -155,19 +116,8 @@ def _override(text: str) -> Override:
 
 def _applied(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
     """Return ``raw`` with the value of ``override`` set; ``raw`` stays as it is."""
-    alone = _with_absolute_paths(_with_value({}, override.path, override.value), Path.cwd())
-    return _with_value(raw, override.path, value_at(alone, override.path))
-
-
-def _with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    key, *rest = path
-    if not rest:
-        return table | {key: value}
-    inner = table.get(key, {})
-    if not isinstance(inner, dict):
-        text = f"{key} is {shown(inner)} and not a table; remove one of the two"
-        raise ValueError(text)  # noqa: TRY004  what is wrong is the text of an override
-    return table | {key: _with_value(inner, rest, value)}
+    alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
+    return with_value(raw, override.path, value_at(alone, override.path))
 
 
 def _toml_or_text(text: str) -> Any:  # Any: what TOML can hold

@@ -22,11 +22,12 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
-from fedlearn.config.pieces import built, declared_by
+from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
-from fedlearn.config.section import PathText, Problem, RunName, Section
+from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
+from fedlearn.config.store import StoreSection
 from fedlearn.config.toml import shown
 from fedlearn.config.training import (
     ALGORITHMS,
@@ -40,9 +41,7 @@ from fedlearn.config.training import (
     Model,
 )
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
-from fedlearn.core.redaction import without_password
 from fedlearn.errors import ConfigError
-from fedlearn.store.retention import USUAL, Retention
 
 _MAX_SEED = 2**63 - 1
 _MAX_ROUNDS = 1_000_000_000
@@ -144,36 +143,6 @@ class EngineSection(Section):
                 options = " or ".join(map(shown, allowed))
                 text = f'is {shown(value)}, but engine.transport is "memory"; give {options}'
                 yield Problem((name, "transport"), text)
-
-
-@declared_by(
-    Retention,
-    keep_last=USUAL.keep_last,
-    keep_every=USUAL.keep_every,
-    keep_best=USUAL.keep_best,
-)
-class StoreSection(Section):
-    """Where the record of the run goes."""
-
-    url: str | None = Field(
-        None,
-        description="Database as an SQLAlchemy URL without a password; without it, "
-        "FEDLEARN_STORE_URL, else SQLite in the runs directory.",
-    )
-    runs_dir: PathText | None = Field(
-        None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
-    )
-    checkpoint_every_s: NotNegative = Field(
-        5.0,
-        description="Of a simulation: seconds from one checkpoint to the next, >= 0; 0: after "
-        "every round, as a deployment always does.",
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Refuse a password: the tree is stored with the run, printed and hashed."""
-        if self.url is not None and without_password(self.url) != self.url:
-            text = "has a password, which would be stored with the run; "
-            yield Problem(("url",), f"{text}give the whole URL in FEDLEARN_STORE_URL instead")
 
 
 class Config(Section):

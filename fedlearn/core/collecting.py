@@ -1,41 +1,19 @@
-"""What became of the clients of a round, and which updates may reach arithmetic."""
+"""What became of the clients of a round."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, NoReturn, overload
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, overload
 
 from fedlearn.core.messages import ClientId
 
+if TYPE_CHECKING:  # who only lists clients does not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
 #: Characters of a failure's reason that are kept: a peer chooses them.
 MAX_REASON = 300
-
-#: No honest delta has an element above this; sums of weighted deltas below it cannot overflow.
-MAX_DELTA = 1e20
-
-
-def unsound(lane: str) -> str:
-    """Return why a client failed whose values of a lane must not reach the aggregate."""
-    return f"the {lane} is not finite or exceeds {MAX_DELTA:g}"
-
-
-def is_sound(delta: Tensor, *, max_norm: float | None = None) -> bool:
-    """Return whether every element is finite and at most :data:`MAX_DELTA` in size.
-
-    With ``max_norm``, the vector's Euclidean norm is at most that, too.
-    """
-    if max_norm is not None:
-        return float(torch.linalg.vector_norm(delta)) <= min(MAX_DELTA, max_norm)  # no NaN is
-    if float(torch.linalg.vector_norm(delta)) <= MAX_DELTA:  # bounds every element; rarely not
-        return True
-    low, high = torch.aminmax(delta)
-    return float(low) >= -MAX_DELTA and float(high) <= MAX_DELTA  # a NaN is neither
 
 
 class Status(StrEnum):
@@ -87,11 +65,11 @@ class Participations(Sequence[Participation]):
         (True, 1, 0)
     """
 
-    client_ids: NDArray[np.int64]
-    codes: NDArray[np.int64]
-    durations_s: NDArray[np.float64]
-    num_examples: NDArray[np.int64]
-    losses: NDArray[np.float64]
+    client_ids: "NDArray[np.int64]"
+    codes: "NDArray[np.int64]"
+    durations_s: "NDArray[np.float64]"
+    num_examples: "NDArray[np.int64]"
+    losses: "NDArray[np.float64]"
     reasons: Mapping[int, str]
 
     @classmethod
@@ -99,6 +77,8 @@ class Participations(Sequence[Participation]):
         """Return ``rows`` as columns; columns as they are."""
         if isinstance(rows, Participations):
             return rows
+        import numpy as np  # noqa: PLC0415 (see above)
+
         rows = list(rows)
         return cls(
             np.asarray([row.client_id for row in rows], np.int64),
@@ -111,10 +91,12 @@ class Participations(Sequence[Participation]):
 
     def num(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
-        return int(np.count_nonzero(self.codes == STATUSES.index(status)))
+        return int((self.codes == STATUSES.index(status)).sum())
 
     def mean_loss(self) -> float:
         """Return the mean training loss of the reports, weighted by examples; NaN if none."""
+        import numpy as np  # noqa: PLC0415 (see above)
+
         known = (self.codes == 0) & ~np.isnan(self.losses)
         weights = np.where(known, self.num_examples, 0)
         total = int(weights.sum())
@@ -140,6 +122,8 @@ class Participations(Sequence[Participation]):
         """Whether the rows are equal, a NaN being equal to a NaN."""
         if not isinstance(other, Participations):
             return NotImplemented
+        import numpy as np  # noqa: PLC0415 (see above)
+
         return dict(self.reasons) == dict(other.reasons) and all(
             np.array_equal(getattr(self, name), getattr(other, name), equal_nan=True)
             for name in _COLUMNS

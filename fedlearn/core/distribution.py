@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # who only names parts does not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Direction: TypeAlias = Literal["max", "min"]
 """Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
@@ -33,7 +34,7 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def distribution(
-    per_client: Mapping[str, NDArray[np.float64]], *, directions: Mapping[str, Direction]
+    per_client: "Mapping[str, NDArray[np.float64]]", *, directions: Mapping[str, Direction]
 ) -> dict[str, float]:
     """Return how each metric is spread over clients.
 
@@ -49,12 +50,15 @@ def distribution(
         ``clients/NAME_mean``, ``_p10``, ``_p50``, ``_p90``, ``_worst_decile`` per metric.
 
     Example:
+        >>> import numpy as np
         >>> spread = distribution(
         ...     {"accuracy": np.linspace(0.1, 1.0, 10)}, directions={"accuracy": "max"}
         ... )
         >>> round(spread["clients/accuracy_p50"], 2), spread["clients/accuracy_worst_decile"]
         (0.55, 0.1)
     """
+    import numpy as np  # noqa: PLC0415 (see above)
+
     metrics: dict[str, float] = {}
     for name, values in per_client.items():
         finite = np.sort(values[np.isfinite(values)])

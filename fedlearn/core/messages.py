@@ -11,11 +11,12 @@ retry asks other clients, and in secure aggregation is a session of its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NewType, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 
 from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
+
+if TYPE_CHECKING:  # who names clients does not wait for torch
+    from torch import Tensor
 
 ClientId = NewType("ClientId", int)
 
@@ -39,11 +40,11 @@ class TrainRequest:
 
     round_num: int
     attempt: int
-    tensors: Mapping[str, Tensor]
+    tensors: "Mapping[str, Tensor]"
     order: Sequence[str]
     settings: Settings
     seed: int
-    told: Mapping[str, Tensor] = field(default_factory=dict)
+    told: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +54,7 @@ class EvaluateRequest:
     kind: ClassVar[str] = EVALUATE_KIND
 
     round_num: int
-    tensors: Mapping[str, Tensor]
+    tensors: "Mapping[str, Tensor]"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +155,7 @@ class TrainReply:
     """
 
     round_num: int
-    lanes: Mapping[str, Tensor]
+    lanes: "Mapping[str, Tensor]"
     num_examples: int
     metrics: Mapping[str, float]
 

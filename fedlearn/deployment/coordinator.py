@@ -86,13 +86,20 @@ class Start(StrEnum):
 
 
 def coordinate(
-    places: Places, *, insecure: bool, serve_on: bool, start: Start, progress: Progress
+    config: Config,
+    places: Places,
+    *,
+    insecure: bool,
+    serve_on: bool,
+    start: Start,
+    progress: Progress,
 ) -> None:
     """Serve the deployment until its run is done or it is told to stop.
 
     A stop, by SIGTERM or Ctrl-C, parks the round: this returns, and the next start goes on.
 
     Args:
+        config: What it runs.
         places: Where its parts are.
         insecure: Plaintext on loopback, clients named by themselves: for trying things out.
         serve_on: Whether to stay when the run is done, and tell clients to come back later.
@@ -109,8 +116,8 @@ def coordinate(
         StoreError: The run cannot be recorded.
     """
     if insecure:
-        _require_loopback(places.config)
-    pieces = build.deployment(places.config, data_dir=places.addresses.data_dir)
+        _require_loopback(config)
+    pieces = build.deployment(config, data_dir=places.addresses.data_dir)
     if insecure:
         require_plain(pieces)
     coordinator = Coordinator(
@@ -177,7 +184,7 @@ class Coordinator:
         policy = self.pieces.policy
         self.interruption = Interruption()
         self.live_status = LiveStatus(
-            num_rounds=self.places.config.num_rounds,
+            num_rounds=self.pieces.config.num_rounds,
             num_wanted=policy.num_wanted,
             min_reports=policy.min_reports,
             deadline_s=policy.deadline_s,

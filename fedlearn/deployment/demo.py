@@ -32,7 +32,8 @@ from fedlearn.deployment.starter import starter
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.comparison import number_text, summarize
 from fedlearn.experiment.progress import PlainProgress
-from fedlearn.experiment.simulate import Site, run_config
+from fedlearn.experiment.simulate import run_config
+from fedlearn.experiment.site import Site
 from fedlearn.transport.grpc_client import enrol
 
 _NUM_CLIENTS = 5

@@ -37,7 +37,8 @@ from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
-from fedlearn.experiment.simulate import Site, new_record, outcome_told
+from fedlearn.experiment.simulate import new_record, outcome_told
+from fedlearn.experiment.site import Site
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.opening import ChargedOpening, Opening
 from fedlearn.rounds.records import RunStatus

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TextIO
@@ -15,23 +14,13 @@ from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime, make_runtime
 from fedlearn.config import load_client
+from fedlearn.deployment.known_keys import default_home
 from fedlearn.errors import ConfigError, DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.session.faults import in_users_code
 
 #: What the process ends with when the user's training does not listen.
 _STUCK = 3
-
-
-def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
-    """Return the folder of the client called ``name``, by the XDG convention.
-
-    Example:
-        >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
-        PosixPath('/data/fedlearn/clinic-a')
-    """
-    base = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "fedlearn" / name
 
 
 def join(

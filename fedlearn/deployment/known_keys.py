@@ -6,9 +6,19 @@ from pathlib import Path
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.join import default_home
 from fedlearn.errors import DeploymentError
 from fedlearn.session.pins import Pins
+
+
+def default_home(name: str, *, environ: Mapping[str, str]) -> Path:
+    """Return the folder of the client called ``name``, by the XDG convention.
+
+    Example:
+        >>> default_home("clinic-a", environ={"XDG_DATA_HOME": "/data"})
+        PosixPath('/data/fedlearn/clinic-a')
+    """
+    base = environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "fedlearn" / name
 
 
 def client_home(client: str, *, environ: Mapping[str, str]) -> Home:

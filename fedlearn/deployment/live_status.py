@@ -4,11 +4,14 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from fedlearn.core.collecting import Status
 from fedlearn.experiment.comparison import json_values
-from fedlearn.parallel.task import Progress
 from fedlearn.rounds.records import RoundRecord
+
+if TYPE_CHECKING:  # who asks why a run waits does not wait for torch
+    from fedlearn.parallel.task import Progress
 
 
 class Phase(StrEnum):
@@ -52,7 +55,7 @@ class LiveStatus:
     round_s: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     epsilon: float = math.nan
-    training: dict[str, Progress] = field(default_factory=dict)
+    training: "dict[str, Progress]" = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
 
     def finished(self, record: RoundRecord) -> None:
@@ -66,7 +69,7 @@ class LiveStatus:
             self.counts[status] += record.count(status)
         self.phase = Phase.COMMITTING
 
-    def trained(self, kind: str, progress: Progress) -> None:
+    def trained(self, kind: str, progress: "Progress") -> None:
         """Take note of how far a training of the coordinator's own is."""
         self.training = {**self.training, kind: progress}  # another thread may be reading it
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedlearn.config.coordinator import TAG_PATTERN
+from fedlearn.config.service import TAG_PATTERN
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import ClientId, EvaluateRequest
 from fedlearn.core.words import printable
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.comparison import number_text
-from fedlearn.experiment.server_training import DISTILLATION
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import Contact, check_name

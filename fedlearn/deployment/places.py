@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlearn.config import Addresses, Config, resolve_addresses
+from fedlearn.config.addresses import Addresses, resolve_addresses
+from fedlearn.config.served import Deployed
 from fedlearn.door.authority import Authority
-from fedlearn.experiment.run import open_database
+from fedlearn.experiment.site import open_database
 from fedlearn.store.runs import Database
 
 #: What a deployed run is called that the configuration does not name.
@@ -17,12 +18,12 @@ DEFAULT_NAME = "federation"
 class Places:
     """Where the parts of a deployment are."""
 
-    config: Config
+    config: Deployed
     addresses: Addresses
 
     @classmethod
     def of(
-        cls, config: Config, *, environ: Mapping[str, str], data_dir: Path | None = None
+        cls, config: Deployed, *, environ: Mapping[str, str], data_dir: Path | None = None
     ) -> "Places":
         """Return the places of ``config`` here: see :func:`~fedlearn.config.resolve_addresses`."""
         addresses = resolve_addresses(config, environ=environ, data_dir=data_dir)
@@ -40,7 +41,7 @@ class Places:
         return self.addresses.runs_dir.parent / "coordinator" if given is None else Path(given)
 
     def database(self) -> Database:
-        """Open the database: see :func:`~fedlearn.experiment.run.open_database`."""
+        """Open the database: see :func:`~fedlearn.experiment.site.open_database`."""
         return open_database(self.addresses)
 
     def authority(self) -> Authority:

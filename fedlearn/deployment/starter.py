@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from fedlearn.config import ClientConfig, Config, from_mapping, template
+from fedlearn.config import ClientConfig, Config, from_mapping
+from fedlearn.config.template import template
 from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 

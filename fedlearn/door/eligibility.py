@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedlearn.core.ranges import Whole
 from fedlearn.identity.registry import EnrolledClient
-from fedlearn.transport.wire_pb2 import Eligibility
+
+if TYPE_CHECKING:  # the configuration, which declares a table by this, does not wait for protobuf
+    from fedlearn.transport.wire_pb2 import Eligibility
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +33,11 @@ class Requirements:
     idle: bool = False
     unmetered: bool = False
 
-    def admits(self, client: EnrolledClient, told: Eligibility) -> bool:
+    def admits(self, client: EnrolledClient, told: "Eligibility") -> bool:
         """Return whether ``client`` may be asked."""
         return not self.missing(client, told)
 
-    def missing(self, client: EnrolledClient, told: Eligibility) -> list[str]:
+    def missing(self, client: EnrolledClient, told: "Eligibility") -> list[str]:
         """Return what ``client`` lacks, in words; empty if it may be asked."""
         lacks = [f"tag {tag}" for tag in self.tags if tag not in client.tags]
         if told.num_examples < self.min_examples:

@@ -16,9 +16,7 @@ from fedlearn.errors import FedlearnError, StoreError
 from fedlearn.experiment.simulate import PYTHON_PIECES
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.checkpoints import complete_checkpoints
-from fedlearn.store.runs import Database
-
-_CONFIG = "config.json"
+from fedlearn.store.runs import CONFIG_FILE, Database
 
 
 class Adoption(NamedTuple):
@@ -35,20 +33,13 @@ class Adoption(NamedTuple):
         return f"{self.name} is adopted after {self.num_finished} rounds"
 
 
-def orphans(database: Database) -> list[str]:
-    """Return the names of the folders of runs that the database does not have."""
-    known = {record.name for record in database.runs()}
-    folders = sorted(path.parent for path in database.runs_dir.glob(f"*/{_CONFIG}"))
-    return [folder.name for folder in folders if folder.name not in known]
-
-
 def adopt_all(database: Database) -> Iterator[Adoption]:
     """Adopt every run whose folder is here and whose record is not; yield what became of each.
 
     Raises:
         StoreError: The database cannot be written.
     """
-    for name in orphans(database):
+    for name in database.orphans():
         try:
             yield Adoption(name, _adopt(database, name))
         except FedlearnError as error:
@@ -80,13 +71,13 @@ def _record(folder: Path) -> RunRecord:
         ConfigError: Its configuration is none of this version's.
         StoreError: It cannot be read, or promises privacy.
     """
-    path = folder / _CONFIG
+    path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text())
         num_rounds = int(config["num_rounds"])
         created_utc = utc(path.stat().st_mtime)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StoreError(f"its {_CONFIG} cannot be read: {error!r}") from error
+        raise StoreError(f"its {CONFIG_FILE} cannot be read: {error!r}") from error
     _require_no_promise(config)
     is_described = PYTHON_PIECES not in config
     return RunRecord(

@@ -12,7 +12,8 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.build import simulation
 from fedlearn.config import Config
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.simulate import Site, run_pieces
+from fedlearn.experiment.simulate import run_pieces
+from fedlearn.experiment.site import Site
 from fedlearn.privacy.accounting import epsilon_of_release
 from fedlearn.privacy.audit import SEEN, Canaries, Watched, guesses, lower_bound
 from fedlearn.simulation.population import ClientRows, Population

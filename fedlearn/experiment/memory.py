@@ -14,7 +14,7 @@ from fedlearn.config import Config
 from fedlearn.core.files import write_durably
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.simulate import Site
+from fedlearn.experiment.site import Site
 from fedlearn.parallel.memory import KINDS, Counted, Memory, predict
 
 _GIB, _MIB = 2**30, 2**20

@@ -1,4 +1,4 @@
-"""What a run's privacy comes to: who it charges, and what has been spent."""
+"""What a run's privacy comes to as it begins: who it charges, and what was spent before."""
 
 import hashlib
 from dataclasses import replace
@@ -12,15 +12,13 @@ import torch
 from fedlearn.build import Pieces, Simulation, deployment, simulation
 from fedlearn.config import Config
 from fedlearn.config.data import NoData
-from fedlearn.config.privacy import PrivacySection
 from fedlearn.core.clock import Clock
 from fedlearn.core.features import named
 from fedlearn.errors import ConfigError
-from fedlearn.privacy.events import Adjacency, Event
+from fedlearn.experiment.spending import ledger_of
+from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
 from fedlearn.privacy.plan import BandedPlan
-from fedlearn.privacy.spending import Spending
-from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.population import Population
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
@@ -77,14 +75,6 @@ def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
     if section.other_data_because is not None:
         return {}
     return StoredLedger(database, population=section.population, run="").spent()
-
-
-def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
-    """Return the ledger that a run charges."""
-    population = section.population
-    if section.other_data_because is not None:
-        population = f"{population} of {stored.name}"
-    return StoredLedger(stored.database, population=population, run=stored.name)
 
 
 class Promise(NamedTuple):
@@ -164,36 +154,3 @@ def gone_on(pieces: PiecesT, *, num_lost: int) -> PiecesT:
         return pieces
     plan = replace(plan, num_lost=num_lost)
     return replace(pieces, privacy=plan, sampler=plan.sampler)
-
-
-def section_of(record: RunRecord) -> PrivacySection:
-    """Return what a run that was recorded promises; off for one of before there was a promise."""
-    return PrivacySection.model_validate(record.config.get("privacy", {}))
-
-
-def spending(stored: StoredRun) -> Spending | None:
-    """Return what was spent of the clients of a run, by now; ``None``: it promises nothing.
-
-    Raises:
-        StoreError: The ledger cannot be read.
-    """
-    section = section_of(stored.record)
-    if not section.is_on or section.reproducible:
-        return None
-    from fedlearn.privacy.accounting import (  # noqa: PLC0415 (takes a second)
-        epsilon_against_coordinator,
-        epsilon_of_release,
-    )
-
-    ledger, delta = ledger_of(stored, section), section.target_delta
-    assert delta is not None  # the configuration makes sure
-    spent = ledger.spent()
-    adjacencies: set[Adjacency] = {event.cohorts.adjacency for event in spent}
-    return Spending(
-        epsilon=epsilon_of_release(spent, target_delta=delta),
-        epsilon_with_cohorts=epsilon_against_coordinator(spent, target_delta=delta),
-        target_delta=delta,
-        adjacency=adjacencies.pop() if adjacencies else Adjacency.ADD_OR_REMOVE,
-        num_charged=sum(spent.values()),
-        num_own=sum(ledger.spent_by_run().values()),
-    )

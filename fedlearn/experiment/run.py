@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
-from fedlearn.config import Addresses
-from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.privacy import spending
+from fedlearn.experiment.spending import spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
-from fedlearn.store.runs import Database, StoredRun, sqlite_url
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.store.runs import Database, StoredRun
+
+if TYPE_CHECKING:  # who looks at a run, and not at its model, does not wait for torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Run:
     """
 
     stored: StoredRun
-    make_model: Callable[[], nn.Module] | None = None
+    make_model: "Callable[[], nn.Module] | None" = None
 
     @property
     def name(self) -> str:
@@ -63,7 +60,7 @@ class Run:
         target = self.path / "report.html" if path is None else Path(path)
         return report(self.record, self.history, target, privacy=spending(self.stored))
 
-    def weights(self, *, best: bool = True) -> dict[str, Tensor]:
+    def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.
 
         They are in the order of the network's ``state_dict``, where it is known how that is built;
@@ -75,19 +72,25 @@ class Run:
         found = self.stored.weights(best=best)
         if self.make_model is None:
             return found
+        import torch  # noqa: PLC0415 (see above)
+
+        from fedlearn.training.keyed_dropout import untouched  # noqa: PLC0415 (likewise)
+
         with untouched(torch.default_generator):
             places = {name: place for place, name in enumerate(self.make_model().state_dict())}
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
 
     def load_model(
-        self, make_model: Callable[[], nn.Module] | None = None, *, best: bool = True
-    ) -> nn.Module:
+        self, make_model: "Callable[[], nn.Module] | None" = None, *, best: bool = True
+    ) -> "nn.Module":
         """Return the trained network in evaluation mode: the best, or the last.
 
         Raises:
             ConfigError: Nobody says how the network is built.
             ValueError: It is not the network that was trained.
         """
+        from fedlearn.core.params import Params  # noqa: PLC0415 (it takes torch)
+
         build = make_model or self.make_model
         if build is None:
             raise ConfigError(f"{self.name}: pass make_model, the function that builds the network")
@@ -101,16 +104,6 @@ class Run:
         return model.eval()
 
 
-def open_database(addresses: Addresses) -> Database:
-    """Open the store of the runs that are kept at ``addresses``.
-
-    Raises:
-        StoreError: It cannot be opened.
-    """
-    url = addresses.store_url or sqlite_url(addresses.runs_dir / "fedlearn.db")
-    return Database.open(url, runs_dir=addresses.runs_dir)
-
-
 def begin(record: RunRecord, database: Database, *, seed: int) -> StoredRun:
     """Make the run of ``record``, with a name that is drawn if it has none.
 
@@ -119,4 +112,6 @@ def begin(record: RunRecord, database: Database, *, seed: int) -> StoredRun:
     """
     if record.name:
         return database.create(record)
+    from fedlearn.core.randomness import Seed  # noqa: PLC0415 (it takes torch)
+
     return database.create_named(record, seed=Seed(seed).derive(record.created_utc))

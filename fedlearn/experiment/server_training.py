@@ -14,6 +14,7 @@ from fedlearn import build
 from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.build import Pieces, server_task
 from fedlearn.config import Config
+from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.errors import Diverged
 from fedlearn.parallel.distillation import Distilling, Watch
 from fedlearn.parallel.jobs import Control, Job, train
@@ -28,9 +29,6 @@ Kind: TypeAlias = Literal["simulation", "deployment", "alone"]
 _TASK = "fedlearn.experiment.server_training:task_of"
 #: Of a run's own training, in the folder of the run.
 FOLDER = "training"
-
-#: The kinds of training that a run's coordinator does, as its log and its gauges name them.
-STEPS, DISTILLATION = "steps", "distillation"
 
 #: Told how far a training of a kind is.
 Told: TypeAlias = Callable[[str, Progress], None]

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,17 +23,19 @@ from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.build import Pieces, Simulation, around, simulation
-from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
+from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.pieces import built
-from fedlearn.core.clock import Clock, SystemClock, utc_now
+from fedlearn.core.clock import SystemClock, utc_now
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
-from fedlearn.experiment.privacy import gone_on, known, promise, spending
+from fedlearn.experiment.privacy import gone_on, known, promise
 from fedlearn.experiment.progress import Progress, progress_to
-from fedlearn.experiment.run import Run, begin, open_database
+from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
+from fedlearn.experiment.site import Site
+from fedlearn.experiment.spending import spending
 from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
@@ -50,33 +52,6 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 #: Tables of the configuration that the arguments of :func:`simulate` take the place of.
 _REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
-
-
-@dataclass(frozen=True)
-class Site:
-    """What surrounds a run on this machine.
-
-    Attributes:
-        addresses: Where the store, the runs and the data are.
-        environ: The environment variables.
-        clock: Real time.
-        progress: Who is told.
-    """
-
-    addresses: Addresses
-    environ: Mapping[str, str]
-    clock: Clock
-    progress: Progress
-
-    @property
-    def cache_dir(self) -> Path:
-        """Where this user's caches are, by the XDG convention."""
-        base = self.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(base) / "fedlearn"
-
-    def database(self) -> Database:
-        """Open the store."""
-        return open_database(self.addresses)
 
 
 def run_config(config: Config, site: Site) -> Run:

@@ -15,7 +15,7 @@ from fedlearn.core.files import disk_errors
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.assemble import central_evaluator, initial_params
 from fedlearn.experiment.server_training import Place, divergence_explained, job_of
-from fedlearn.experiment.simulate import Site
+from fedlearn.experiment.site import Site
 from fedlearn.parallel.jobs import train
 from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Progress, TrainingState

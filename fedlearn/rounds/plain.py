@@ -14,18 +14,11 @@ from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate, Updates, misfit
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import (
-    MAX_DELTA,
-    MAX_REASON,
-    Participation,
-    Participations,
-    Status,
-    is_sound,
-    unsound,
-)
+from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.reported import WeightedMeans
+from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
 from fedlearn.transport.base import Arrival, Channel, ask_once
 
 #: No honest client has this many examples; above it a weight is an attack or a bug.

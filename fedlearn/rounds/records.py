@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import Scalar
+
+if TYPE_CHECKING:  # who lists runs does not wait for torch
+    from torch import Tensor
 
 
 class RunStatus(StrEnum):
@@ -108,10 +109,10 @@ class Checkpoint:
     """
 
     round_num: int
-    tensors: Mapping[str, Tensor]
+    tensors: "Mapping[str, Tensor]"
     values: Mapping[str, Scalar]
 
-    def under(self, prefix: str) -> dict[str, Tensor]:
+    def under(self, prefix: str) -> "dict[str, Tensor]":
         """Return the tensors whose names begin so, by the rest of the names."""
         return {
             name.removeprefix(prefix): tensor

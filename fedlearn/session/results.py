@@ -11,8 +11,8 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.settings import has_own_noise, require_honoured, transforms_from
 from fedlearn.algorithms.transforms import Transform
-from fedlearn.core.collecting import is_sound, unsound
 from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
+from fedlearn.core.soundness import is_sound, unsound
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merged
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
-from fedlearn.core.collecting import is_sound
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.soundness import is_sound
 from fedlearn.simulation.cluster import Cluster
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import STATUSES, Participations, Status, unsound
+from fedlearn.core.collecting import STATUSES, Participations, Status
+from fedlearn.core.soundness import unsound
 
 #: What became of an update that was trained: it counts, is not finite, or beyond a bound.
 REPORTED, UNSOUND, TOO_LONG, TOO_HEAVY = range(1, 5)

@@ -13,7 +13,6 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from safetensors import SafetensorError, TensorSpec, serialize_file
-from safetensors.torch import load
 
 from fedlearn.core.files import disk_errors, sync_folder
 from fedlearn.core.secret_bytes import SecretBytes
@@ -158,6 +157,8 @@ def _decode(content: bytes, *, path: Path) -> Checkpoint:
             f"{path} has checkpoint format {head['format']}, this version of fedlearn reads "
             f"up to {_FORMAT}; upgrade fedlearn (`pip install --upgrade fedlearn`)"
         )
+    from safetensors.torch import load  # noqa: PLC0415 (who lists runs does not wait for torch)
+
     found = load(content)
     tensors = {name: found[name] for name in head.get("names", found)}
     return Checkpoint(round_num=head["round_num"], tensors=tensors, values=head["values"])

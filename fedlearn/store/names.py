@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
-from fedlearn.core.randomness import Seed
+if TYPE_CHECKING:  # who lists runs draws no name
+    from fedlearn.core.randomness import Seed
 
 _ADJECTIVES = (  # noqa: SIM905 (as prose it fits a screen)
     "able amber brave breezy bright brisk bronze calm candid clear clever cosy crisp curious "
@@ -23,7 +25,7 @@ _ANIMALS = (  # noqa: SIM905 (as prose it fits a screen)
 _NUMBERS = range(10, 100)
 
 
-def memorable_names(seed: Seed) -> Iterator[str]:
+def memorable_names(seed: "Seed") -> Iterator[str]:
     """Yield names without end, the same for the same seed; there are some 450,000 of them."""
     for attempt in count():
         value = seed.derive("run name", attempt).value

@@ -4,10 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, func, insert, select
 from sqlalchemy.orm import Session
 
@@ -15,6 +13,10 @@ from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RoundRecord
 from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, as_record, plain
+
+if TYPE_CHECKING:  # who lists clients does not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 _BATCH_ROWS = 500
 
@@ -158,10 +160,9 @@ def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[obje
     )
 
 
-def _with_nulls(column: NDArray[np.float64]) -> list[float | None]:
+def _with_nulls(column: "NDArray[np.float64]") -> list[float | None]:
     """Return the numbers, ``None`` for NaN."""
-    missing = np.isnan(column)
-    if not missing.any():
+    if not (column != column).any():  # noqa: PLR0124 - NaN
         return cast("list[float | None]", column.tolist())
     return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
 

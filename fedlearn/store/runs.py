@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from sqlalchemy import URL, Engine, delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
-from torch import Tensor
 
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
@@ -55,11 +53,19 @@ from fedlearn.store.schema import (
     as_row,
 )
 
+if TYPE_CHECKING:  # who lists runs does not wait for torch
+    from torch import Tensor
+
+    from fedlearn.core.randomness import Seed
+
 #: Called first in every transaction that writes; raises if the writer may not.
 Guard: TypeAlias = Callable[[Session], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also a folder name
 _RUN_ID_BYTES = 16
+
+#: In the folder of a run: its configuration.
+CONFIG_FILE = "config.json"
 
 
 def sqlite_url(path: Path) -> str:
@@ -182,7 +188,7 @@ class Database:
                 _write_config(folder, config=record.config)
         return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
 
-    def create_named(self, record: RunRecord, *, seed: Seed) -> "StoredRun":
+    def create_named(self, record: RunRecord, *, seed: "Seed") -> "StoredRun":
         """Add a run under the first free of :func:`memorable_names` of ``seed``.
 
         Any number of processes may do so at once: the database decides who has a name.
@@ -223,6 +229,12 @@ class Database:
             deployed = set(session.scalars(select(DeploymentRow.run_id)))
             rows = session.scalars(select(RunRow).order_by(RunRow.id))
             return [_found(row, self.runs_dir, is_deployed=row.id in deployed) for row in rows]
+
+    def orphans(self) -> list[str]:
+        """Return the names of the folders of runs that have no record here."""
+        known = {record.name for record in self.runs()}
+        folders = sorted(path.parent for path in self.runs_dir.glob(f"*/{CONFIG_FILE}"))
+        return [folder.name for folder in folders if folder.name not in known]
 
 
 class StoredRun:
@@ -318,7 +330,7 @@ class StoredRun:
         remedy = back if len(files) > 1 else "no earlier one is kept: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
-    def weights(self, *, best: bool) -> dict[str, Tensor]:
+    def weights(self, *, best: bool) -> "dict[str, Tensor]":
         """Return a model by the names in it: the best, where one was measured, or the last.
 
         Raises:
@@ -523,7 +535,7 @@ def _is_unfinished(folder: Path) -> bool:
 def _write_config(folder: Path, *, config: Mapping[str, object]) -> None:
     (folder / "checkpoints").mkdir(exist_ok=True)
     content = json.dumps(config, indent=2).encode() + b"\n"
-    write_durably(folder / "config.json", content, raises=StoreError)
+    write_durably(folder / CONFIG_FILE, content, raises=StoreError)
     sync_folder(folder.parent)
 
 

@@ -24,9 +24,9 @@ from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
-from fedlearn.core.collecting import is_sound
 from fedlearn.core.features import Features
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.soundness import is_sound
 from fedlearn.errors import DataError, ModelMismatch
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys

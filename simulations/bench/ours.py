@@ -30,7 +30,8 @@ from fedlearn.core.noise import SecretStream
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.progress import PlainProgress
-from fedlearn.experiment.simulate import Site, config_around, run_pieces
+from fedlearn.experiment.simulate import config_around, run_pieces
+from fedlearn.experiment.site import Site
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition

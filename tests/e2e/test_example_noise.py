@@ -13,7 +13,7 @@ from fedlearn.build import deployment
 from fedlearn.cli.app import main
 from fedlearn.config import load
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.experiment.privacy import ledger_of, section_of
+from fedlearn.experiment.spending import ledger_of, section_of
 from fedlearn.privacy.events import ExampleCohorts
 from tests.e2e.noise import COHORT, POPULATION, has_scale, moved, simulated
 

@@ -16,10 +16,10 @@ from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.privacy import ledger_of, section_of, spending
 from fedlearn.experiment.progress import progress_to
-from fedlearn.experiment.simulate import Site as RunSite
 from fedlearn.experiment.simulate import run_config
+from fedlearn.experiment.site import Site as RunSite
+from fedlearn.experiment.spending import ledger_of, section_of, spending
 from fedlearn.privacy.events import Event, FixedCohorts
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.rounds.records import RunStatus

@@ -15,7 +15,8 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
 from fedlearn.experiment.comparison import Summary
-from fedlearn.experiment.simulate import Site, resume, run_config
+from fedlearn.experiment.simulate import resume, run_config
+from fedlearn.experiment.site import Site
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from tests import records

@@ -22,7 +22,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import MAX_REASON, Participation, Status, unsound
+from fedlearn.core.collecting import MAX_REASON, Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -32,6 +32,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.core.soundness import unsound
 from fedlearn.errors import ProtocolError
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening

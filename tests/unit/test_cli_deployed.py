@@ -164,9 +164,10 @@ def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
     """Return the options with which a coordinator finds its run done, on ports that are free."""
     typed(capsys, "init")
     door, enrolment, http = free_addresses(3)
-    places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
+    config = load(Path("coordinator.toml"), overrides=())
+    places = Places.of(config, environ={})
     with places.database() as database:
-        pieces = deployment(places.config, data_dir=Path())
+        pieces = deployment(config, data_dir=Path())
         ensure_deployed(database, pieces, name="federation", clock=SystemClock())
         database.run("federation").finish(RunStatus.DONE, error="")
     addresses = {"address": door, "enrolment_address": enrolment, "http_address": http}

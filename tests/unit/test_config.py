@@ -18,11 +18,11 @@ from fedlearn.config import (
     load,
     render,
     resolve_addresses,
-    template,
 )
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS, NpzData
 from fedlearn.config.keys import members_of
+from fedlearn.config.template import template
 from fedlearn.config.toml import key_lines
 from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
 from fedlearn.errors import ConfigError

@@ -7,7 +7,8 @@ import pytest
 
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
-from fedlearn.config import ClientConfig, load_client, template
+from fedlearn.config import ClientConfig, load_client
+from fedlearn.config.template import template
 from fedlearn.errors import ConfigError
 
 WHOLE = """\

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.config import Config, from_mapping, load, template
+from fedlearn.config import Config, from_mapping, load
 from fedlearn.config.coordinator import CoordinatorSection
+from fedlearn.config.template import template
 from fedlearn.errors import ConfigError
 
 NO_DATA = {"data": {"source": "none"}, "model": {"kind": "python", "factory": "app:network"}}

@@ -20,6 +20,7 @@ import fedlearn
 from fedlearn.cli.app import app
 from fedlearn.config import ClientConfig, Config, Section, load, load_client
 from fedlearn.core.codec import decode, encode
+from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -29,7 +30,6 @@ from fedlearn.core.messages import (
 )
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
-from fedlearn.experiment.server_training import DISTILLATION
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology

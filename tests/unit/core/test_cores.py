@@ -12,10 +12,10 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core import cores
-from fedlearn.core.collecting import MAX_DELTA, unsound
 from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.soundness import MAX_DELTA, unsound
 from fedlearn.rounds.plain import validated
 from fedlearn.transport.base import Arrival
 

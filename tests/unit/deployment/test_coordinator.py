@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn import build
-from fedlearn.config import from_mapping
+from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.coordinator import Coordinator, Start
 from fedlearn.deployment.interruption import Interruption
@@ -20,20 +20,26 @@ from fedlearn.store.runs import Database
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    """Where a run is that nobody has made yet."""
+def config(tmp_path: Path) -> Config:
+    """Of a run that nobody has made yet."""
     values = {
         "name": "calm-otter-17",
         "store": {"runs_dir": str(tmp_path / "runs")},
         "coordinator": {"http_address": "127.0.0.1:0"},
     }
-    return Places.of(from_mapping(values, source="test"), environ={})
+    return from_mapping(values, source="test")
 
 
 @pytest.fixture
-def pieces(places: Places) -> build.Deployment:
+def places(config: Config) -> Places:
+    """Where that run is."""
+    return Places.of(config, environ={})
+
+
+@pytest.fixture
+def pieces(config: Config) -> build.Deployment:
     """Of that run."""
-    return build.deployment(places.config, data_dir=Path("nowhere"))
+    return build.deployment(config, data_dir=Path("nowhere"))
 
 
 @pytest.fixture

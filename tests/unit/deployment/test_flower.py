@@ -19,7 +19,8 @@ from fedlearn.deployment.flower_node import node_policy
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import ConfigError, DataError, RoundError, RunHeld, TooFewNodes
 from fedlearn.experiment.comparison import Summary
-from fedlearn.experiment.simulate import Site, resume
+from fedlearn.experiment.simulate import resume
+from fedlearn.experiment.site import Site
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.transport.flower import Federation

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from fedlearn.core.collecting import Participations
+from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.deployment.live_status import LiveStatus
-from fedlearn.experiment.server_training import DISTILLATION, STEPS
 from fedlearn.parallel.task import Progress
 from fedlearn.rounds.records import Outcome, RoundRecord
 

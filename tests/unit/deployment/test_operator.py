@@ -15,6 +15,7 @@ from fedlearn.cli.overview import run_object, run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
@@ -26,9 +27,8 @@ from fedlearn.errors import Aborted, ConfigError, DeploymentError, Fenced, Store
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import PlainProgress
 from fedlearn.experiment.run import Run
-from fedlearn.experiment.server_training import DISTILLATION, STEPS
-from fedlearn.experiment.simulate import Site as SimulationSite
 from fedlearn.experiment.simulate import resume
+from fedlearn.experiment.site import Site as SimulationSite
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.registry import Contact
 from fedlearn.identity.rosters import IdentityRoster
@@ -82,7 +82,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     places = Places.of(config(tmp_path), environ={})
     clock = SystemClock()
     with places.database() as database:
-        pieces = deployment(places.config, data_dir=tmp_path)
+        pieces = deployment(config(tmp_path), data_dir=tmp_path)
         ensure_deployed(database, pieces, name=places.run_name, clock=clock)
         yield Site(places, database, Operator(places, database, clock))
 

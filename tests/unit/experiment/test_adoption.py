@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlearn.config import Config
-from fedlearn.experiment.adoption import adopt_all, orphans
+from fedlearn.experiment.adoption import adopt_all
 from fedlearn.rounds.records import Checkpoint, RunStatus
 from fedlearn.store.holding import held
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
@@ -47,7 +47,7 @@ def test_a_run_is_adopted_with_its_configuration_and_model(
     assert run.checkpoints() == lost.checkpoints()
     assert run.weights(best=False)["w"].tolist() == [num_finished] * 8
     assert run.rewind().round_num == num_finished - 1
-    assert orphans(fresh) == []
+    assert fresh.orphans() == []
 
 
 def test_a_damaged_checkpoint_is_passed_over(fresh: Database, tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_run_that_is_alive_is_not_adopted(fresh: Database, tmp_path: Path) -> 
     with held(folder):
         (adopted,) = adopt_all(fresh)
     assert "is alive" in adopted.refused
-    assert orphans(fresh) == ["calm-otter-17"]
+    assert fresh.orphans() == ["calm-otter-17"]

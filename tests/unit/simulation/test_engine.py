@@ -24,10 +24,11 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded
-from fedlearn.core.collecting import Status, is_sound, unsound
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.core.soundness import is_sound, unsound
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.cluster import Alone, ProcessGroup
 from fedlearn.simulation.engine import Engine, deal, shared

@@ -18,9 +18,10 @@ from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Participation, Status, unsound
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.soundness import unsound
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation import timeline as timeline_of
 from fedlearn.simulation.timeline import DROPPED_OUT, Timeline

@@ -1,0 +1,79 @@
+"""A TOML file of a tree of tables, read and with its paths made absolute; not validated yet."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fedlearn.config.keys import ANY_NAME, known_keys, value_at
+from fedlearn.config.section import Section
+from fedlearn.config.toml import Key, keys_in, shown
+from fedlearn.errors import ConfigError
+
+
+def read(file: Path) -> tuple[dict[str, Any], str]:
+    """Return the values of a TOML file, not validated yet, and its text.
+
+    Raises:
+        ConfigError: The file is missing, unreadable or not TOML.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
+        return tomllib.loads(text), text
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such file; check the path") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: byte {error.start} is not UTF-8; save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: arrays or tables are nested too deeply") from error
+    except ValueError as error:
+        what, _, where = str(error).partition(" (at line ")
+        line, _, column = where.rstrip(")").partition(", column ")
+        place = f"{file}:{line}: column {column}" if where else f"{file}"
+        raise ConfigError(f"{place}: not valid TOML: {what}") from error
+
+
+def with_absolute_paths(
+    raw: dict[str, Any],
+    base: Path,
+    *,
+    root: type[Section],
+    more: Mapping[Key, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return ``raw`` values of a ``root`` with the paths in it taken relative to ``base``.
+
+    ``more`` are further keys that may hold one, and in what form.
+    """
+    # Which keys hold paths, in any kind of their table, and in what form.
+    formats = {each.path: kind for each in known_keys(root) if (kind := each.path_format())}
+    formats |= more
+    for path in keys_in(raw):
+        value = value_at(raw, path)
+        # In a table by names of the user's, whatever the name is.
+        kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
+        if kind and value and isinstance(value, str):
+            raw = with_value(raw, path, _absolute(value, kind, base))
+    return raw
+
+
+def with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return ``table`` with a value set at ``path``; ``table`` stays as it is."""
+    key, *rest = path
+    if not rest:
+        return table | {key: value}
+    inner = table.get(key, {})
+    if not isinstance(inner, dict):
+        text = f"{key} is {shown(inner)} and not a table; remove one of the two"
+        raise ValueError(text)  # noqa: TRY004  what is wrong is the text of an override
+    return table | {key: with_value(inner, rest, value)}
+
+
+def _absolute(value: str, kind: str, base: Path) -> str:
+    path, colon, function = value.rpartition(":") if kind == "factory" else (value, "", "")
+    if kind == "factory" and not path.endswith(".py"):
+        return value  # a module
+    expanded = Path(path).expanduser() if path.startswith("~/") else Path(path)
+    return f"{base / expanded}{colon}{function}"

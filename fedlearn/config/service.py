@@ -1,0 +1,132 @@
+"""How a deployed coordinator serves: where it listens, whom it asks, and how long it waits."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field, StringConstraints
+
+from fedlearn.config.pieces import declared_by
+from fedlearn.config.section import PathText, Problem, Section, told_as
+from fedlearn.config.toml import shown
+from fedlearn.core.ranges import NotNegative, Positive, Whole
+from fedlearn.door.eligibility import Requirements
+from fedlearn.door.settings import DoorSettings
+
+Address: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$"),
+    told_as('"host:port"'),
+]
+AddressList: TypeAlias = Annotated[tuple[Address, ...], Field(strict=False)]
+#: What a tag is: a key and a value.
+TAG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*=[A-Za-z0-9._:/-]+$"
+Tag: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=TAG_PATTERN, max_length=100),
+    told_as('"key=value"'),
+]
+Tags: TypeAlias = Annotated[tuple[Tag, ...], Field(strict=False)]
+Names: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=100)], ...], Field(strict=False)
+]
+
+
+@declared_by(Requirements)
+class EligibilitySection(Section):
+    """What a client must be and say of itself before it is asked."""
+
+    tags: Tags = Field(
+        (),
+        description="Tags that its invitation must have given it, all of them; empty: any client.",
+    )
+    devices: Names = Field(
+        (), description='Devices it may train on, such as "cpu", "cuda"; empty: any.'
+    )
+
+
+@declared_by(
+    DoorSettings,
+    given=("max_handshakes", "handshake_timeout_s", "max_messages_per_s"),
+    max_connected=2000,
+)
+class ServiceSection(Section):
+    """The deployed coordinator, but for what it trains."""
+
+    address: Address = Field(
+        "127.0.0.1:9440",
+        description="Where clients are served, by mutual TLS; 0.0.0.0 as host is every interface, "
+        "port 0 any free one.",
+    )
+    enrolment_address: Address = Field(
+        "127.0.0.1:9441", description="Where invitations are redeemed, by TLS."
+    )
+    http_address: Address = Field(
+        "127.0.0.1:9442",
+        description="Where /livez, /readyz and /metrics are, without TLS: keep it off the "
+        "clients' network.",
+    )
+    public_addresses: AddressList = Field(
+        (),
+        description="Addresses of clients' door that invitations name, tried in turn; "
+        "empty: coordinator.address.",
+    )
+    public_enrolment_addresses: AddressList = Field(
+        (),
+        description="Enrolment addresses that invitations name; "
+        "empty: coordinator.enrolment_address.",
+    )
+    folder: PathText | None = Field(
+        None,
+        description="Folder of the certificate authority's keys and of updates on their way, "
+        'shared by those that take over; without it, "coordinator" beside the runs directory.',
+    )
+    patience_s: NotNegative = Field(
+        60.0,
+        description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
+        "asks those that are there, if they are at least stragglers.min_reports.",
+    )
+    set_aside_after: Whole = Field(
+        5,
+        description="Attempts in a row in which a client fails, and others report, after which it "
+        "is asked no more until it connects anew, >= 0; 0: however many.",
+    )
+    lease_ttl_s: Positive = Field(
+        5.0,
+        description="Seconds of silence after which another coordinator on the same database "
+        "takes over, > 0.",
+    )
+    shutdown_grace_s: NotNegative = Field(
+        5.0,
+        description="Seconds that a stop gives uploads on their way, >= 0; then the round is "
+        "parked.",
+    )
+    invitation_valid_h: Positive = Field(
+        72.0, description="Hours within which an invitation must be used, > 0."
+    )
+    eligibility: EligibilitySection = EligibilitySection()
+    training: Any = None  # Any: not looked at, since that takes torch; see CoordinatorSection
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse ports that there are not, and two services on one address."""
+        for name in ("address", "enrolment_address", "http_address"):
+            yield from self._no_port(name, getattr(self, name))
+        for name in ("public_addresses", "public_enrolment_addresses"):
+            for address in getattr(self, name):
+                yield from self._no_port(name, address)
+        served = [self.address, self.enrolment_address, self.http_address]
+        for place, name in enumerate(("enrolment_address", "http_address"), start=1):
+            if served[place] in served[:place] and _port(served[place]):
+                text = f"is {shown(served[place])}, where another service listens; take other ports"
+                yield Problem((name, "address"), text)
+
+    def _no_port(self, name: str, address: str) -> Iterator[Problem]:
+        if _port(address) > _MAX_PORT:
+            text = f"is {shown(address)}, but ports end at {_MAX_PORT}; take a smaller one"
+            yield Problem((name,), text)
+
+
+_MAX_PORT = 65535
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,41 @@
+"""Where the record of a run goes."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from fedlearn.config.pieces import declared_by
+from fedlearn.config.section import PathText, Problem, Section
+from fedlearn.core.ranges import NotNegative
+from fedlearn.core.redaction import without_password
+from fedlearn.store.retention import USUAL, Retention
+
+
+@declared_by(
+    Retention,
+    keep_last=USUAL.keep_last,
+    keep_every=USUAL.keep_every,
+    keep_best=USUAL.keep_best,
+)
+class StoreSection(Section):
+    """Where the record of the run goes."""
+
+    url: str | None = Field(
+        None,
+        description="Database as an SQLAlchemy URL without a password; without it, "
+        "FEDLEARN_STORE_URL, else SQLite in the runs directory.",
+    )
+    runs_dir: PathText | None = Field(
+        None, description='Directory of the runs; without it, FEDLEARN_RUNS_DIR, else "runs".'
+    )
+    checkpoint_every_s: NotNegative = Field(
+        5.0,
+        description="Of a simulation: seconds from one checkpoint to the next, >= 0; 0: after "
+        "every round, as a deployment always does.",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse a password: the tree is stored with the run, printed and hashed."""
+        if self.url is not None and without_password(self.url) != self.url:
+            text = "has a password, which would be stored with the run; "
+            yield Problem(("url",), f"{text}give the whole URL in FEDLEARN_STORE_URL instead")

@@ -1,0 +1,49 @@
+"""What has been spent of the privacy of a run's clients, by its record."""
+
+from fedlearn.config.privacy import PrivacySection
+from fedlearn.privacy.events import Adjacency
+from fedlearn.privacy.spending import Spending
+from fedlearn.rounds.records import RunRecord
+from fedlearn.store.ledger import StoredLedger
+from fedlearn.store.runs import StoredRun
+
+
+def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
+    """Return the ledger that a run charges."""
+    population = section.population
+    if section.other_data_because is not None:
+        population = f"{population} of {stored.name}"
+    return StoredLedger(stored.database, population=population, run=stored.name)
+
+
+def section_of(record: RunRecord) -> PrivacySection:
+    """Return what a run that was recorded promises; off for one of before there was a promise."""
+    return PrivacySection.model_validate(record.config.get("privacy", {}))
+
+
+def spending(stored: StoredRun) -> Spending | None:
+    """Return what was spent of the clients of a run, by now; ``None``: it promises nothing.
+
+    Raises:
+        StoreError: The ledger cannot be read.
+    """
+    section = section_of(stored.record)
+    if not section.is_on or section.reproducible:
+        return None
+    from fedlearn.privacy.accounting import (  # noqa: PLC0415 (takes a second)
+        epsilon_against_coordinator,
+        epsilon_of_release,
+    )
+
+    ledger, delta = ledger_of(stored, section), section.target_delta
+    assert delta is not None  # the configuration makes sure
+    spent = ledger.spent()
+    adjacencies: set[Adjacency] = {event.cohorts.adjacency for event in spent}
+    return Spending(
+        epsilon=epsilon_of_release(spent, target_delta=delta),
+        epsilon_with_cohorts=epsilon_against_coordinator(spent, target_delta=delta),
+        target_delta=delta,
+        adjacency=adjacencies.pop() if adjacencies else Adjacency.ADD_OR_REMOVE,
+        num_charged=sum(spent.values()),
+        num_own=sum(ledger.spent_by_run().values()),
+    )

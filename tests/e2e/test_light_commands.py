@@ -1,0 +1,131 @@
+"""Commands that need the database alone wait for nothing else: what each imports is looked at."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlearn.cli.app import main
+from fedlearn.config import load
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment.places import Places
+from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.store.lease import deploy
+from tests.records import RUN
+
+pytestmark = pytest.mark.slow
+
+#: What takes a second or a hundred megabytes, or is not needed to look at a database.
+HEAVY = (
+    *("torch", "scipy", "pyarrow", "matplotlib", "sklearn", "flwr", "grpc", "dp_accounting"),
+    *("aiohttp", "prometheus_client", "alembic", "google.protobuf", "numpy"),
+)
+ONES = torch.ones(3)
+
+#: Commands in the order in which one interpreter runs them, so that each would show what it adds.
+OF_DEPLOYMENTS = (
+    "--version",
+    "--help",
+    "invite --help",
+    "invite clinic-a",
+    "clients",
+    "clients --json",
+    "rounds",
+    "rounds --clients --json",
+    "why --json",
+    "pause",
+    "resume",
+    "abort",
+    "revoke clinic-a",
+    "roster",
+)
+OF_RUNS = (
+    *("runs", "runs --json", "show federation", "show federation --json"),
+    "compare federation federation",
+)
+OF_CLIENTS = ("rotate clinic-x", "pins clinic-x")
+
+_SCRIPT = """
+import json, sys
+from fedlearn.cli.app import main
+for command in json.loads(sys.argv[1]):
+    before = set(sys.modules)
+    try:
+        main(command.split())
+    except SystemExit:
+        pass
+    added = sorted(name for name in json.loads(sys.argv[2]) if name in set(sys.modules) - before)
+    print(json.dumps([command, added]), file=sys.stderr)
+"""
+
+
+def imported_by(*commands: str) -> dict[str, list[str]]:
+    """Return by command which heavy modules it was the first to import, in a fresh interpreter."""
+    wanted = json.dumps(commands), json.dumps(HEAVY)
+    typed = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *wanted],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    told = [json.loads(line) for line in typed.stderr.splitlines() if line.startswith("[")]
+    assert [command for command, _ in told] == list(commands)
+    return dict(told)
+
+
+@pytest.fixture
+def _deployed_run(surroundings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A deployed run of two rounds in the working directory, which nobody coordinates."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert main(["init"]) == 0
+    places = Places.of(load("coordinator.toml", overrides=()), environ={})
+    ended = [Participation(ClientId(0), Status.FAILED, 1.0, reason="no data")]
+    with places.database() as database:
+        run = database.create(replace(RUN, name=places.run_name))
+        deploy(database, run.name)
+        for round_num in range(2):
+            run.commit(Checkpoint(round_num=round_num, tensors={"params/w": ONES}, values={}))
+            run.append(
+                RoundRecord(
+                    round_num=round_num,
+                    attempt=0,
+                    outcome=Outcome.AGGREGATED,
+                    participations=Participations.of(ended),
+                    train_loss=math.nan,
+                    duration_s=1.0,
+                    virtual_s=1.0,
+                    seconds=1.0,
+                    metrics={"accuracy": 0.5},
+                )
+            )
+        run.commit(Checkpoint(round_num=2, tensors={"params/w": ONES}, values={}))
+
+
+@pytest.mark.usefixtures("_deployed_run")
+def test_operators_commands_import_neither_torch_nor_numpy() -> None:
+    """Nor what serves clients, draws, or trains."""
+    assert imported_by(*OF_DEPLOYMENTS) == {command: [] for command in OF_DEPLOYMENTS}
+
+
+@pytest.mark.usefixtures("_deployed_run")
+def test_commands_about_runs_and_keys_import_little() -> None:
+    """Participations are columns of numpy's, and what a client has sent is protobuf."""
+    found = imported_by(*OF_RUNS, *OF_CLIENTS)
+    of_runs = {name for command in OF_RUNS for name in found[command]}
+    of_clients = {name for command in OF_CLIENTS for name in found[command]}
+    assert (of_runs, of_clients) == ({"numpy"}, {"google.protobuf"})
+
+
+@pytest.mark.usefixtures("_deployed_run")
+def test_what_a_command_imports_is_seen() -> None:
+    """The control: one that builds what it is told of imports torch."""
+    assert "torch" in imported_by("runs", "check")["check"]

@@ -1,0 +1,72 @@
+"""What operators need of a deployment's configuration, loaded without the rest of it."""
+
+from pathlib import Path
+
+import pytest
+
+from fedlearn.config import Config, Served, load, load_served, resolve_addresses
+from fedlearn.config.served import COMPUTED
+from fedlearn.errors import ConfigError
+
+FILE = """
+name = "clinics"
+[store]
+runs_dir = "kept"
+[coordinator]
+patience_s = 3.0
+folder = "~/keys"
+[coordinator.training]
+optimizer = "adam"
+[client]
+epochs = 2
+"""
+
+
+def test_every_key_of_the_tree_is_one_of_the_part_or_known_to_be_another() -> None:
+    """A new table of the tree must be put among them."""
+    assert Config.model_fields.keys() == Served.model_fields.keys() | COMPUTED
+
+
+def test_the_part_says_what_the_tree_says(tmp_path: Path) -> None:
+    """Its paths too: they are relative to the file."""
+    file = tmp_path / "coordinator.toml"
+    file.write_text(FILE)
+    part, tree = load_served(file), load(file, overrides=())
+    assert isinstance(part, Served)
+    assert (part.name, part.store) == (tree.name, tree.store)
+    left_out = {"training"}
+    of_part, of_tree = (each.coordinator.model_dump(exclude=left_out) for each in (part, tree))
+    assert of_part == of_tree
+    assert resolve_addresses(part, environ={}) == resolve_addresses(tree, environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[coordinater]\npatience_s = 3.0", "did you mean coordinator?"),
+        ("[coordinator]\ndeadline_s = 3.0", "did you mean stragglers.deadline_s?"),
+        ("[coordinator]\npatience_s = -1", "give a number >= 0"),
+        ("[store]\nurl = 'postgresql+psycopg://a:secret@b/c'", "FEDLEARN_STORE_URL"),
+    ],
+)
+def test_a_wrong_file_is_told_as_the_whole_tree_tells_it(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """With suggestions from all tables, and together with what else is wrong."""
+    file = tmp_path / "coordinator.toml"
+    file.write_text(f"[client]\nepochs = 0\n{text}\n")
+    with pytest.raises(ConfigError) as light:
+        load_served(file)
+    with pytest.raises(ConfigError) as whole:
+        load(file, overrides=())
+    assert str(light.value) == str(whole.value)
+    assert told in str(light.value)
+    assert "client.epochs: is 0" in str(light.value)
+    assert "secret" not in str(light.value)
+
+
+def test_what_is_computed_is_not_looked_at(tmp_path: Path) -> None:
+    """Operators look at a run whose configuration somebody is writing."""
+    file = tmp_path / "coordinator.toml"
+    file.write_text("[client]\nepochs = 0\n")
+    assert load_served(file) == Served()
