@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedlearn.client.agent import Agent as Agent
+    from fedlearn.client.backoff import Reconnection as Reconnection
     from fedlearn.client.conditions import Conditions as Conditions
     from fedlearn.client.policy import Policy as Policy
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "client.agent": "Agent",
+    "client.backoff": "Reconnection",
     "client.conditions": "Conditions",
     "client.policy": "Policy PrivacyPolicy SecureAggregationPolicy",
     "training.torch_trainer": "TorchTrainer",

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fedlearn.client.backoff import Backoff
+from fedlearn.client.backoff import Backoff, Reconnection
 from fedlearn.client.callbacks import Caller
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.folder import ClientFolder
 from fedlearn.client.loading import name_of, require_trainer
-from fedlearn.client.options import Changes, RuntimeOptions
+from fedlearn.client.options import Changes, RuntimeOptions, Wake
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, interpreter, is_training_process
 from fedlearn.core.clock import SystemClock
@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # the application does not wait for torch
 _STOP_S = 15.0
 #: A training process that lasted so long did not crash at once: it is soon started again.
 _STEADY_S = 60.0
+#: Longest wait before one that crashes time and again is started once more.
+_RESTART_S = 300.0
 #: Seconds that another process of this client gets to see that there is no consent any more.
 _ALONE_S = 30.0
 #: Seconds that a caller waits for what goes on in the background anyway.
@@ -92,6 +94,8 @@ class Agent:
         num_workers: Processes that share each training, data-parallel; more than one are for a
             :class:`~fedlearn.training.torch_trainer.TorchTrainer`.
         niceness: 0 is a program like any other, 19 gives way to all others.
+        reconnection: How soon the coordinator is looked for again, and for how long it may send
+            this client away.
         roster: The operator's list of identity keys, checked with the other users: in secure
             aggregation these clients are believed and no others.
 
@@ -121,6 +125,7 @@ class Agent:
         num_threads: int = 1,
         num_workers: int = 1,
         niceness: int = 10,
+        reconnection: Reconnection = Reconnection(),  # noqa: B008 - frozen
         roster: Path | str | None = None,
     ) -> None:
         self._home = ClientFolder(Path(home).expanduser().resolve())
@@ -133,6 +138,7 @@ class Agent:
             num_threads=num_threads,
             num_workers=num_workers,
             niceness=niceness,
+            reconnection=reconnection,
             roster=None if roster is None else Path(roster).expanduser().resolve(),
         )
         self._python = interpreter()
@@ -143,7 +149,7 @@ class Agent:
         self._probes, self._on_progress = probes, on_progress
         self._status = AgentStatus()
         self._changed = threading.Condition()
-        self._is_stopping = self._is_hopeless = self._is_revoked = False
+        self._is_stopping = self._is_hopeless = self._is_revoked = self._is_woken = False
         self._child: TrainingProcess | None = None
         self._thread: threading.Thread | None = None  # until it begins to end
         self._pid: int | None = None  # of the process that has started it
@@ -268,6 +274,26 @@ class Agent:
         if child is not None:
             child.tell(self._wishes())
 
+    def wake(self) -> None:
+        """Look for the coordinator now: the network is back, or the user has come.
+
+        Whatever this agent waits for before it tries again ends at once: its own back-off, an
+        absence that the coordinator has asked for, an attempt that gets no answer, and the pause
+        before a training process that has crashed is started again. Conditions must still hold. An
+        agent that is connected, was not started or has no consent does nothing. Any thread may
+        call this.
+
+        Raises:
+            DeploymentError: As for :meth:`start`.
+        """
+        self._require_own_process()
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+            child = self._child
+        if child is not None:
+            child.tell(Wake())
+
     def status(self) -> AgentStatus:
         """Return where the agent stands; raises as :meth:`start`."""
         self._require_own_process()
@@ -323,7 +349,7 @@ class Agent:
     def _supervise(self) -> None:
         if not self._has_consent():
             self._erase_leftovers()
-        backoff = Backoff()
+        backoff = Backoff(_RESTART_S)
         with (
             closing(Caller("fedlearn-progress")) as progress,
             closing(Caller("fedlearn-probes")) as asking,
@@ -338,7 +364,10 @@ class Agent:
                 _log.error("the training process has ended: %s", crash)
                 self._hear(AgentEvent(kind=EventKind.CRASHED, message=crash), progress)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_stopping, timeout=backoff.next_s())
+                    self._is_woken = False
+                    self._changed.wait_for(
+                        lambda: self._is_stopping or self._is_woken, timeout=backoff.next_s()
+                    )
 
     def _wait_until_wanted(self) -> bool:
         """Return once a child is wanted; false: the agent stops."""

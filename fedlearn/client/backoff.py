@@ -1,36 +1,73 @@
 """How long to wait before trying again: exponentially longer, and never all at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
+from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.core.secret_bytes import jitter
+from fedlearn.errors import ConfigError
 
-#: Upper bounds of the first wait and of all.
-_FIRST_S, _LAST_S = 1.0, 300.0
+#: Upper bound of the first wait.
+_FIRST_S = 1.0
+#: Least absence: whatever a coordinator asks, its client does not come all the time.
+_LEAST_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconnection:
+    """How soon a client looks for its coordinator again.
+
+    Attributes:
+        max_backoff_s: Longest time from one vain attempt to the next, in seconds, > 0: the waits
+            are up to 1 s, 2 s, 4 s and so on, and never longer than this.
+        max_absence_s: Longest absence that a coordinator may ask for, in seconds, > 0: one that
+            has enough clients, or is stopping, says when to come back.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    Example:
+        >>> Reconnection(max_backoff_s=10.0).absence_s(1e9)
+        3600.0
+    """
+
+    max_backoff_s: Positive = 60.0
+    max_absence_s: Positive = 3600.0
+
+    def __post_init__(self) -> None:
+        if wrong := out_of_range(self):
+            raise ConfigError(f"reconnection.{wrong}")
+
+    def absence_s(self, asked_s: float) -> float:
+        """Return for how long to stay away if a coordinator asks for ``asked_s``, NaN included."""
+        return min(max(_LEAST_S, asked_s), self.max_absence_s)
 
 
 @dataclass
 class Backoff:
-    """Waits of up to 1 s, 2 s, 4 s, … 5 min, each uniformly distributed from zero.
+    """Waits of up to 1 s, 2 s, 4 s and so on, each uniformly distributed from zero.
 
     Attributes:
+        max_s: Upper bound of them all, in seconds.
         jitter: A number in [0, 1).
 
     References:
         M. Brooker, 2015, "Exponential Backoff And Jitter" (full jitter).
 
     Example:
-        >>> waits = Backoff(jitter=lambda: 0.5)
+        >>> waits = Backoff(max_s=5.0, jitter=lambda: 0.5)
         >>> [waits.next_s() for _ in range(4)]
-        [0.5, 1.0, 2.0, 4.0]
+        [0.5, 1.0, 2.0, 2.5]
     """
 
+    max_s: float
+    _: KW_ONLY
     jitter: Callable[[], float] = jitter
     _bound_s: float = 0.0
 
     def next_s(self) -> float:
         """Return the seconds to wait now."""
-        self._bound_s = min(_LAST_S, 2.0 * self._bound_s or _FIRST_S)
+        self._bound_s = min(self.max_s, 2.0 * self._bound_s or _FIRST_S)
         return self._bound_s * self.jitter()
 
     def reset(self) -> None:

@@ -94,6 +94,8 @@ class _Application:
                         runtime.tell(Facts(**facts))
                     case {"Changes": changes}:
                         runtime.change(CHANGES.validate_python(changes))
+                    case {"Wake": _}:
+                        runtime.wake()
         runtime.stop()
 
 

@@ -1,13 +1,14 @@
 """Finding the coordinator: enrolment, sessions one after the other, and what comes in them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 
 import structlog
 
-from fedlearn.client.backoff import Backoff
+from fedlearn.client.backoff import Backoff, Reconnection
 from fedlearn.client.conversation import Connected, Disconnected, Event, Offered, Withdrawn
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -22,12 +23,10 @@ from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
-from fedlearn.transport.grpc_client import DoorSession, enrol
+from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
 
 #: A session that lasted so long was no accident: the next back-off begins anew.
 _STEADY_S = 30.0
-#: Longest absence that a coordinator may ask for.
-_MAX_PAUSE_S = 3600.0
 
 _log = structlog.get_logger(__name__)
 
@@ -36,6 +35,7 @@ class Connector:
     """Keeps a session with the coordinator while that is allowed.
 
     Args:
+        reconnection: How soon the next visit comes.
         hello: Makes what a session begins with.
         post: Takes what happens, for the conversation.
         on_event: Told what happens, for the user.
@@ -54,6 +54,7 @@ class Connector:
         *,
         invitation: Path | None,
         roster: Path | None,
+        reconnection: Reconnection,
         hello: Callable[[], wire_pb2.Hello],
         post: Callable[[Event], None],
         on_event: Callable[[AgentEvent], None],
@@ -64,8 +65,12 @@ class Connector:
         self._on_event, self._on_receipt = on_event, on_receipt
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
-        self._pause_s, self._farewell, self._is_offline = 0.0, "", False
-        self.backoff, self.allowed = Backoff(), asyncio.Event()
+        self._reconnection = reconnection
+        self._asked_s: float | None = None  # to stay away, by the coordinator
+        self._farewell, self._is_offline = "", False
+        self._woken = asyncio.Event()
+        self._attempt: asyncio.Timeout | None = None  # that is not answered yet
+        self.backoff, self.allowed = Backoff(reconnection.max_backoff_s), asyncio.Event()
         self.enrolment: Enrolment | None = None
         self.live: LiveSession | None = None
         self.run_id = ""
@@ -84,15 +89,48 @@ class Connector:
             self._home.keys.pin_file(self.enrolment).take(
                 roster, client_id=self.enrolment.client_id, lineage=self.enrolment.lineage
             )
-        for address in cycle(self.enrolment.invitation.addresses):
+        addresses, num_in_vain = self.enrolment.invitation.addresses, 0
+        for address in cycle(addresses):
             await self.allowed.wait()
             if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
                 self.enrolment = await self._rotation.carried_out(self.enrolment)
-            await self._visit(address, self.enrolment)
-            pause_s = self._pause_s or self.backoff.next_s()
-            _log.debug("pause", address=address, pause_s=pause_s)
-            self._pause_s = 0.0
-            await asyncio.sleep(pause_s)
+            was_welcome = await self._visit(address, self.enrolment)
+            num_in_vain = 0 if was_welcome else num_in_vain + 1
+            if num_in_vain % len(addresses) == 0:  # else another address may be the right one
+                await self._pause()
+
+    def wake(self) -> None:
+        """Wait no longer for a coordinator, be it for its answer or until the next visit."""
+        if self.live is not None:
+            return
+        self.backoff.reset()
+        self._woken.set()
+        if self._attempt is not None:
+            self._attempt.reschedule(asyncio.get_running_loop().time())
+            self._attempt = None
+
+    @asynccontextmanager
+    async def _attempting(self) -> AsyncIterator[None]:
+        """Have :meth:`wake` end an attempt that is not answered; raises TimeoutError then."""
+        async with asyncio.timeout(None) as attempt:
+            self._attempt = attempt
+            try:
+                yield
+            finally:
+                self._attempt = None
+
+    async def _pause(self) -> None:
+        """Wait as long as the coordinator has asked, else ever longer; :meth:`wake` ends it."""
+        asked_s, self._asked_s = self._asked_s, None
+        if asked_s is None:
+            pause_s = self.backoff.next_s()
+        else:
+            pause_s = self._reconnection.absence_s(asked_s)
+        _log.debug("pause", pause_s=pause_s, asked_s=asked_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._woken.wait()
+        self._woken.clear()
 
     async def _enrolled(self) -> Enrolment:
         """Return this client's enrolment, made now, or anew, if there is a new invitation."""
@@ -109,14 +147,16 @@ class Connector:
         for address in cycle(given.enrolment_addresses):
             await self.allowed.wait()
             try:
-                certificate_pem, client_id = await enrol(
-                    address, given, identity, lineage=lineage.to_bytes()
-                )
+                async with self._attempting():
+                    certificate_pem, client_id = await enrol(
+                        address, given, identity, lineage=lineage.to_bytes()
+                    )
+                break
             except ConnectionError as error:
                 self._be_offline(address, error)
-                await asyncio.sleep(self.backoff.next_s())
-            else:
-                break
+            except TimeoutError:
+                _log.debug("woken", address=address)
+            await self._pause()
         self.backoff.reset()
         _log.info("enrolled", client_id=client_id)
         self._on_event(AgentEvent.of(EventKind.ENROLLED))
@@ -124,22 +164,31 @@ class Connector:
             given, certificate_pem=certificate_pem, client_id=ClientId(client_id)
         )
 
-    async def _visit(self, address: str, enrolment: Enrolment) -> None:
-        """Hold one session with the coordinator at ``address``."""
-        begin_s = self._clock.now_s()
+    async def _visit(self, address: str, enrolment: Enrolment) -> bool:
+        """Hold one session with the coordinator at ``address``; return whether it began."""
+        begin_s, was_welcome = self._clock.now_s(), False
         try:
-            async with session_at(address, enrolment, self._hello()) as live:
+            async with (
+                self._attempting(),
+                session_at(address, enrolment, self._hello()) as live,
+            ):
+                was_welcome = True
                 await self._converse(live, address)
         except ConnectionError as error:
             self._be_offline(address, error)
         except (ConnectionRefused, ProtocolError) as error:
             _log.warning("refused", address=address, error=str(error))
             self._on_event(AgentEvent.of(EventKind.REFUSED, message=str(error)))
+        except TimeoutError:
+            _log.debug("woken", address=address)
         if self._clock.now_s() - begin_s > _STEADY_S:
             self.backoff.reset()
+        return was_welcome
 
     def _be_offline(self, address: str, error: ConnectionError) -> None:
         """Say once that there is no connection; a device is offline more often than not."""
+        if isinstance(error, ComeBackLater):  # of several addresses, the soonest
+            self._asked_s = min(error.after_s, self._asked_s or error.after_s)
         log = _log.debug if self._is_offline else _log.info
         log("offline", address=address, error=str(error))
         if not self._is_offline:
@@ -148,6 +197,7 @@ class Connector:
 
     async def _converse(self, live: LiveSession, address: str) -> None:
         self._is_offline, self._farewell = False, ""
+        self._attempt = self._asked_s = None
         run_id = live.session.welcome.run_id
         require_run_id(run_id)
         try:
@@ -183,7 +233,8 @@ class Connector:
                     key = TaskKey.of(message.cancel.key)
                     self._post(Withdrawn(key, message.cancel.reason))
                 case "come_back":
-                    self._pause_s = min(max(0.0, message.come_back.after_s), _MAX_PAUSE_S)
+                    self._asked_s = message.come_back.after_s
+                    self.backoff.reset()  # it goes in good order
                     self._farewell = message.come_back.reason
                     return
                 case "receipt":

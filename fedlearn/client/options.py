@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy
 
@@ -26,6 +27,7 @@ class RuntimeOptions:
     invitation: Path | None = None
     conditions: Conditions = field(default_factory=Conditions)
     policy: Policy = field(default_factory=Policy)
+    reconnection: Reconnection = field(default_factory=Reconnection)
     num_threads: int = 1
     niceness: int = 0
     num_workers: int = 1
@@ -38,6 +40,11 @@ class Changes:
 
     conditions: Conditions
     policy: Policy
+
+
+@dataclass(frozen=True)
+class Wake:
+    """The client is to look for its coordinator now, whatever it waits for there."""
 
 
 #: To and from the JSON that another process is told.

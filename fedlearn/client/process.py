@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from fedlearn.client.conditions import Facts
 from fedlearn.client.events import AgentEvent
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions
+from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions, Wake
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
@@ -126,7 +126,7 @@ class TrainingProcess:
         with self._lock:
             return self.process.wait()
 
-    def tell(self, told: Facts | Changes) -> None:
+    def tell(self, told: Facts | Changes | Wake) -> None:
         """Send what the application knows or wants; a process that has ended does not hear it."""
         with suppress(OSError):
             self.link.sendall(json.dumps({type(told).__name__: asdict(told)}).encode() + b"\n")

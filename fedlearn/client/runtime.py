@@ -80,6 +80,7 @@ class Runtime:
             post=self._events.put_nowait,
             on_event=on_event,
             on_receipt=self._take_receipt,
+            reconnection=options.reconnection,
         )
         self._worker = Worker(
             home=self._home,
@@ -111,6 +112,10 @@ class Runtime:
         self._worker = replace(self._worker, policy=changes.policy)
         if (live := self._connector.live) is not None:
             live.tell(wire_pb2.FromClient(eligibility=self._eligibility()))
+
+    def wake(self) -> None:
+        """Look for the coordinator now instead of waiting; from the event loop's thread."""
+        self._connector.wake()
 
     async def run(self) -> bool:
         """Work until :meth:`stop`, or until consent is revoked: then local state is erased.

@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, StringConstraints
 
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config.pieces import built, declared_by, refused
@@ -79,12 +80,18 @@ class TrainingSection(Section):
     )
 
 
+@declared_by(Reconnection)
+class ReconnectionSection(Section):
+    """How soon this client looks for its coordinator again."""
+
+
 class ClientConfig(Section):
     """A client's file."""
 
     policy: PolicySection = PolicySection()
     conditions: ConditionsSection = ConditionsSection()
     training: TrainingSection = TrainingSection()
+    reconnection: ReconnectionSection = ReconnectionSection()
 
     def to_policy(self, *, require_secure_aggregation: bool = False) -> Policy:
         """Return what is refused, as the client takes it.
@@ -100,6 +107,10 @@ class ClientConfig(Section):
     def to_conditions(self) -> Conditions:
         """Return when the device may train, as the client takes it."""
         return built(Conditions, self.conditions)
+
+    def to_reconnection(self) -> Reconnection:
+        """Return how soon the coordinator is looked for again, as the client takes it."""
+        return built(Reconnection, self.reconnection)
 
 
 def load_client(path: Path | None) -> ClientConfig:

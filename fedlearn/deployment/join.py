@@ -36,6 +36,8 @@ def join(
 ) -> None:
     """Take part until SIGTERM or Ctrl-C; enrols first if that is not done.
 
+    SIGCONT has it look for its coordinator at once.
+
     The arguments are those of the command ``fedlearn join``. Without a ``home`` it is that of
     :func:`default_home`, without ``num_workers`` they are those of ``config``; ``out`` is told what
     happens, a line for each step.
@@ -56,6 +58,7 @@ def join(
         conditions=given.to_conditions(),
         policy=given.to_policy(require_secure_aggregation=require_secure_aggregation),
         num_workers=num_workers or given.training.num_workers,
+        reconnection=given.to_reconnection(),
         roster=roster,
     )
 
@@ -116,6 +119,8 @@ async def _run(runtime: Runtime) -> bool:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runtime.stop)
+    # Of all signals the one that does no harm before this line, and comes by itself after a stop.
+    loop.add_signal_handler(signal.SIGCONT, runtime.wake)
     return await runtime.run()
 
 

@@ -289,12 +289,15 @@ class Sessions:
     ) -> None:
         """Ask a client to come back in about ``after_s``; half to one and a half times."""
         about_s = self.settings.come_back_s if after_s is None else after_s
-        after_s = about_s * (0.5 + self._jitter.random())
-        come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
+        come_back = wire_pb2.ComeBack(after_s=self.spread_s(about_s), reason=reason)
         session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
         session.finish(Ending(grpc.StatusCode.OK, reason))
         self.counters.sent_away += 1
         self.leave(session)
+
+    def spread_s(self, about_s: float) -> float:
+        """Return half to one and a half times ``about_s``: clients do not come back together."""
+        return about_s * (0.5 + self._jitter.random())
 
     def _make_room(self, newcomer: ServerSession) -> None:
         """Send away whoever was here for long and is not needed, else the newcomer."""

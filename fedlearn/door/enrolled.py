@@ -44,6 +44,9 @@ class EnrolledClients:
         self._by_name: Mapping[str, EnrolledClient] = {}
         self._by_id: Mapping[ClientId, EnrolledClient] = {}
 
+    def __len__(self) -> int:
+        return len(self._by_id)
+
     async def renew(self) -> None:
         """Read the registry if it has changed; one that is away leaves the copy as it is."""
         async with self._renewing:

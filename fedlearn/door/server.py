@@ -68,6 +68,11 @@ _STOP_S = 0.5  # past the grace, for calls that were cancelled to end
 _LAST_WORD_S = 1.0  # that a client has to read the last message of its session
 _REPORT_S = 10.0  # between two lines about strangers and refused calls, which come as they like
 
+#: When whoever is not served now shall come back: soon, unless so many are enrolled that they would
+#: be more than this a second.
+_SOON_S, _MAX_RETURNS_PER_S = 1.0, 100.0
+_NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
 _MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are remembered
 _MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
 _MAX_CALLS = 16  # of one client that have not ended, over all its connections
@@ -367,7 +372,7 @@ class Door:
         self._report_refusals()
         self._exchanges.abandon()
         for session in self._sessions.all():
-            self._sessions.send_away(session, reason, after_s=1.0)
+            self._sessions.send_away(session, reason, after_s=self._soon_s())
         if not self._enrolled.is_away:  # else this would wait for a database
             await self._contacts.keep()
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
@@ -475,12 +480,18 @@ class Door:
                 who = ended.client if client is None else client
                 self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
             try:
+                if code in _NOT_NOW:
+                    after_s = self._sessions.spread_s(self._soon_s())
+                    context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:
                 # A message is still being sent to a client that does not read: its call cannot be
                 # ended in words. A call that is let go of is reset.
                 _log.info("call_dropped", client_id=None if client is None else client.client_id)
                 raise asyncio.CancelledError from error
+
+    def _soon_s(self) -> float:
+        return max(_SOON_S, len(self._enrolled) / _MAX_RETURNS_PER_S)
 
     async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
         if not self.is_leader():

@@ -3,7 +3,8 @@
 Nothing here decides anything: when to connect, what to train and what to keep is the client
 runtime's. Every call that breaks raises, in one of three ways:
 
-* :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Try later.
+* :class:`ConnectionError` (the built-in): unreachable, cut, or silent for too long. Try later;
+  where the coordinator says when, it is a :class:`ComeBackLater`.
 * :class:`~fedlearn.errors.ConnectionRefused`: the coordinator does not hear this client.
 * :class:`~fedlearn.errors.ProtocolError`: what came is not what the door says.
 
@@ -11,6 +12,7 @@ Cancelling a coroutine closes the call that it is in.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +79,18 @@ class Credentials:
     ca_pem: bytes = field(repr=False)
     certificate_pem: bytes = field(repr=False)
     tls_key_pem: bytes = field(repr=False)
+
+
+class ComeBackLater(ConnectionError):
+    """The coordinator does not serve this client now, and says when it may.
+
+    Attributes:
+        after_s: Seconds from now, >= 0; a client stays away for as long as it thinks fit.
+    """
+
+    def __init__(self, words: str, *, after_s: float) -> None:
+        super().__init__(words)
+        self.after_s = after_s
 
 
 class DoorSession:
@@ -353,6 +367,7 @@ class _Call:
         self._stall_timeout_s = stall_timeout_s
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._status: tuple[grpc.StatusCode, str] | None = None
+        self._come_back_s: float | None = None
         self._call.add_done_callback(self._remember)
 
     async def write(self, message: Message) -> None:
@@ -397,6 +412,7 @@ class _Call:
         """
         if self._status is None:
             self._status = _at_once(call.code()), _at_once(call.details()) or ""
+            self._come_back_s = _seconds(_at_once(call.trailing_metadata()))
 
     def _failure(self) -> Exception:
         """Return the exception that the call's status is for its caller."""
@@ -405,7 +421,10 @@ class _Call:
             return _Ended(f"{self._address} has ended the call")
         if code in _REFUSALS:
             return ConnectionRefused(f"{self._address} refuses: {_words(words)}")
-        return ConnectionError(f"{self._address}: {code.name}: {_words(words)}")
+        told = f"{self._address}: {code.name}: {_words(words)}"
+        if self._come_back_s is not None:
+            return ComeBackLater(told, after_s=self._come_back_s)
+        return ConnectionError(told)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -423,6 +442,16 @@ class _Call:
                 raise
             # gRPC says so to whoever waits for a call that another task has closed.
             raise ConnectionError(f"the call to {self._address} was closed") from None
+
+
+def _seconds(metadata: grpc.aio.Metadata | None) -> float | None:
+    """Return when the coordinator wants this client back; ``None``: it says nothing of use."""
+    told = dict(metadata or ()).get(wire.COME_BACK_METADATA)
+    try:
+        seconds = float(str(told))
+    except ValueError:
+        return None
+    return seconds if 0.0 <= seconds < math.inf else None
 
 
 def _at_once(answer: Coroutine[None, None, T]) -> T:

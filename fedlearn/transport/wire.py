@@ -22,6 +22,10 @@ MAX_PERSONAL_BYTES = 256 << 10
 #: Largest gRPC message that either side takes: a chunk, or a task with both its parts.
 MAX_MESSAGE_BYTES = CHUNK_BYTES + MAX_INLINE_BYTES
 
+#: What says in the trailing metadata of a call that was not served now after how many seconds the
+#: client shall come back, as a decimal number; within a session that is a message.
+COME_BACK_METADATA = "fedlearn-come-back-s"
+
 #: Seconds between a client's pings on a silent connection; the door must take such a pace.
 KEEPALIVE_S = 30
 

@@ -30,6 +30,7 @@ from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.testing import FakeCoordinator
+from fedlearn.testing.local_door import ANYWHERE
 from fedlearn.transport.grpc_client import enrol
 
 WAIT_S = 120.0
@@ -467,6 +468,34 @@ def test_the_application_knows_when_the_device_is_in_use(
         assert "asked epochs = 1, allowed at most 0" in event.message
         assert isinstance(replies.result()["laptop"], Failure)
         assert pid_of(agent) == pid
+
+
+@pytest.mark.slow
+def test_an_agent_that_was_sent_away_comes_back_when_it_is_woken(
+    tmp_path: Path, coordinator: FakeCoordinator
+) -> None:
+    """From any thread. Else it stays away for as long as a coordinator that is full has asked."""
+    coordinator.open(replace(ANYWHERE, max_connected=1, come_back_s=3000.0), run_id="f" * 32)
+    applications = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        applications.append(Application(tmp_path / name))
+    first, second = (
+        each.agent(coordinator.invite(each.folder.name), trainer=f"{each.trainer}:small")
+        for each in applications
+    )
+    with first, second:
+        first.give_consent()
+        applications[0].wait_for(EventKind.CONNECTED)
+        second.give_consent()
+        farewell = applications[1].wait_for(EventKind.DISCONNECTED).message
+        assert farewell == "the coordinator has enough clients for now"
+        first.stop(wait=WAIT_S)
+        assert not second.status().is_connected
+        waking = threading.Thread(target=second.wake)
+        waking.start()
+        waking.join()
+        applications[1].wait_for(EventKind.CONNECTED)
 
 
 @pytest.mark.slow

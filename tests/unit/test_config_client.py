@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config import ClientConfig, load_client
@@ -42,6 +43,10 @@ between = ["22:00", "06:00"]
 
 [training]
 num_workers = 4
+
+[reconnection]
+max_backoff_s = 20.0
+max_absence_s = 600.0
 """
 
 
@@ -56,6 +61,7 @@ def test_without_a_file_it_is_what_applications_have_by_default(tmp_path: Path) 
     for config in (load_client(None), load(tmp_path, "")):
         assert config.to_policy() == Policy()
         assert config.to_conditions() == Conditions()
+        assert config.to_reconnection() == Reconnection()
         assert config.training.num_workers == 1
 
 
@@ -87,11 +93,14 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
     assert config.to_conditions() == conditions
     assert config.training.num_workers == 4
+    reconnection = Reconnection(max_backoff_s=20.0, max_absence_s=600.0)
+    assert config.to_reconnection() == reconnection
     for value, default in (
         (secure, SecureAggregationPolicy()),
         (privacy, PrivacyPolicy()),
         (policy, Policy()),
         (conditions, Conditions()),
+        (reconnection, Reconnection()),
     ):
         assert not vars(value).items() & vars(default).items()
 

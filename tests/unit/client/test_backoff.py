@@ -1,19 +1,46 @@
 """Waits grow, end somewhere, and are not those of the neighbours."""
 
-from fedlearn.client.backoff import Backoff
+import math
+
+import pytest
+
+from fedlearn.client.backoff import Backoff, Reconnection
+from fedlearn.errors import ConfigError
 
 
-def test_waits_double_up_to_five_minutes() -> None:
+def test_waits_double_up_to_their_bound() -> None:
     """Their upper bounds do; a success begins anew."""
-    waits = Backoff(jitter=lambda: 1.0)
-    assert [waits.next_s() for _ in range(11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    waits = Backoff(max_s=60.0, jitter=lambda: 1.0)
+    assert [waits.next_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     waits.reset()
     assert waits.next_s() == 1.0
 
 
+def test_a_bound_below_a_second_holds_from_the_first_wait_on() -> None:
+    waits = Backoff(max_s=0.25, jitter=lambda: 1.0)
+    assert [waits.next_s() for _ in range(2)] == [0.25, 0.25]
+
+
 def test_waits_differ_between_clients() -> None:
     """All values below the bound are as likely."""
-    waits = [Backoff().next_s() for _ in range(400)]
+    waits = [Backoff(max_s=60.0).next_s() for _ in range(400)]
     assert min(waits) < 1 / 16
     assert max(waits) > 15 / 16
     assert 0.4 < sum(waits) / len(waits) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "granted_s"),
+    [(1.5, 1.5), (0.0, 0.5), (-1.0, 0.5), (1e9, 90.0), (math.inf, 90.0), (math.nan, 0.5)],
+)
+def test_no_coordinator_sends_a_client_away_for_ever_or_has_it_come_all_the_time(
+    asked_s: float, granted_s: float
+) -> None:
+    """Whatever it asks."""
+    assert Reconnection(max_absence_s=90.0).absence_s(asked_s) == granted_s
+
+
+def test_bounds_that_are_none_are_refused() -> None:
+    """With their place."""
+    with pytest.raises(ConfigError, match=r"reconnection\.max_backoff_s is 0"):
+        Reconnection(max_backoff_s=0.0)

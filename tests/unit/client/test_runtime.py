@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,14 @@ import pytest
 import structlog
 import torch
 from safetensors.torch import load
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client import runtime
+from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions, Device, Facts
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -1193,6 +1196,73 @@ def test_a_client_that_is_sent_away_stays_away(home: Home, door: ScriptedDoor) -
         assert running.wait_for(EventKind.DISCONNECTED).message == "the run is done"
         running.wait_for(EventKind.CONNECTED)
         assert SystemClock().now_s() - begin_s >= 1.4
+
+
+def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedDoor) -> None:
+    """The client has a bound of its own."""
+    with client(home, Quick(), reconnection=Reconnection(max_absence_s=0.6)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(come_back=wire_pb2.ComeBack(after_s=1e9))
+        running.wait_for(EventKind.CONNECTED)
+
+
+def test_waking_a_client_ends_an_absence_and_the_next_one_is_as_long_as_asked(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """One that is connected is awake already: waking it saves up nothing."""
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.push(come_back=wire_pb2.ComeBack(after_s=3000.0))
+        running.wait_for(EventKind.DISCONNECTED)
+        running.call(running.runtime.wake)
+        running.wait_for(EventKind.CONNECTED)
+        running.call(running.runtime.wake)
+        begin_s = SystemClock().now_s()
+        door.push(come_back=wire_pb2.ComeBack(after_s=1.0))
+        running.wait_for(EventKind.CONNECTED)
+        assert SystemClock().now_s() - begin_s >= 0.9
+
+
+def test_waking_a_client_ends_an_attempt_that_nobody_answers(
+    tmp_path: Path, door: ScriptedDoor
+) -> None:
+    """As where a network has changed: the next address is tried at once, and pauses with it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        addresses = (f"{host}:{port}", door.address)
+        home = Home(tmp_path / "client")
+        home.set_consent(granted=True)
+        home.keys.coming_identity()
+        invitation = replace(invitation_to(door), addresses=addresses)
+        home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
+        with client(home, Quick()) as running:
+            stream, _ = silent.accept()  # it says nothing to it
+            with stream:
+                begin_s = SystemClock().now_s()
+                running.call(running.runtime.wake)
+                assert running.wait_for(EventKind.CONNECTED).message == door.address
+                assert SystemClock().now_s() - begin_s < 15.0  # gRPC's own patience is 20 s
+
+
+def test_an_address_that_refuses_costs_no_pause_where_there_is_another(
+    tmp_path: Path, door: ScriptedDoor
+) -> None:
+    """A coordinator that stands by is the first of two."""
+    closed = socket.create_server(("127.0.0.1", 0))
+    host, port = closed.getsockname()
+    closed.close()
+    home = Home(tmp_path / "client")
+    home.set_consent(granted=True)
+    home.keys.coming_identity()
+    invitation = replace(invitation_to(door), addresses=(f"{host}:{port}", door.address))
+    home.keys.enrol(invitation, certificate_pem=b"", client_id=ClientId(3))
+    with capture_logs() as logs, client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        assert not [each for each in logs if each["event"] == "pause"]
+        door.end_session()
+        running.wait_for(EventKind.DISCONNECTED)
+        running.wait_for(EventKind.CONNECTED)
+        assert len([each for each in logs if each["event"] == "pause"]) == 1
 
 
 @pytest.mark.parametrize("request_", [train_request(), EVALUATE], ids=["training", "evaluation"])

@@ -46,7 +46,12 @@ from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
 from fedlearn.transport.content import digest_of, signed_bytes
-from fedlearn.transport.grpc_client import NAME_METADATA, DoorConnection, DoorSession
+from fedlearn.transport.grpc_client import (
+    NAME_METADATA,
+    ComeBackLater,
+    DoorConnection,
+    DoorSession,
+)
 
 T = TypeVar("T")
 
@@ -1106,8 +1111,9 @@ def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
     member.answer(task, train_reply(1.0))
     exchange.take()
     assert exchange.end() == 1
-    with pytest.raises(ConnectionError, match="stands by"):
+    with pytest.raises(ComeBackLater, match="stands by") as told:
         site.enrol("another").connect(door)
+    assert 0.5 <= told.value.after_s <= 1.5
     assert member.told.empty()
     site.is_leader = True
     assert member.hear_receipt().verdict == Receipt.ACCEPTED
@@ -1479,6 +1485,19 @@ def test_stopping_asks_clients_to_come_back(site: Site) -> None:
     assert told is not None
     assert 0.0 < told.come_back.after_s <= 2.0
     assert member.hear() is None
+
+
+def test_the_more_clients_there_are_the_later_they_come_back(site: Site) -> None:
+    """So that no more than some hundred a second do, each at a moment of its own."""
+    for number in range(400):
+        site.enrol(f"absent-{number}")
+    door = site.open()
+    members = site.connected(door, 8)
+    site.shut(door)
+    told = [each for each in (member.hear() for member in members) if each is not None]
+    after_s = [each.come_back.after_s for each in told]
+    assert len(set(after_s)) == 8
+    assert 2.0 < min(after_s) <= max(after_s) < 6.2
 
 
 def test_the_status_says_how_far_each_client_is(site: Site) -> None:

@@ -334,6 +334,35 @@ def test_a_status_becomes_a_refusal_or_a_failure_with_the_coordinators_words(
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("told", "after_s"),
+    [
+        ("2.5", 2.5),
+        ("0", 0.0),
+        ("-1", None),
+        ("nan", None),
+        ("inf", None),
+        ("soon", None),
+        (None, None),
+    ],
+)
+def test_when_to_come_back_is_heard_if_it_is_a_time(
+    told: str | None, after_s: float | None
+) -> None:
+    async def aborts(door: Door, context: Context) -> None:
+        metadata = () if told is None else ((wire.COME_BACK_METADATA, told),)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "not now", metadata)
+
+    async def test() -> None:
+        async with serving(Door(session=aborts)) as address, connecting(address) as connection:
+            with pytest.raises(ConnectionError, match="not now") as caught:
+                async with connection.session(HELLO):
+                    pass
+        assert getattr(caught.value, "after_s", None) == after_s
+
+    run(test)
+
+
 def test_a_refusal_is_heard_even_where_it_races_with_what_the_client_sends() -> None:
     async def test() -> None:
         door = Door(session=_aborting(grpc.StatusCode.PERMISSION_DENIED))
