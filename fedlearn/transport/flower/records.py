@@ -63,6 +63,12 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     return header, payload.data
 
 
+def num_bytes(content: RecordDict) -> int:
+    """Return the size of the arrays in a message."""
+    records = content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
+
+
 def key_header(key: TaskKey, *, personal: bytes = b"") -> ConfigRecord:
     """Return the header of a request, with what one client alone is sent beside the payload."""
     numbers = {name: getattr(key, name) for name in _NUMBERS}
