@@ -110,6 +110,11 @@ def coordinate(
     """
     if insecure:
         _require_loopback(places.config)
+    if places.config.flower.is_foreign:
+        raise ConfigError(
+            'flower.client_apps is "flower", but this coordinator serves fedlearn\'s clients over '
+            "gRPC; leave it out, or run the app by `flwr run`"
+        )
     pieces = build.deployment(places.config, data_dir=places.addresses.data_dir)
     if insecure:
         require_plain(pieces)
