@@ -15,6 +15,7 @@ from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import (
     CohortSampler,
@@ -276,7 +277,28 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     pieces = _bounded(_distilling(pieces))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
-    return _deployed_privately(pieces) if config.privacy.is_on else pieces
+    pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
+    if config.flower.is_foreign:
+        _require_nothing_of_clients(pieces.algorithm)
+    return pieces
+
+
+def _require_nothing_of_clients(algorithm: Strategy) -> None:
+    """Refuse an algorithm whose clients do more than to train and to return their model."""
+    own = OwnTraining()
+    asked = {
+        "gives clients things of their own to do": isinstance(algorithm, PerClient),
+        f"needs the lane {algorithm.lanes[-1].name!r} of clients": len(algorithm.lanes) > 1,
+        "changes updates before they leave their clients": bool(algorithm.transforms),
+        "says how clients train": algorithm.local != own,
+    }
+    problem = next((text for text, is_asked in asked.items() if is_asked), None)
+    if problem is not None:
+        raise ConfigError(
+            f"algorithm.name: {type(algorithm).__name__} {problem}, but flower.client_apps is "
+            '"flower", whose ClientApps train as they are written and return their model; take '
+            'another algorithm (fedavg, fedadam, ...), or set flower.client_apps to "fedlearn"'
+        )
 
 
 def _deployed_privately(pieces: Deployment) -> Deployment:

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.client.judging import Judge
 from fedlearn.client.policy import Policy
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import Failure
-from fedlearn.errors import DeploymentError, PolicyViolation
+from fedlearn.core.messages import Failure, Settings
+from fedlearn.errors import DeploymentError, PolicyViolation, SettingsRefused
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.session.pins import PinFile
@@ -28,13 +31,21 @@ from fedlearn.training.trainer import (
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Keys, Mod, Node
 
-__all__ = ["Node", "client_app"]
+__all__ = ["Node", "client_app", "settings_for"]
+
+#: What Flower's examples and strategies call settings.
+_USUAL_NAMES: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "local_epochs": "epochs",
+    "proximal_mu": "proximal",
+}
 
 
 def client_app(
     make_trainer: Callable[[Node], LocalTrainer],
     *,
     policy_of: Callable[[Node], Policy],
+    local: LocalUpdate | None = None,
     mods: Sequence[Mod] = (),
 ) -> flower.ClientApp:
     """Return the Flower ClientApp of a client that trains with ``make_trainer``'s result.
@@ -50,6 +61,9 @@ def client_app(
         policy_of: Returns what the client of a node refuses; likewise called once a message. An
             error in it goes to the coordinator with its traceback.
             :func:`fedlearn.deployment.flower_node.node_policy` reads the node's configuration.
+        local: How to train where one of Flower's own strategies asks
+            (``flwr.serverapp.strategy.FedAvg``), which has no settings of fedlearn's; what its
+            config says wins (see :func:`settings_for`). Without it such a client refuses.
         mods: Flower's mods around the app, the first one outermost. They see encoded requests and
             signed replies, which the coordinator refuses if one changes them.
     """
@@ -77,7 +91,43 @@ def client_app(
 
         return handle
 
-    return flower.client_app(answer, mods=mods)
+    return flower.client_app(answer, settings_of=partial(settings_for, local), mods=mods)
+
+
+def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
+    """Return how to train for one of Flower's own strategies.
+
+    Every entry of its config is a setting, with dashes read as underscores: it takes the place of
+    that of ``local``, and one that the trainer does not honour is refused. ``lr`` and
+    ``local-epochs``, as Flower's examples have them, are ``learning_rate`` and ``epochs``;
+    ``proximal-mu`` of Flower's FedProx adds its term.
+
+    Args:
+        local: What the client does otherwise; ``None``: nobody has said.
+        config: Of the message, without ``server-round``.
+
+    Raises:
+        SettingsRefused: Nobody has said.
+
+    Example:
+        >>> from fedlearn.algorithms.local import LocalSgd
+        >>> local = LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
+        >>> settings = settings_for(local, {"lr": 0.5, "batch-size": 4})
+        >>> settings["learning_rate"], settings["batch_size"], settings["epochs"]
+        (0.5, 4, 1)
+    """
+    if local is None:
+        raise SettingsRefused(
+            "this client does not say how it trains for Flower's own strategies; give "
+            "client_app(local=...) a LocalSgd, say, or run fedlearn's ServerApp"
+        )
+    named = {name.replace("-", "_"): value for name, value in config.items()}
+    asked = {_USUAL_NAMES.get(name, name): value for name, value in named.items()}
+    if asked.get("proximal"):
+        local = Proximal(inner=local, proximal=1.0)  # of which the value is laid over
+    else:
+        asked.pop("proximal", None)
+    return {**settings_of(local), **asked}
 
 
 def _pin_file(node: Node, keys: Keys) -> PinFile | None:

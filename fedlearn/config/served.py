@@ -32,6 +32,7 @@ COMPUTED: Final = frozenset(
         "evaluation",
         "early_stopping",
         "engine",
+        "flower",
     ]
 )
 

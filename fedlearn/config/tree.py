@@ -22,6 +22,7 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
+from fedlearn.config.flower import FlowerSection
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
@@ -187,6 +188,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     store: StoreSection = StoreSection()
     coordinator: CoordinatorSection = CoordinatorSection()
+    flower: FlowerSection = FlowerSection()
 
     @model_validator(mode="before")
     @classmethod
@@ -194,9 +196,9 @@ class Config(Section):
         """Let what is written in one table stand for what is not in another.
 
         The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
-        local training that defines it, data other than the main job's bring no stragglers, and
-        privacy brings the sampling that it accounts for most tightly, and no weights, or, where
-        clients add the noise, secure aggregation.
+        local training that defines it, ClientApps of others bring their own, data other than the
+        main job's bring no stragglers, and privacy brings the sampling that it accounts for most
+        tightly, and no weights, or, where clients add the noise, secure aggregation.
         """
         if not isinstance(raw, dict):
             return raw
@@ -207,6 +209,10 @@ class Config(Section):
             implied["algorithm"] = {**algorithm, "name": "python", "factory": name}
         if name == "fedsgd" and isinstance(client, dict):
             implied["client"] = {"epochs": 1, "batch_size": "all"} | client
+        flower = raw.get("flower")
+        is_foreign = isinstance(flower, dict) and flower.get("client_apps") == "flower"
+        if is_foreign and isinstance(client, dict):
+            implied["client"] = {"optimizer": "own"} | client
         source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
         for key, other in OTHER_DATA.items():
             table = raw.get(key, {})
@@ -226,6 +232,8 @@ class Config(Section):
         if self.privacy.is_on:
             yield from self._not_private()
         yield from self._unbounded()
+        if self.flower.is_foreign:
+            yield from self._beyond_foreign_apps()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
         if self.centralized and self.coordinator.training.is_on:
@@ -252,6 +260,45 @@ class Config(Section):
             if key is not None and value != default:
                 text = f"is {shown(value)}, but {key} is on, which clips; leave it out"
                 yield Problem((f"updates.{name}", key), text)
+
+    def _beyond_foreign_apps(self) -> Iterator[Problem]:
+        """Refuse what ClientApps that know nothing of fedlearn would not do."""
+        apps, own = "flower.client_apps", CLIENTS.of("own").model_dump()
+        whose = 'flower.client_apps is "flower", whose ClientApps'
+        if self.secure_aggregation.is_on:
+            text = (
+                f"is {shown(self.secure_aggregation.mode)}, but {whose} send what they have learnt"
+            )
+            yield Problem(
+                ("secure_aggregation.mode", apps), f'{text} in the clear; set it to "off"'
+            )
+        if self.privacy.mode in ("distributed", "local", "example"):
+            text = (
+                f"is {shown(self.privacy.mode)}, but {whose} add no noise and clip no gradients; "
+                'set it to "central", where the coordinator does both, or to "off"'
+            )
+            yield Problem(("privacy.mode", apps), text)
+        if self.privacy.is_on and self.privacy.clip_quantile is not None:
+            text = (
+                f"is {self.privacy.clip_quantile}, but {whose} do not tell whether their update "
+                "is below a norm; leave it out"
+            )
+            yield Problem(("privacy.clip_quantile", apps), text)
+        if self.cohort.sampling == "cyclic":
+            text = (
+                f'is "cyclic", but {whose} are known by their node, which has another id when it '
+                'comes back, and another turn; use "uniform" or "poisson"'
+            )
+            yield Problem(("cohort.sampling", apps), text)
+        asked = self.client.model_dump(exclude={"trainer", "trainer_args"})
+        name = next((name for name in asked if asked[name] != own.get(name)), None)
+        if name is not None:
+            remedy = 'set it to "own"' if name == "optimizer" else "leave it out"
+            text = (
+                f"is {shown(asked[name])}, but {whose} train as they are written; {remedy}, and "
+                "give what they read in flower.train_config"
+            )
+            yield Problem((f"client.{name}", apps), text)
 
     def _more_than_a_step(self) -> Iterator[Problem]:
         """Refuse local training other than FedSGD's; without batches, the order is nothing."""

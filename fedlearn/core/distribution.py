@@ -12,7 +12,7 @@ Direction: TypeAlias = Literal["max", "min"]
 """Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
 
 #: What is recorded of each metric over clients, as ``clients/NAME_PART``.
-PARTS = ("mean", "p10", "p50", "p90", "worst_decile")
+PARTS = ("mean", "p10", "p50", "p90", "worst_decile", "by_examples")
 
 _OVER_CLIENTS = re.compile(rf"clients/(.+)_({'|'.join(PARTS)})")
 
@@ -31,6 +31,35 @@ def split(name: str) -> tuple[str, str | None]:
     """
     found = _OVER_CLIENTS.fullmatch(name)
     return (name, None) if found is None else (found[1], found[2])
+
+
+def by_examples(
+    per_client: Mapping[str, NDArray[np.float64]], num_examples: Mapping[str, NDArray[np.int64]]
+) -> dict[str, float]:
+    """Return the mean of each metric over clients that count by their examples.
+
+    It is the mean over all of their examples, where a client's value is that over its own.
+    Non-finite values are left out.
+
+    Args:
+        per_client: By metric one value per client.
+        num_examples: By metric those clients' examples, >= 1.
+
+    Returns:
+        ``clients/NAME_by_examples`` per metric.
+
+    Example:
+        >>> by_examples({"loss": np.array([1.0, 2.0])}, {"loss": np.array([30, 10])})
+        {'clients/loss_by_examples': 1.25}
+    """
+    metrics: dict[str, float] = {}
+    for name, values in per_client.items():
+        is_finite = np.isfinite(values)
+        if is_finite.any():
+            weights = num_examples[name][is_finite].astype(np.float64)
+            mean = np.average(values[is_finite], weights=weights)
+            metrics[f"clients/{name}_by_examples"] = float(mean)
+    return metrics
 
 
 def distribution(

@@ -5,7 +5,7 @@ tensors enter from a module or from the wire. Shape legend of the whole package:
 one model, B clients in a block, so ``deltas_BP``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -212,3 +212,28 @@ class Params:
     def with_vector(self, vector: Tensor) -> Self:
         """Return the same model with other values."""
         return replace(self, vector=vector)
+
+
+def difference(
+    local: Mapping[str, Tensor], start: Mapping[str, Tensor], *, order: Sequence[str]
+) -> Tensor:
+    """Return local minus start as one vector: float64 if any tensor of the start is, else float32.
+
+    Args:
+        local: A client's model by name, of any device and floating-point dtype.
+        start: What it began with, of the same shapes.
+        order: The names of what is averaged, in the order in which they make one vector.
+
+    Example:
+        >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
+        >>> difference({"w": torch.ones(2), "b": torch.zeros(1)}, start, order=["b", "w"])
+        tensor([-1.,  1.,  1.])
+    """
+    is_double = any(start[name].dtype == torch.float64 for name in order)
+    sizes = [start[name].numel() for name in order]
+    vector = torch.empty(sum(sizes), dtype=torch.float64 if is_double else torch.float32)
+    for name, part in zip(order, vector.split(sizes), strict=True):
+        # In the wider of both precisions: rounding the global model would be an update.
+        value = torch.sub(local[name], start[name].to(local[name].device))
+        part.view(start[name].shape).copy_(value)
+    return vector

@@ -49,7 +49,7 @@ from fedlearn.store.patience import Patience
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.transport import flower
-from fedlearn.transport.flower import Federation, FlowerChannel
+from fedlearn.transport.flower import Federation, FlowerChannel, StockChannel, StockRecords
 
 #: In the folder of runs: the coordinator's identity, the same for all of them, so that nodes may
 #: be told of it beforehand.
@@ -146,7 +146,7 @@ class _Served:
     site: Site
     interruption: Interruption
     paused: threading.Event = field(default_factory=threading.Event)
-    channel: FlowerChannel = field(init=False)
+    channel: FlowerChannel | StockChannel = field(init=False)
     identity: Identity | None = field(init=False)
     live_status: LiveStatus = field(init=False)
     patiently: Patience = field(init=False)
@@ -156,13 +156,7 @@ class _Served:
         self.identity = (
             None if pieces.secure is None else coordinator_identity(self.site.addresses.runs_dir)
         )
-        self.channel = FlowerChannel(
-            grid=self.federation.grid,
-            run_id=self.federation.run_id,
-            clock=self.interruption,
-            patience_s=self.patience_s,
-            coordinator_key=b"" if self.identity is None else self.identity.public_key,
-        )
+        self.channel = self._stock_channel() if pieces.config.flower.is_foreign else self._channel()
         self.live_status = LiveStatus(
             num_rounds=pieces.config.num_rounds,
             num_wanted=policy.num_wanted,
@@ -171,6 +165,28 @@ class _Served:
             measures=tuple(pieces.directions),
         )
         self.patiently = Patience(clock=self.interruption, give_up_s=_DATABASE_AWAY_S, log=log)
+
+    def _channel(self) -> FlowerChannel:
+        return FlowerChannel(
+            grid=self.federation.grid,
+            run_id=self.federation.run_id,
+            clock=self.interruption,
+            patience_s=self.patience_s,
+            coordinator_key=b"" if self.identity is None else self.identity.public_key,
+        )
+
+    def _stock_channel(self) -> StockChannel:
+        told = self.pieces.config.flower
+        return StockChannel(
+            grid=self.federation.grid,
+            clock=self.interruption,
+            patience_s=self.patience_s,
+            records=StockRecords.of(
+                self.pieces.make_model(),
+                train_config=told.train_config,
+                evaluate_config=told.evaluate_config,
+            ),
+        )
 
     @property
     def patience_s(self) -> float:
@@ -291,18 +307,20 @@ class _Served:
         notes = [f"Flower run {self.federation.run_id}"]
         if not self.pieces.config.name:
             notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" goes on')
+        if isinstance(self.channel, StockChannel):
+            notes.append("the nodes' own ClientApps train, each known by its node's id")
         if self.identity is not None:
             pin = f'coordinator-key="{self.identity.public_key.hex()}"'
             notes.append(f"nodes may pin this coordinator: --node-config '{pin}'")
         return notes
 
     def _identities(self) -> Identities | None:
-        if self.identity is None:
+        if self.identity is None or not isinstance(channel := self.channel, FlowerChannel):
             return None
         return Identities.of(
             self.federation.run_id,
             signer=self.identity,
-            directory=lambda: self.channel.identity_keys,
+            directory=lambda: channel.identity_keys,
         )
 
 

@@ -111,6 +111,7 @@ def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
             cohort=partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed),
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
+            weighs=pieces.config.flower.is_foreign,  # as Flower's own strategies tell it
         )
 
 

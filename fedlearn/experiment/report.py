@@ -7,7 +7,7 @@ the template's environment, and nowhere else.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
 from fedlearn.core.collecting import Status
-from fedlearn.core.distribution import PARTS
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
@@ -41,6 +40,14 @@ from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
 _PANEL_INCHES = (6.6, 3.2)
+_PART_TITLES: Mapping[str, str] = {
+    "mean": "mean",
+    "p10": "10th percentile",
+    "p50": "median",
+    "p90": "90th percentile",
+    "worst_decile": "worst tenth, mean",
+    "by_examples": "mean by examples",
+}
 _SHOWN_REASONS = 20
 
 
@@ -81,12 +88,22 @@ def page(
         summary=summary,
         tiles=list(_tiles(summary, leading_metric(record))),
         curves=[Markup(svg(each, inches=_PANEL_INCHES)) for each in panels([(record, rounds)])],  # noqa: S704 (ours)
-        client_parts=PARTS,
+        client_parts=_client_parts(summary),
         client_map=_Map.of(rounds),
         reasons=summary.reasons[:_SHOWN_REASONS],
         config=config,
         is_reproducible=is_reproducible,
     )
+
+
+def _client_parts(summary: Summary) -> dict[str, str]:
+    """Return what is told of a metric over clients, and in words; some only where it is there."""
+    measured = {part for spread in summary.client_metrics().values() for part in spread}
+    return {
+        part: title
+        for part, title in _PART_TITLES.items()
+        if part in measured or part != "by_examples"
+    }
 
 
 def _shown(value: Any) -> Any:  # of any type that a template prints

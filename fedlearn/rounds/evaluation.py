@@ -6,10 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
-from fedlearn.core.distribution import Direction, distribution
+from fedlearn.core.distribution import Direction, by_examples, distribution
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.params import Params
 from fedlearn.core.reported import named, usual
+from fedlearn.rounds.plain import MAX_EXAMPLES
 from fedlearn.transport.base import Channel, ask_once
 
 
@@ -48,12 +49,14 @@ class ChannelEvaluator:
         directions: Of the metrics that the run knows, which way is better. Clients may measure
             others: of those the spread is recorded without a worst decile.
         deadline_s: Seconds to wait for them.
+        weighs: Whether the means by examples are recorded as well.
     """
 
     channel: Channel
     cohort: Callable[[int], Sequence[ClientId]]
     directions: Mapping[str, Direction]
     deadline_s: float
+    weighs: bool = False
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
         """Return the distribution over the clients that answered in time."""
@@ -66,15 +69,22 @@ class ChannelEvaluator:
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):
             reply = arrival.reply
             if isinstance(reply, EvaluateReply) and reply.round_num == round_num:
+                if self.weighs and not 1 <= reply.num_examples <= MAX_EXAMPLES:
+                    arrival.refuse(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
+                    continue
                 replies.append(reply)
             elif not isinstance(reply, Failure):
                 arrival.refuse(f"{type(reply).__name__} does not measure round {round_num}")
         by_name: dict[str, list[float]] = {}
+        examples: dict[str, list[int]] = {}
         for reply in replies:
             for name, value in named(reply.metrics).items():
                 by_name.setdefault(name, []).append(value)
+                examples.setdefault(name, []).append(reply.num_examples)
         counts = {name: len(values) for name, values in by_name.items()}
         known = usual(counts, num_replies=len(replies))
-        return distribution(
-            {name: np.asarray(by_name[name]) for name in known}, directions=self.directions
-        )
+        per_client = {name: np.asarray(by_name[name]) for name in known}
+        spread = distribution(per_client, directions=self.directions)
+        if self.weighs:
+            spread |= by_examples(per_client, {name: np.asarray(examples[name]) for name in known})
+        return spread

@@ -12,6 +12,7 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.settings import has_own_noise, require_honoured, transforms_from
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
+from fedlearn.core.params import difference
 from fedlearn.core.soundness import is_sound, unsound
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
@@ -118,21 +119,19 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
     unknown = [name for name in tensors if name not in request.tensors]
     if unknown:
         raise UnusableResult(f"the trainer returned {unknown[0]!r}, which the model does not have")
-    is_double = any(request.tensors[name].dtype == torch.float64 for name in order)
-    sizes = [request.tensors[name].numel() for name in order]
-    vector = torch.empty(sum(sizes), dtype=torch.float64 if is_double else torch.float32)
-    for name, part in zip(order, vector.split(sizes), strict=True):
-        value, start = _tensor(tensors[name], what=repr(name)), request.tensors[name]
-        if value.shape != start.shape:
+    local = dict[str, Tensor]()
+    for name in order:
+        local[name], start = _tensor(tensors[name], what=repr(name)), request.tensors[name]
+        if local[name].shape != start.shape:
             raise UnusableResult(
-                f"the trainer returned {name!r} of shape {tuple(value.shape)}, but the model's is "
-                f"{tuple(start.shape)}"
+                f"the trainer returned {name!r} of shape {tuple(local[name].shape)}, but the "
+                f"model's is {tuple(start.shape)}"
             )
-        if not value.is_floating_point():
-            raise UnusableResult(f"the trainer returned {name!r} as {value.dtype}; it is a float")
-        # In the wider of both precisions: rounding the global model would be an update.
-        part.view(start.shape).copy_(torch.sub(value, start.to(value.device)))
-    return vector
+        if not local[name].is_floating_point():
+            raise UnusableResult(
+                f"the trainer returned {name!r} as {local[name].dtype}; it is a float"
+            )
+    return difference(local, request.tensors, order=order)
 
 
 def _tensor(value: object, *, what: str) -> Tensor:

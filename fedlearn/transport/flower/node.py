@@ -3,28 +3,41 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import structlog
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedlearn.core.messages import ClientId, Settings
-from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Settings, TrainReply
+from fedlearn.errors import DeploymentError, ProtocolError, SettingsRefused
 from fedlearn.identity.identity import Identity
+from fedlearn.transport.base import reply_in
 from fedlearn.transport.flower.node_store import NodeStore, folder_of, node_store_of, read_key
 from fedlearn.transport.flower.records import (
     HELLO,
     KEY_BYTES,
     MAX_INTEGER,
     card_of,
+    is_foreign,
     personal_in,
+    refusal,
     run_id_of,
     signable_key,
     signed_reply,
     unpacked,
 )
+from fedlearn.transport.flower.stock_records import (
+    SettingsOf,
+    evaluate_request,
+    evaluated,
+    train_request,
+    trained,
+)
 from fedlearn.transport.wire_pb2 import TaskKey
+
+_ReplyT = TypeVar("_ReplyT", TrainReply, EvaluateReply)
 
 #: What Flower calls with a message in place of the app, which it is given to call in turn.
 Mod: TypeAlias = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
@@ -68,41 +81,98 @@ class Answer(Protocol):
 
 
 def client_app(
-    make_answer: Callable[[Node, Keys], Answer], *, mods: Sequence[Mod] = ()
+    make_answer: Callable[[Node, Keys], Answer],
+    *,
+    settings_of: SettingsOf,
+    mods: Sequence[Mod] = (),
 ) -> ClientApp:
     """Return a Flower ClientApp that answers every message with what ``make_answer`` returns.
 
-    Flower's ``mods`` are around that, in their order: they see signed replies.
-
     That is called once a message: Flower starts a process for each. What it raises goes to the
-    coordinator with its traceback.
-    """
-    app = ClientApp(mods=list(mods))
+    coordinator with its traceback. A message of one of Flower's own strategies is answered as it
+    expects, what cannot be by an error with the reason.
 
-    def answer(message: Message, context: Context) -> Message:
+    Args:
+        make_answer: Returns what answers at a node.
+        settings_of: Returns how to train where one of Flower's strategies asks, by its config; or
+            raises SettingsRefused.
+        mods: Flower's, around the app in their order: they see signed replies.
+    """
+    node = _Answering(make_answer, settings_of)
+    app = ClientApp(mods=list(mods))
+    app.train()(node.train)
+    app.evaluate()(node.evaluate)
+    app.query()(_introduce)
+    return app
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """Answers fedlearn's coordinator, and Flower's own strategies."""
+
+    make_answer: Callable[[Node, Keys], Answer]
+    settings_of: SettingsOf
+
+    def train(self, message: Message, context: Context) -> Message:
+        if not is_foreign(message.content):
+            return self._signed(message, context)
+        try:
+            seed = context.run_id & MAX_INTEGER
+            request = train_request(message.content, settings_of=self.settings_of, seed=seed)
+            reply = _reply_in(self._answered(context, encode(request))[0], TrainReply)
+        except (ProtocolError, SettingsRefused) as error:
+            return refusal(message, str(error))
+        return Message(trained(reply, request, message.content), reply_to=message)
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        if not is_foreign(message.content):
+            return self._signed(message, context)
+        try:
+            request = evaluate_request(message.content)
+            reply = _reply_in(self._answered(context, encode(request))[0], EvaluateReply)
+        except ProtocolError as error:
+            return refusal(message, str(error))
+        return Message(evaluated(reply), reply_to=message)
+
+    def _signed(self, message: Message, context: Context) -> Message:
         header, data = unpacked(message.content)
-        node, key, personal = _node(context), signable_key(header, context), personal_in(header)
+        key, personal = signable_key(header, context), personal_in(header)
+        reply, identity = self._answered(context, data, personal=personal)
+        client = _node(context).client_id
+        return signed_reply(message, reply, key=key, client=client, by=identity)
+
+    def _answered(
+        self, context: Context, data: bytes, *, personal: bytes = b""
+    ) -> tuple[bytes, Identity]:
+        """Return the encoded reply, and who may sign it; what the client keeps is kept."""
+        node = _node(context)
         with node_store_of(context) as store:
             before, keys = store.state, _keys(context, store)
-            reply, after = make_answer(node, keys)(data, before, personal=personal)
+            reply, after = self.make_answer(node, keys)(data, before, personal=personal)
             if after != before:
                 store.keep(after)
-        return signed_reply(message, reply, key=key, client=node.client_id, by=keys.identity)
+        return reply, keys.identity
 
-    def introduce(message: Message, context: Context) -> Message:
-        node = _node(context)
-        _, shown = unpacked(message.content)
-        with node_store_of(context) as store:
-            _meet(shown, context, store)
-            identity = store.identity
-        card = card_of(context.node_id, identity.public_key)
-        key = TaskKey(run_id=run_id_of(context), kind=HELLO)
-        return signed_reply(message, card, key=key, client=node.client_id, by=identity)
 
-    app.train()(answer)
-    app.evaluate()(answer)
-    app.query()(introduce)
-    return app
+def _introduce(message: Message, context: Context) -> Message:
+    node = _node(context)
+    _, shown = unpacked(message.content)
+    with node_store_of(context) as store:
+        _meet(shown, context, store)
+        identity = store.identity
+    card = card_of(context.node_id, identity.public_key)
+    key = TaskKey(run_id=run_id_of(context), kind=HELLO)
+    return signed_reply(message, card, key=key, client=node.client_id, by=identity)
+
+
+def _reply_in(data: bytes, kind: type[_ReplyT]) -> _ReplyT:
+    """Return a reply; raise ProtocolError with its reason where it is a failure."""
+    reply = reply_in(data)
+    if not isinstance(reply, kind):
+        raise ProtocolError(
+            reply.reason if isinstance(reply, Failure) else f"a {type(reply).__name__} is no answer"
+        )
+    return reply
 
 
 def _node(context: Context) -> Node:

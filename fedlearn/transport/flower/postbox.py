@@ -15,7 +15,6 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.messages import Failure
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.flower.records import error_of
-from fedlearn.transport.wire_pb2 import TaskKey
 
 #: Runs a function on the side; the default is a thread that does not keep the process alive.
 Start = Callable[[Callable[[], None]], None]
@@ -67,10 +66,8 @@ class Sent:
     """A message on its way to a node and back; threads set what it comes to.
 
     Attributes:
-        key: Of the exchange, which the reply is signed for.
         content: What, shared by all that are sent the same.
         expires_s: When it is worthless, by our clock; infinite for Flower's default.
-        max_reply_bytes: How large its reply may be.
         message_id: What its reply is asked for by; empty until the SuperLink has it.
         outcome: The reply, or why there is none.
         next_pull_s: When to ask for the reply again; infinite while somebody does.
@@ -78,11 +75,9 @@ class Sent:
     """
 
     node_id: int
-    key: TaskKey
     content: RecordDict
     message_type: str
     expires_s: float
-    max_reply_bytes: float = math.inf
     message_id: str = ""
     outcome: Message | Failure | None = None
     arrived_s: float = math.nan

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
+from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ProtocolError
 from fedlearn.identity.identity import Identity
@@ -24,6 +25,8 @@ _NODE_ID_BYTES = 8
 #: The parts of an exchange's key that are in a header as numbers.
 _NUMBERS = ("round_num", "attempt", "exchange")
 
+#: Our own error code, none of Flower's: a client refuses, or has failed, and says why.
+REFUSED = 100
 #: Flower's error codes in our words: its own quote the client's traceback.
 _ERRORS: Mapping[int, str] = {
     1: "the ClientApp could not be loaded",
@@ -48,6 +51,11 @@ def content_of(header: ConfigRecord, payload: ArrayRecord) -> RecordDict:
     return RecordDict({_HEADER: header, _PAYLOAD: payload})
 
 
+def is_foreign(content: RecordDict) -> bool:
+    """Whether a message may be one of Flower's own strategies: arrays without our header."""
+    return _HEADER not in content.config_records and bool(content.array_records)
+
+
 def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     """Return the header and the payload.
 
@@ -61,6 +69,12 @@ def unpacked(content: RecordDict) -> tuple[ConfigRecord, bytes]:
             "a Flower message without fedlearn's records; both sides must run fedlearn's apps"
         )
     return header, payload.data
+
+
+def num_bytes(content: RecordDict) -> int:
+    """Return the size of the arrays in a message."""
+    records = content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
 
 
 def key_header(key: TaskKey, *, personal: bytes = b"") -> ConfigRecord:
@@ -143,9 +157,16 @@ def key_on(card: bytes, node_id: int) -> bytes:
     return public_key
 
 
+def refusal(message: Message, reason: str) -> Message:
+    """Return what tells one of Flower's own strategies why there is no reply."""
+    return Message(Error(REFUSED, reason), reply_to=message)
+
+
 def error_of(reply: Message) -> str:
-    """Return Flower's error in our words."""
+    """Return Flower's error in our words, or our own client's."""
     code = reply.error.code if reply.has_error() else 0
+    if code == REFUSED and reply.error.reason:
+        return reply.error.reason[:MAX_REASON]
     return f"Flower error {code}: {_ERRORS.get(code, 'unknown')}"
 
 

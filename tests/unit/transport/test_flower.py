@@ -59,7 +59,7 @@ def counting(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, byte
     return encode(reply), state + b"x"
 
 
-COUNTING = client_app(lambda *_: counting)
+COUNTING = client_app(lambda *_: counting, settings_of=dict)
 
 
 @dataclass
@@ -290,7 +290,7 @@ def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() ->
         heard.append(personal)
         return encode(EvaluateReply(round_num=3, num_examples=1, metrics={})), state
 
-    grid = HinderedGrid(VirtualClock(), app=client_app(lambda *_: listening))
+    grid = HinderedGrid(VirtualClock(), app=client_app(lambda *_: listening, settings_of=dict))
     made = channel(grid)
     model = TrainRequest(round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0)
     shared = SecureTrainRequest(message=b"", train=model)
@@ -610,10 +610,10 @@ def test_mods_of_flower_are_around_the_client() -> None:
         reply = call_next(message, context)
         return forged(message, reply) if message.metadata.message_type != "query" else reply
 
-    app = client_app(lambda *_: counting, mods=[named("first"), named("second")])
+    app = client_app(lambda *_: counting, settings_of=dict, mods=[named("first"), named("second")])
     assert not reasons(ask(channel(HinderedGrid(VirtualClock(), app=app))))
     assert heard == ["first query", "second query"] * 3 + ["first evaluate", "second evaluate"] * 3
-    app = client_app(lambda *_: counting, mods=[lying])
+    app = client_app(lambda *_: counting, settings_of=dict, mods=[lying])
     assert reasons(ask(channel(HinderedGrid(VirtualClock(), app=app)))).keys() == {0, 1, 2}
 
 

@@ -1,0 +1,237 @@
+"""A Flower grid as a channel, whatever answers at its nodes."""
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import structlog
+from flwr.app import Message
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId, Failure, Reply, Request
+from fedlearn.errors import DeploymentError, ProtocolError
+from fedlearn.transport.base import Arrival, require_free
+from fedlearn.transport.flower.postbox import (
+    PUSH_AGAIN_S,
+    Counts,
+    MessageGrid,
+    Postbox,
+    Sent,
+    Start,
+    in_a_thread,
+)
+from fedlearn.transport.flower.records import num_bytes
+
+#: Seconds between two looks at what has arrived.
+_TICK_S = 0.1
+#: Flower's clock and ours are read at different moments: it shall not end a round before we do.
+_TTL_MARGIN_S = 1.0
+#: What a reply may be larger than twice its request.
+_REPLY_ALLOWANCE_BYTES = 1 << 20
+
+
+@dataclass(eq=False, kw_only=True)
+class Question(Sent):
+    """A request on its way to a client, and its reply back.
+
+    Attributes:
+        read: Returns what the client says in a reply, or raises ProtocolError.
+    """
+
+    read: Callable[[Message], Reply]
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """How large its reply may be."""
+        return 2 * num_bytes(self.content) + _REPLY_ALLOWANCE_BYTES
+
+
+@dataclass(eq=False, kw_only=True)
+class GridChannel(ABC):
+    """Reaches clients through a Flower grid; who they are and what they are sent is a subclass's.
+
+    Attributes:
+        patience_s: How long :meth:`available` waits for a SuperLink that does not answer.
+        start: How to do something on the side.
+    """
+
+    grid: MessageGrid
+    clock: Clock
+    patience_s: float
+    start: Start = in_a_thread
+    counts: Counts = field(default_factory=Counts)
+    _postbox: Postbox = field(init=False, repr=False)
+    _node_ids: dict[ClientId, int] = field(default_factory=dict, init=False)
+    _connected: set[int] = field(default_factory=set, init=False)
+    _late: list[Sent] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._postbox = Postbox(self.grid, self.clock, self.start, self.counts)
+
+    @abstractmethod
+    def _meet(self, nodes: set[int]) -> None:
+        """Learn which clients are at the nodes that are connected now."""
+
+    @abstractmethod
+    def _questions(
+        self, requests: Mapping[ClientId, Request], *, expires_s: float
+    ) -> dict[ClientId, Question]:
+        """Return what each client is sent; it is not sent to one that is not known."""
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients whose nodes are connected now, in ascending order.
+
+        Raises:
+            DeploymentError: The SuperLink does not answer, or no longer serves this run.
+        """
+        self._connected = self._nodes(self.clock.now_s() + self.patience_s)
+        self._meet(self._connected)
+        nodes = self._connected
+        return sorted(client for client, node_id in self._node_ids.items() if node_id in nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes were connected at the last look."""
+        return len(self._connected)
+
+    @property
+    def num_clients(self) -> int:
+        """How many of them are clients."""
+        return len(self._connected & set(self._node_ids.values()))
+
+    def attendance(self) -> str:
+        """Return in words how many nodes were connected at the last look."""
+        noun = "node is" if self.num_nodes == 1 else "nodes are"
+        return f"{self.num_nodes} {noun} connected"
+
+    def open(self, *, deadline_s: float) -> "FlowerExchange":
+        """Open an exchange, none of it durable; late replies are dropped, and counted."""
+        return FlowerExchange(self, deadline_s)
+
+    def send(
+        self, requests: Mapping[ClientId, Request], *, expires_s: float
+    ) -> dict[ClientId, Question]:
+        """Send to each client, on the side; one that is not known has failed at once."""
+        sent = self._questions(requests, expires_s=expires_s)
+        for client, each in sent.items():
+            if client not in self._node_ids:
+                stranger = Failure("the client is not in this federation")
+                each.settle(stranger, self.clock.now_s())
+        self._postbox.send([each for each in sent.values() if each.outcome is None])
+        return sent
+
+    def arrived(self, waiting: Mapping[ClientId, Question], *, before_s: float) -> list[ClientId]:
+        """Return whose outcome has come in time since the last look, earliest first."""
+        self._clear_late()
+        self._postbox.look(waiting.values())
+        arrived_s = {
+            client: sent.arrived_s
+            for client, sent in waiting.items()
+            if sent.outcome is not None and sent.arrived_s <= before_s
+        }
+        return sorted(arrived_s, key=arrived_s.__getitem__)
+
+    def drop(self, waiting: Iterable[Sent]) -> None:
+        """Have nobody wait for these replies any more."""
+        for sent in waiting:
+            sent.is_dropped = True
+            self._late.append(sent)
+
+    def _clear_late(self) -> None:
+        """Fetch and drop replies to exchanges that have ended: the SuperLink holds them."""
+        now_s = self.clock.now_s()
+        self._postbox.look(self._late)
+        still_out = []
+        for sent in self._late:
+            outcome = self._postbox.take(sent)
+            self.counts.late += isinstance(outcome, Message)
+            if outcome is None and now_s <= sent.expires_s:
+                still_out.append(sent)
+        self._late = still_out
+
+    def reply(self, client: ClientId, sent: Question) -> Reply:
+        """Return what a client answered, once it is certain that it did."""
+        outcome = self._postbox.take(sent)
+        if not isinstance(outcome, Message):
+            assert outcome is not None  # it has arrived
+            return outcome
+        try:
+            if (size := num_bytes(outcome.content)) > sent.max_reply_bytes:
+                raise ProtocolError(
+                    f"a reply of {size} bytes, at most {sent.max_reply_bytes} are taken"
+                )
+            return sent.read(outcome)
+        except ProtocolError as error:
+            self.counts.refused += 1
+            structlog.get_logger(__name__).warning(
+                "reply_refused", client_id=client, error=str(error)
+            )
+            return Failure(str(error))
+
+    def _nodes(self, end_s: float) -> set[int]:
+        """Return the connected nodes; an error is one that passes until ``end_s``."""
+        while True:
+            try:
+                return set(self.grid.get_node_ids())
+            except httpx.HTTPError as error:
+                self.counts.grid_errors += 1
+                if self.clock.now_s() >= end_s:
+                    raise DeploymentError(
+                        f"the SuperLink does not say which nodes there are ({error}); look into "
+                        "its log, then start the run again with `flwr run`"
+                    ) from error
+                self.clock.sleep(PUSH_AGAIN_S)
+
+
+class FlowerExchange:
+    """An :class:`fedlearn.transport.base.Exchange` through a Flower grid.
+
+    Each question lives in the SuperLink until the deadline; each answer is pulled on the side.
+    """
+
+    def __init__(self, channel: GridChannel, deadline_s: float) -> None:
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._start_s = math.nan
+        self._waiting: dict[ClientId, Question] = {}
+        self._arrived: deque[ClientId] = deque()
+        self._is_open = True
+
+    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+        """Push every request; raises as the protocol says."""
+        require_free(self._waiting, requests, is_open=self._is_open)
+        if math.isnan(self._start_s):
+            self._start_s = self._channel.clock.now_s()
+        expires_s = self._start_s + self._deadline_s + _TTL_MARGIN_S
+        self._waiting |= self._channel.send(requests, expires_s=expires_s)
+
+    def next(self, *, until_s: float) -> Arrival | None:
+        """Return the next reply; a client that is not there has failed at once.
+
+        Raises:
+            DeploymentError: The SuperLink no longer serves this run.
+        """
+        clock, before_s = self._channel.clock, self._start_s + min(until_s, self._deadline_s)
+        while self._waiting:
+            if not self._arrived:
+                self._arrived.extend(self._channel.arrived(self._waiting, before_s=before_s))
+            if self._arrived:
+                client = self._arrived.popleft()
+                sent = self._waiting.pop(client)
+                elapsed_s = sent.arrived_s - self._start_s
+                return Arrival(client, self._channel.reply(client, sent), elapsed_s)
+            remaining_s = before_s - clock.now_s()
+            if remaining_s <= 0:
+                return None
+            clock.sleep(min(_TICK_S, remaining_s))
+        return None
+
+    def close(self) -> None:
+        """Drop the replies that have not been read."""
+        self._is_open = False
+        self._channel.drop(self._waiting.values())
+        self._waiting.clear()
+        self._arrived.clear()

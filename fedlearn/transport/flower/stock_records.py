@@ -1,0 +1,321 @@
+"""The records of Flower's own strategies and ClientApps, as our messages and back.
+
+Their convention (``flwr.serverapp.strategy`` and the apps written for it): a message has one
+``ArrayRecord``, the model as its ``state_dict``, and one ``ConfigRecord`` with ``server-round``,
+counted from 1. A reply to training has one ``ArrayRecord``, the local model, and one
+``MetricRecord`` with ``num-examples``; a reply to evaluation has that alone. Under which keys they
+stand does not matter, but we call them ``arrays``, ``config`` and ``metrics``, as they do.
+
+Guarantees:
+    Nothing is unpickled, and what an array says of its size is compared with the bytes that are
+    there before memory is taken.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from torch import Tensor, nn
+
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.core.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    Reply,
+    Request,
+    Scalar,
+    Settings,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.core.params import difference
+from fedlearn.errors import ConfigError, ProtocolError, RoundError
+
+_ARRAYS, _CONFIG, _METRICS = "arrays", "config", "metrics"
+#: Of a config: the round, from 1; and what a client of ours draws from, where it is there.
+_ROUND, _SEED = "server-round", "seed"
+#: Of metrics: the weight.
+NUM_EXAMPLES = "num-examples"
+#: What numpy writes, and Flower with it: of its formats 1.0 and 2.0 what stands before the numbers
+#: of an array, in the machine's order of bytes. Its own reader evaluates it as Python.
+_NPY = "numpy.ndarray"
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY(?:\x01\x00[\x00-\xff]{2}|\x02\x00[\x00-\xff]{4})"
+    rb"\{'descr': '(?P<dtype>\|b1|\|[iu]1|<[iu][248]|<f[248])', "
+    rb"'fortran_order': (?P<by_columns>True|False), "
+    rb"'shape': \((?P<shape>(?:[0-9]{1,18}(?:, [0-9]{1,18}){0,31},?)?)\), \} *\n"
+)
+
+#: What makes settings to train with of a config.
+SettingsOf = Callable[[Settings], Settings]
+
+_RecordT = TypeVar("_RecordT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockRecords:
+    """What a coordinator sends to Flower's own ClientApps, and what it makes of their replies.
+
+    Attributes:
+        names: By name in the model's ``state_dict``, in that order, the name that the tensor has
+            among our parameters: another one where it is shared.
+        train_config: What clients are told with the model to train, beside the round.
+        evaluate_config: Likewise to evaluate.
+    """
+
+    names: Mapping[str, str]
+    train_config: Settings
+    evaluate_config: Settings
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, *, train_config: Settings, evaluate_config: Settings
+    ) -> "StockRecords":
+        """Return them for a model.
+
+        Raises:
+            ConfigError: It has tensors of a dtype that numpy does not know, in which arrays travel.
+        """
+        own = {id(each): name for name, each in module.named_buffers()}
+        own |= {id(each): name for name, each in module.named_parameters()}
+        saved = module.state_dict(keep_vars=True)
+        names = {name: own[id(each)] for name, each in saved.items() if id(each) in own}
+        for name in names:
+            if (dtype := saved[name].dtype) in _BEYOND_NUMPY:
+                raise ConfigError(
+                    f"the model's tensor {name!r} is {dtype}, which numpy does not have, "
+                    "and Flower's arrays are numpy's; with flower.client_apps = \"flower\" a model "
+                    "has tensors of float16, float32 or float64"
+                )
+        return cls(names=names, train_config=train_config, evaluate_config=evaluate_config)
+
+    def content(self, request: Request) -> RecordDict:
+        """Return a request as records.
+
+        Raises:
+            RoundError: It asks for more than these apps know.
+        """
+        match request:
+            case TrainRequest(told=told) if not told:
+                round_num, config = request.round_num + 1, self.train_config
+            case TrainRequest(told=told):
+                raise RoundError(
+                    f"the strategy tells its clients {min(told)!r} beside the model, which "
+                    "Flower's ClientApps do not read; take another one, or set "
+                    'flower.client_apps to "fedlearn"'
+                )
+            case EvaluateRequest():
+                round_num, config = request.round_num, self.evaluate_config
+            case _:
+                raise RoundError(f"Flower's ClientApps do not answer a {type(request).__name__}")
+        arrays = {name: _array(request.tensors[own]) for name, own in self.names.items()}
+        told_all = ConfigRecord({**_given(config), _ROUND: round_num})
+        return RecordDict({_ARRAYS: ArrayRecord(arrays), _CONFIG: told_all})
+
+    def reply(self, content: RecordDict, request: Request) -> Reply:
+        """Return what a client says in answer to a request.
+
+        Raises:
+            ProtocolError: It is no answer: records, names, shapes or dtypes are others.
+        """
+        record = _only(content.metric_records, "MetricRecord")
+        num_examples, metrics = _num_examples(record), _scalars(record)
+        if isinstance(request, EvaluateRequest):
+            return EvaluateReply(
+                round_num=request.round_num, num_examples=num_examples, metrics=metrics
+            )
+        assert isinstance(request, TrainRequest)  # what was sent
+        arrays = _only(content.array_records, "ArrayRecord")
+        if arrays.keys() != self.names.keys():
+            wrong = sorted(arrays.keys() ^ self.names.keys())[:3]
+            raise ProtocolError(f"the reply lacks or adds arrays: {wrong}")
+        local = dict[str, Tensor]()
+        for name, own in self.names.items():
+            sent, local[own] = request.tensors[own], _tensor(arrays[name], name)
+            if local[own].shape != sent.shape or local[own].dtype != sent.dtype:
+                raise ProtocolError(
+                    f"the array {name!r} is {_described(local[own])}, but {_described(sent)} was "
+                    "sent"
+                )
+        delta = difference(local, request.tensors, order=request.order)
+        return TrainReply(
+            round_num=request.round_num,
+            lanes={DELTA.name: delta},
+            num_examples=num_examples,
+            metrics=metrics,
+        )
+
+
+def train_request(content: RecordDict, *, settings_of: SettingsOf, seed: int) -> TrainRequest:
+    """Return what one of Flower's strategies asks to train.
+
+    Args:
+        content: Of the message.
+        settings_of: Returns how to train for a config.
+        seed: Public, where the config has none.
+
+    Raises:
+        ProtocolError: It asks for nothing that is known.
+        SettingsRefused: ``settings_of`` refuses the config.
+    """
+    tensors, config = _tensors(content), _config(content)
+    seed = _whole(config.pop(_SEED, seed), _SEED)
+    round_num = _round(config)
+    return TrainRequest(
+        round_num=round_num - 1,
+        attempt=0,
+        tensors=tensors,
+        order=[name for name, value in tensors.items() if value.is_floating_point()],
+        settings=settings_of(config),
+        seed=seed,
+    )
+
+
+def evaluate_request(content: RecordDict) -> EvaluateRequest:
+    """Return what one of Flower's strategies asks to evaluate.
+
+    Raises:
+        ProtocolError: It asks for nothing that is known.
+    """
+    return EvaluateRequest(round_num=_round(_config(content)), tensors=_tensors(content))
+
+
+def trained(reply: TrainReply, request: TrainRequest, content: RecordDict) -> RecordDict:
+    """Return the local model and its metrics, the arrays under the key that they came under."""
+    (key,) = content.array_records
+    delta, local = reply.lanes[DELTA.name], dict(request.tensors)
+    sizes = [request.tensors[name].numel() for name in request.order]
+    for name, part in zip(request.order, delta.split(sizes), strict=True):
+        start = request.tensors[name]
+        local[name] = (start.to(delta.dtype) + part.view(start.shape)).to(start.dtype)
+    arrays = ArrayRecord({name: _array(value) for name, value in local.items()})
+    return RecordDict({key: arrays, _METRICS: _metrics(reply)})
+
+
+def evaluated(reply: EvaluateReply) -> RecordDict:
+    """Return the metrics of an evaluation."""
+    return RecordDict({_METRICS: _metrics(reply)})
+
+
+# -- arrays --
+
+_BEYOND_NUMPY = frozenset(
+    dtype
+    for name in dir(torch)
+    if isinstance(dtype := getattr(torch, name), torch.dtype)
+    and (name.startswith("float8") or name == "bfloat16")
+)
+
+
+def _array(value: Tensor) -> Array:
+    return Array(np.asarray(value.detach().cpu().contiguous().numpy()))
+
+
+def _tensors(content: RecordDict) -> dict[str, Tensor]:
+    record = _only(content.array_records, "ArrayRecord")
+    return {name: _tensor(array, name) for name, array in record.items()}
+
+
+def _tensor(array: Array, name: str) -> Tensor:
+    """Return what numpy wrote; no more memory is taken than there are bytes."""
+    if array.stype != _NPY:
+        raise ProtocolError(f"the array {name!r} is of the type {array.stype!r}, not {_NPY!r}")
+    found = _NPY_HEADER.match(array.data)
+    if found is None:
+        raise ProtocolError(
+            f"the array {name!r} is not of numbers that torch has, as numpy writes them"
+        )
+    dtype, shape = np.dtype(found["dtype"].decode()), _shape(found["shape"])
+    data = memoryview(array.data)[found.end() :]
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ProtocolError(
+            f"the array {name!r} has {len(data)} bytes, but says that it is {dtype} of shape "
+            f"{shape}"
+        )
+    order: Literal["F", "C"] = "F" if found["by_columns"] == b"True" else "C"
+    try:
+        values = np.frombuffer(data, dtype=dtype).reshape(shape, order=order)
+    except ValueError as error:  # of no number, but more than an index can count
+        raise ProtocolError(f"the array {name!r} has the shape {shape}: {error}") from error
+    return torch.from_numpy(np.array(values, order="C"))  # a copy: the bytes cannot be written to
+
+
+def _shape(text: bytes) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(b",") if each.strip())
+
+
+def _described(value: Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}"
+
+
+# -- configs and metrics --
+
+
+def _only(records: Mapping[str, _RecordT], kind: str) -> _RecordT:
+    if len(records) != 1:
+        raise ProtocolError(
+            f"a message with {len(records)} records of the type {kind}; Flower's strategies and "
+            "ClientApps send one"
+        )
+    return next(iter(records.values()))
+
+
+def _given(config: Settings) -> dict[str, int | float | str | bytes | list[int]]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _config(content: RecordDict) -> dict[str, Scalar]:
+    config = dict[str, Scalar]()
+    for name, value in _only(content.config_records, "ConfigRecord").items():
+        if not isinstance(value, bool | int | float | str):
+            raise ProtocolError(
+                f"the config's {name!r} is {type(value).__name__}; a setting is a number, a text "
+                "or a truth value"
+            )
+        config[name] = value
+    return config
+
+
+def _round(config: dict[str, Scalar]) -> int:
+    """Take the round out of a config."""
+    round_num = _whole(config.pop(_ROUND, None), _ROUND)
+    if round_num < 1:
+        raise ProtocolError(f"the config's {_ROUND!r} is {round_num}; rounds count from 1")
+    return round_num
+
+
+def _whole(value: Scalar, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ProtocolError(
+            f"the config's {name!r} is {value!r}; it is an integer in [0, 2**63), as Flower's "
+            "strategies set it"
+        )
+    return value
+
+
+def _num_examples(record: MetricRecord) -> int:
+    value = record.get(NUM_EXAMPLES)
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise ProtocolError(
+        f"the metrics' {NUM_EXAMPLES!r} is {value!r}; it is the number of examples, by which a "
+        "client counts"
+    )
+
+
+def _scalars(record: MetricRecord) -> dict[str, float]:
+    """Return the metrics that are one number; those that are lists have no mean."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name != NUM_EXAMPLES and not isinstance(value, list)
+    }
+
+
+def _metrics(reply: TrainReply | EvaluateReply) -> MetricRecord:
+    return MetricRecord({**reply.metrics, NUM_EXAMPLES: reply.num_examples})
