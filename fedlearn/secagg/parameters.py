@@ -6,7 +6,7 @@ paper  here                   meaning
 n      num_clients            clients invited to the session
 gamma  corruption             largest fraction of them that the adversary controls
 delta  dropout                largest fraction of them that may drop out
-A, D   num_corrupted, …       ⌊gamma n⌋, ⌊delta n⌋
+A, D   num_corrupted, …       max(1, ⌈gamma n⌉), ⌊delta n⌋
 k      num_neighbours         n - 1 in the complete graph
 h      num_holders            who keeps shares of a client's secrets
 t      threshold              shares that give a client's secret
@@ -119,7 +119,7 @@ class Parameters:
     @property
     def num_corrupted(self) -> int:
         """A: how many of the clients the adversary controls at the most."""
-        return part_of(self.assumptions.corruption, self.num_clients)
+        return num_corrupted(self.num_clients, corruption=self.assumptions.corruption)
 
     def explain(self) -> str:
         """Return the choice with its formulas, one a line.
@@ -129,10 +129,10 @@ class Parameters:
             ...     adversary=Adversary.ACTIVE_SERVER, topology=Topology.COMPLETE,
             ...     corruption=1 / 3, dropout=0.1, sigma_bits=40, eta_bits=30)).explain())
             complete graph, against an active server
-            clients      n = 100, of them corrupted A = ⌊0.333 n⌋ = 33, dropped D = ⌊0.1 n⌋ = 10
-            neighbours   k = n - 1 = 99, of them corrupted a = A = 33
-            threshold    t = 67, the least with 2t > h + a = 133; recovery needs t <= 90
-            quorum       q = 67, the least with 2q > n + A = 133
+            clients      n = 100, of them corrupted A = ⌈0.333 n⌉ = 34, dropped D = ⌊0.1 n⌋ = 10
+            neighbours   k = n - 1 = 99, of them corrupted a = A = 34
+            threshold    t = 68, the least with 2t > h + a = 134; recovery needs t <= 90
+            quorum       q = 68, the least with 2q > n + A = 134
             survivors    at least n - D = 90, else the round is aborted
         """
         given, n, k = self.assumptions, self.num_clients, self.num_neighbours
@@ -157,7 +157,7 @@ class Parameters:
         return (
             f"{given.topology.name.lower()} graph, against {server} server\n"
             f"clients      n = {n}, of them corrupted "
-            f"A = ⌊{given.corruption:.3g} n⌋ = {corrupted}, "
+            f"A = ⌈{given.corruption:.3g} n⌉ = {corrupted}, "
             f"dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}\n"
             f"neighbours   k = {neighbours}\n"
             f"threshold    t = {self.threshold}, the least with {rule}; recovery needs {shares}\n"
@@ -212,12 +212,12 @@ def num_holders(num_clients: int, num_neighbours: int) -> int:
 
 def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     """Return the least q for which two sets of survivors cannot both be signed."""
-    return (num_clients + part_of(assumptions.corruption, num_clients)) // 2 + 1
+    return (num_clients + num_corrupted(num_clients, corruption=assumptions.corruption)) // 2 + 1
 
 
 def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
     """Return a: the most neighbours of any honest client that are corrupted."""
-    corrupted = part_of(assumptions.corruption, num_clients)
+    corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
     if num_neighbours >= num_clients - 1:
         return corrupted
     allowed = -(assumptions.sigma_bits + 1) - math.log2(num_clients)
@@ -227,7 +227,7 @@ def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: 
 def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
     """Return whether the graph of honest survivors falls apart with at most 2^-(sigma+1)."""
     n, k = num_clients, num_neighbours
-    gone = part_of(assumptions.corruption, n) + part_of(assumptions.dropout, n)
+    gone = num_corrupted(n, corruption=assumptions.corruption) + part_of(assumptions.dropout, n)
     if k >= n - 1 or k > gone:
         return True
     places = math.log(n * (n - k - 1) / 2)
@@ -265,6 +265,16 @@ def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
         f"{assumptions.dropout:g} only {left} clients may be left; assume less dropout or less "
         f"corruption (now {assumptions.corruption:g}), or invite more clients"
     )
+
+
+def num_corrupted(num_clients: int, *, corruption: float) -> int:
+    """Return A = max(1, ⌈gamma n⌉): a fraction of a small cohort is still somebody.
+
+    Example:
+        >>> [num_corrupted(n, corruption=0.1) for n in (3, 10, 11)]
+        [1, 1, 2]
+    """
+    return max(1, math.ceil(corruption * num_clients - _TINY))
 
 
 def part_of(fraction: float, n: int) -> int:

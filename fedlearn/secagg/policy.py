@@ -11,8 +11,8 @@ from fedlearn.secagg.parameters import (
     Assumptions,
     lowest_quorum,
     lowest_threshold,
+    num_corrupted,
     num_holders,
-    part_of,
 )
 from fedlearn.secagg.terms import Terms
 
@@ -68,7 +68,8 @@ def squared_distance(terms: Terms, *, corruption: float) -> float:
         terms: Of the session; infinite where a lane has no noise.
         corruption: Largest fraction of the clients asked that are corrupted, [0, 1).
     """
-    num_noisy = max(1, terms.min_survivors - part_of(corruption, terms.num_clients))
+    corrupted = num_corrupted(terms.num_clients, corruption=corruption)
+    num_noisy = max(1, terms.min_survivors - corrupted)
     if not all(lane.noise for lane in terms.lanes):
         return math.inf
     shares = [lane.noise / lane.norm for lane in terms.lanes]

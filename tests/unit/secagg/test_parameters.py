@@ -14,6 +14,7 @@ from fedlearn.secagg.parameters import (
     derive,
     is_connected,
     lowest_quorum,
+    num_corrupted,
     num_holders,
 )
 
@@ -63,15 +64,23 @@ def test_sparse_graphs_have_the_published_sizes(
 def test_in_a_complete_graph_t_is_the_least_that_is_safe(n: int, corruption: float) -> None:
     """One share less, and an active server gets both secrets of a client."""
     given = assume(ACTIVE, Topology.COMPLETE, corruption=corruption, dropout=0.0)
-    found, corrupted = derive(n, assumptions=given), math.floor(corruption * n + 1e-9)
+    found, corrupted = derive(n, assumptions=given), max(1, math.ceil(corruption * n - 1e-9))
     assert 2 * found.threshold > n + corrupted >= 2 * (found.threshold - 1)
     assert found.quorum == lowest_quorum(n, assumptions=given) == found.threshold
 
 
 def test_a_third_corrupted_needs_more_than_two_thirds() -> None:
     given = assume(ACTIVE, Topology.COMPLETE, corruption=1 / 3)
-    assert derive(100, assumptions=given).threshold == 67
+    assert derive(100, assumptions=given).threshold == 68
     assert derive(99, assumptions=given).threshold == 67
+
+
+def test_somebody_is_corrupted_in_any_cohort() -> None:
+    """A tenth of three is one; of eleven, two."""
+    given = assume(ACTIVE, Topology.COMPLETE)
+    found = {n: derive(n, assumptions=given).num_corrupted for n in (3, 9, 10, 11, 30)}
+    assert found == {3: 1, 9: 1, 10: 1, 11: 2, 30: 3}
+    assert num_corrupted(3, corruption=0.0) == 1, "whatever is assumed"
 
 
 def test_the_tail_is_that_of_the_exact_distribution() -> None:

@@ -101,7 +101,7 @@ def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
     made = noisy(30, noise_shares=(0.5, 2.0))
     assert made.min_survivors == 27
     assert squared_distance(made, corruption=0.1) == pytest.approx((4**2 + 1**2) / 24)
-    assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 27)
+    assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 26)
     assert squared_distance(made, corruption=0.99) == pytest.approx(4**2 + 1**2)  # its own noise
     bare = terms(30, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
     assert math.isinf(squared_distance(bare, corruption=0.0))
