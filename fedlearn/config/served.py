@@ -33,6 +33,7 @@ COMPUTED: Final = frozenset(
         "early_stopping",
         "engine",
         "flower",
+        "asynchronous",
     ]
 )
 
