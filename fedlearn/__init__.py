@@ -14,6 +14,7 @@ from fedlearn.core.mkl_environment import prepare_for_mkl
 if TYPE_CHECKING:
     from fedlearn.algorithms.adam import LocalAdam as LocalAdam
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
+    from fedlearn.algorithms.elastic_averaging import EASGD as EASGD
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean",
+    "algorithms.elastic_averaging": "EASGD",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates",
     "algorithms.local": "LocalSgd LocalUpdate LocalWork MemorySpec",
