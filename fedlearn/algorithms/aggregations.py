@@ -156,7 +156,8 @@ class WeightedMean:
         >>> mean, layout = WeightedMean(by_examples=True), Layout.of(nn.Linear(1, 1))
         >>> rows = {"delta": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}
         >>> state = mean.init([DELTA], layout, device=torch.device("cpu"))
-        >>> state = mean.accumulate(state, Updates([0, 1], torch.tensor([2.0, 1.0]), rows))
+        >>> updates = Updates([0, 1], torch.tensor([2.0, 1.0]), rows, based_on=[0, 0])
+        >>> state = mean.accumulate(state, updates)
         >>> mean.finalize(state).lanes["delta"]
         tensor([2., 2.])
 

@@ -109,11 +109,14 @@ class Updates:
         client_ids: Whose, in the order of the rows.
         weights_B: Aggregation weights, > 0: shape [B], the dtype of the rows.
         lanes: By lane one row a client.
+        based_on: Of each, the round whose model it was trained from: the staleness of an update is
+            the round that takes it less this one.
     """
 
     client_ids: Sequence[ClientId]
     weights_B: Tensor
     lanes: Mapping[str, Rows]
+    based_on: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ class CoordinateMedian:
 
     Example:
         >>> rows = {"delta": torch.tensor([[1.0], [2.0], [90.0]])}
-        >>> CoordinateMedian().combine(Updates([0, 1, 2], torch.ones(3), rows))["delta"]
+        >>> CoordinateMedian().combine(Updates([0, 1, 2], torch.ones(3), rows, [0, 0, 0]))["delta"]
         tensor([2.])
 
     References:

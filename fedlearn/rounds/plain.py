@@ -79,7 +79,9 @@ class _Fold:
         like = next(iter(lanes.values()))[0]
         num_examples_B = like.new_tensor([update.num_examples for update in updates])
         client_ids = [client_id for client_id, _ in self._waiting]
-        return Updates(client_ids, weights(self._aggregation, num_examples_B), lanes)
+        based_on = [update.round_num for update in updates]
+        weights_B = weights(self._aggregation, num_examples_B)
+        return Updates(client_ids, weights_B, lanes, based_on)
 
 
 @dataclass(frozen=True, kw_only=True)

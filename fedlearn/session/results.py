@@ -43,7 +43,7 @@ def trained(
         vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
     transforms = transforms_from(request.settings)
-    lanes = _transformed(lanes, transforms, context.client_id)
+    lanes = _transformed(lanes, transforms, context.client_id, based_on=request.round_num)
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(unsound(name))
@@ -148,12 +148,16 @@ def _tensor(value: object, *, what: str) -> Tensor:
 
 
 def _transformed(
-    lanes: Mapping[str, Tensor], transforms: Sequence[Transform], client_id: ClientId
+    lanes: Mapping[str, Tensor],
+    transforms: Sequence[Transform],
+    client_id: ClientId,
+    *,
+    based_on: int,
 ) -> dict[str, Tensor]:
     if not transforms:
         return dict(lanes)
     rows = {name: vector[None] for name, vector in lanes.items()}
-    updates = Updates([client_id], torch.ones(1), rows)
+    updates = Updates([client_id], torch.ones(1), rows, [based_on])
     for transform in transforms:
         updates = transform(updates)
     return {name: values[0] for name, values in updates.lanes.items()}

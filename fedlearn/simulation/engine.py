@@ -223,6 +223,7 @@ class Engine:
             client_ids=cast("list[ClientId]", client_ids.tolist()),
             weights_B=weights(weigher, num_examples_B.to(trained.deltas_KP)),
             lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
+            based_on=[request.round_num] * len(client_ids),
         )
         strategy, layout = request.strategy, request.params.layout
         # A transform may add a lane, and by the last one all are there.

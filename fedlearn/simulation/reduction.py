@@ -5,7 +5,6 @@ in order of arrival, and each worker folds in its own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,6 +96,7 @@ class Gathered:
         """Have room for a wave of these clients: shape [n], in order of arrival."""
         count, like = len(client_ids), self._params.vector
         self._client_ids, self._weights = client_ids, like.new_zeros(count)
+        self._based_on = torch.zeros(count, dtype=torch.float64)
         self._rows = {name: like.new_zeros(count, size) for name, size in self._sizes.items()}
 
     def fold(self, updates: Updates, places: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -104,16 +104,17 @@ class Gathered:
         sound = sound_rows(updates, max_norm=self._max_norm)
         some, index = only(updates, np.flatnonzero(sound)), torch.from_numpy(places[sound])
         self._weights[index] = some.weights_B
+        self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
         for name, rows in some.lanes.items():
             self._rows[name][index] = matrix(rows)
         return sound
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
         """Fill in what the other workers have; ``more`` is added up."""
-        cluster.all_reduce([*self._rows.values(), self._weights, more])
+        cluster.all_reduce([*self._rows.values(), self._weights, self._based_on, more])
         is_there = (self._weights > 0).cpu().numpy()
         client_ids = [ClientId(each) for each in self._client_ids.tolist()]
-        wave = Updates(client_ids, self._weights, self._rows)
+        wave = Updates(client_ids, self._weights, self._rows, self._based_on.long().tolist())
         self._waves.append(only(wave, np.flatnonzero(is_there)))
 
     def close(self) -> Aggregate:
@@ -124,7 +125,8 @@ class Gathered:
         lanes = {
             name: torch.cat([matrix(wave.lanes[name]) for wave in waves]) for name in self._sizes
         }
-        combined = self._aggregation.combine(Updates(client_ids, weights_B, lanes))
+        based_on = [each for wave in waves for each in wave.based_on]
+        combined = self._aggregation.combine(Updates(client_ids, weights_B, lanes, based_on))
         return Aggregate(lanes=combined, num_clients=len(client_ids))
 
 
@@ -146,5 +148,8 @@ def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
         return updates
     index = torch.from_numpy(rows)
     lanes: Mapping[str, Tensor] = {name: matrix(r)[index] for name, r in updates.lanes.items()}
-    client_ids = [updates.client_ids[row] for row in rows.tolist()]
-    return replace(updates, client_ids=client_ids, weights_B=updates.weights_B[index], lanes=lanes)
+    client_ids, based_on = (
+        [each[row] for row in rows.tolist()] for each in (updates.client_ids, updates.based_on)
+    )
+    weights_B = updates.weights_B[index]
+    return Updates(client_ids, weights_B, lanes, based_on)

@@ -166,7 +166,9 @@ def reduce_slabs(slab_RP: torch.Tensor, params: Params, *, updates: int) -> None
     for start in range(0, updates, len(slab_RP)):
         rows_BP = list(slab_RP[: updates - start])
         client_ids = [ClientId(i) for i in range(len(rows_BP))]
-        updates_B = Updates(client_ids, torch.ones(len(rows_BP)), {DELTA.name: rows_BP})
+        updates_B = Updates(
+            client_ids, torch.ones(len(rows_BP)), {DELTA.name: rows_BP}, [0] * len(rows_BP)
+        )
         state = MEAN.accumulate(state, updates_B)
     MEAN.finalize(state)
 

@@ -40,7 +40,7 @@ def empty(dtype: torch.dtype) -> LaneSums:
 
 def updates(deltas: Tensor | list[Tensor], weights: Tensor) -> Updates:
     clients = [ClientId(client) for client in range(len(deltas))]
-    return Updates(clients, weights, {"delta": deltas})
+    return Updates(clients, weights, {"delta": deltas}, [0] * len(deltas))
 
 
 def mean_of(state: LaneSums) -> Tensor:

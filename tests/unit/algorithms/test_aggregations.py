@@ -15,7 +15,7 @@ LAYOUT = Layout.of(nn.Linear(2, 1, bias=False))
 
 def block(deltas: Tensor, weights: Tensor, **further: Tensor) -> Updates:
     clients = [ClientId(client) for client in range(len(deltas))]
-    return Updates(clients, weights, {"delta": deltas, **further})
+    return Updates(clients, weights, {"delta": deltas, **further}, [0] * len(deltas))
 
 
 def empty(mean: WeightedMean, *further: LaneSpec) -> LaneSums:
@@ -55,6 +55,7 @@ def test_a_lane_says_whether_clients_count_by_their_weight() -> None:
             updates.client_ids,
             updates.weights_B,
             {name: list(each) for name, each in updates.lanes.items()},
+            updates.based_on,
         ),
     ):
         aggregate = mean.finalize(mean.accumulate(empty(mean, alike, weighted), rows))

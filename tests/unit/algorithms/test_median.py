@@ -23,6 +23,7 @@ def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
         client_ids=[ClientId(k) for k in range(len(rows))],
         weights_B=torch.rand(len(rows), generator=generator) + 0.1,
         lanes={"delta": list(rows) if apart else rows, "control": rows[:, :3] * 2.0},
+        based_on=[0] * len(rows),
     )
 
 

@@ -19,7 +19,9 @@ SIZE = 40_000
 def noised(rows: Tensor, *, clip_norm: float = 0.5, noise_multiplier: float = 2.0) -> Tensor:
     transform = NoisedUpdates(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
     ids = [ClientId(each) for each in range(len(rows))]
-    found = transform(Updates(ids, torch.ones(len(rows)), {DELTA.name: rows.clone()}))
+    found = transform(
+        Updates(ids, torch.ones(len(rows)), {DELTA.name: rows.clone()}, [0] * len(rows))
+    )
     delta = found.lanes[DELTA.name]
     assert isinstance(delta, Tensor)
     return delta
@@ -30,7 +32,7 @@ def test_what_would_leave_without_noise_is_refused() -> None:
     transform = NoisedUpdates(clip_norm=0.5, noise_multiplier=2.0)
     rows = {DELTA.name: torch.ones(1, 2), "control": torch.ones(1, 2)}
     with pytest.raises(UnusableResult, match="lane 'control' would leave this client without"):
-        transform(Updates([ClientId(0)], torch.ones(1), rows))
+        transform(Updates([ClientId(0)], torch.ones(1), rows, [0]))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e6])

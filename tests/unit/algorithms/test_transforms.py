@@ -15,6 +15,7 @@ def updates(rows: torch.Tensor, *, apart: bool = False) -> Updates:
         client_ids=[ClientId(k) for k in range(len(rows))],
         weights_B=torch.ones(len(rows)),
         lanes={"delta": list(rows) if apart else rows, "control": rows[:, :1]},
+        based_on=[0] * len(rows),
     )
 
 

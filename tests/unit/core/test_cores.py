@@ -63,7 +63,7 @@ def test_the_mean_has_the_same_bits_on_any_number_of_cores(
         use(num, monkeypatch)
         state = mean.init([DELTA], layout, device=torch.device("cpu"))
         clients = [ClientId(client) for client in range(3)]
-        block = Updates(clients, torch.tensor([1.0, 7.0, 3.0]), {"delta": rows})
+        block = Updates(clients, torch.tensor([1.0, 7.0, 3.0]), {"delta": rows}, [0] * 3)
         found.append(mean.finalize(mean.accumulate(state, block)).lanes["delta"])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

@@ -61,6 +61,7 @@ def updates(*rows: Tensor, weights: tuple[float, ...]) -> Updates:
         [ClientId(each) for each in range(len(rows))],
         torch.tensor(weights).double(),
         {"delta": stacked},
+        [0] * len(rows),
     )
 
 

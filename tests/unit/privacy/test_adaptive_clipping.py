@@ -68,6 +68,7 @@ def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds
             [ClientId(each) for each in range(NUM_CLIENTS)],
             torch.ones(NUM_CLIENTS),
             {DELTA.name: rows},
+            [round_num] * NUM_CLIENTS,
         )
         for transform in now.transforms:
             given = transform(given)
@@ -132,7 +133,7 @@ def test_clients_tell_whether_they_were_below() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.inf, 0.0], [6.0, 8.0]])
     for each in (rows, list(rows)):
         told = ToldBelow(asked_norm=5.0)(
-            Updates([ClientId(n) for n in range(4)], torch.ones(4), {"delta": each})
+            Updates([ClientId(n) for n in range(4)], torch.ones(4), {"delta": each}, [0] * 4)
         )
         assert matrix(told.lanes[BELOW.name]).tolist() == [[0.5], [0.5], [-0.5], [-0.5]]
         assert told.lanes["delta"] is each

@@ -94,7 +94,7 @@ def test_canaries_that_are_in_contribute_all_they_may_and_the_others_nothing() -
     before = rows.clone()
     ids = [ClientId(each) for each in (10, 7, 11, 12)]
     state = summed.init([DELTA], LAYOUT, device=torch.device("cpu"))
-    updates = CanaryUpdates(canaries)(Updates(ids, torch.ones(4), {"delta": rows}))
+    updates = CanaryUpdates(canaries)(Updates(ids, torch.ones(4), {"delta": rows}, [0] * 4))
     state = summed.accumulate(state, updates)
     lane = state.lanes["delta"]
     total = state.total.sums["delta"] * lane.step

@@ -58,7 +58,7 @@ def summed(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, 
     state = aggregation.init([DELTA], layout, device=CPU)
     client_ids = [ClientId(each) for each in range(len(rows))]
     return aggregation, aggregation.accumulate(
-        state, Updates(client_ids, torch.ones(len(rows)), {"delta": rows})
+        state, Updates(client_ids, torch.ones(len(rows)), {"delta": rows}, [0] * len(rows))
     )
 
 
@@ -179,7 +179,10 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
     for round_num, cohort in enumerate((range(10), range(9))):  # the last one is away
         state = aggregation.init([DELTA], layout, device=CPU)
         some = Updates(
-            [ClientId(c) for c in cohort], torch.ones(len(cohort)), {"delta": rows[cohort]}
+            [ClientId(c) for c in cohort],
+            torch.ones(len(cohort)),
+            {"delta": rows[cohort]},
+            [round_num] * len(cohort),
         )
         aggregate = aggregation.finalize(aggregation.accumulate(state, some))
         released, _ = release(

@@ -255,7 +255,8 @@ class LossGuidedCollector:
             assert isinstance(update, TrainReply)
             weight_B = torch.tensor([float(update.num_examples)])
             rows_B = {name: vector[None] for name, vector in update.lanes.items()}
-            state = MEAN.accumulate(state, Updates([arrival.client_id], weight_B, rows_B))
+            updates = Updates([arrival.client_id], weight_B, rows_B, [request.round_num])
+            state = MEAN.accumulate(state, updates)
             rows.append(
                 Participation(
                     arrival.client_id,

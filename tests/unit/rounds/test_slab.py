@@ -125,7 +125,8 @@ def test_without_a_slab_replies_are_folded_in_one_by_one() -> None:
     state = MEAN.init([DELTA], PARAMS.layout, device=torch.device("cpu"))
     for i, delta_P in enumerate(deltas_P):
         rows = {"delta": delta_P[None]}
-        state = MEAN.accumulate(state, Updates([ClientId(i)], torch.tensor([i + 1.0]), rows))
+        updates = Updates([ClientId(i)], torch.tensor([i + 1.0]), rows, [0])
+        state = MEAN.accumulate(state, updates)
     assert torch.equal(mean_of(collected), MEAN.finalize(state).lanes["delta"])
 
 

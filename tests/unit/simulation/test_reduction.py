@@ -42,6 +42,7 @@ def block(clients: Sequence[int]) -> Updates:
         client_ids=[ClientId(client) for client in clients],
         weights_B=torch.ones(len(clients)),
         lanes={"delta": ids.repeat(1, 3), "more": list(ids.repeat(1, 2))},
+        based_on=[10 * client for client in clients],
     )
 
 
@@ -115,6 +116,7 @@ def test_a_rule_that_needs_all_sees_them_in_order_of_arrival() -> None:
     gathered.close()
     (updates,) = rule.seen
     assert updates.client_ids == [7, 2, 1]
+    assert updates.based_on == [70, 20, 10]
     assert updates.weights_B.tolist() == [8.0, 3.0, 2.0]
     assert torch.as_tensor(updates.lanes["delta"])[:, 0].tolist() == [7.0, 2.0, 1.0]
 
@@ -135,5 +137,6 @@ def test_rows_are_chosen_without_a_copy_of_all() -> None:
     assert only(updates, places(0, 1, 2)) is updates
     some = only(updates, places(2, 0))
     assert (some.client_ids, some.weights_B.tolist()) == ([6, 4], [1.0, 1.0])
+    assert some.based_on == [60, 40]
     assert torch.as_tensor(some.lanes["more"]).tolist() == [[6.0, 6.0], [4.0, 4.0]]
     assert sound_rows(updates, max_norm=None).tolist() == [True] * 3
