@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
+    from fedlearn.algorithms.elastic_averaging import EASGD as EASGD
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
@@ -80,6 +81,7 @@ _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean",
     "algorithms.asynchronous": "Asynchrony Buffered",
+    "algorithms.elastic_averaging": "EASGD",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates",
     "algorithms.local": "LocalSgd LocalUpdate LocalWork MemorySpec",

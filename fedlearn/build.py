@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
@@ -25,7 +26,7 @@ from fedlearn.algorithms.sampling import (
     UniformSampler,
 )
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.algorithms.strategy import Bounded, Strategy, Wrapped
 from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
@@ -332,7 +333,7 @@ def _deployed_privately(pieces: Deployment) -> Deployment:
     if section.population == "auto":
         section = section.model_copy(update={"population": "enrolled"})
     config = pieces.config.model_copy(update={"privacy": section})
-    return _private(replace(pieces, config=config), num_users)
+    return _complete(_private(replace(pieces, config=config), num_users))
 
 
 def simulation(
@@ -395,9 +396,21 @@ def _trained(config: Config, data: FederatedData | None) -> _Trained:
 
 
 def _complete(pieces: PiecesT) -> PiecesT:
-    """Return ``pieces`` if secure aggregation holds with them, and what is watched is measured."""
+    """Return ``pieces`` if secure aggregation holds with them, and they fit together."""
     _ = pieces.secure, pieces.early_stopping()  # each raises otherwise
+    _require_small_cohorts(pieces.algorithm, pieces.policy)
     return pieces
+
+
+def _require_small_cohorts(strategy: Strategy, policy: StragglerPolicy) -> None:
+    """Refuse rounds of more reports than an elastic force is stable with."""
+    while isinstance(strategy, Wrapped):
+        strategy = strategy.inner
+    if isinstance(strategy, EASGD) and policy.num_wanted > strategy.cohort_size:
+        raise ConfigError(
+            f"algorithm.cohort_size is {strategy.cohort_size}, but a round takes "
+            f"{policy.num_wanted} reports; raise it to that, or lower cohort.num_wanted"
+        )
 
 
 def around(

@@ -112,6 +112,9 @@ class LocalWork(Ranged):
             return np.ones_like(num_examples)
         return -(-num_examples // self.batch_size)
 
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Begin with the global model."""
+
     def report(
         self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
     ) -> Mapping[str, Tensors]:
@@ -142,6 +145,15 @@ class LocalUpdate(Protocol):
     def memory(self) -> Mapping[str, MemorySpec]:
         """What it remembers, by name."""
 
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Begin a round, in place on ``x`` and ``memory``, before the first gradient.
+
+        Args:
+            x: The global parameters, all that train; what is written here trains instead.
+            memory: What the client kept, the rest zero.
+            told: As for :meth:`step`.
+        """
+
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
@@ -163,7 +175,7 @@ class LocalUpdate(Protocol):
         """Return the values of :attr:`lanes`, and bring the memory that is kept up to date.
 
         Args:
-            x: Parameters after the last step, all that train.
+            x: Parameters after the last step, all that train. What is written here is sent instead.
             memory: In place.
             told: As for :meth:`step`.
             num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
@@ -264,6 +276,10 @@ class Around:
     def memory(self) -> Mapping[str, MemorySpec]:
         """As the inner one's."""
         return self.inner.memory
+
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Begin as the inner one does."""
+        self.inner.begin(x, memory, told=told)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -36,6 +37,7 @@ UPDATES: Mapping[str, _Kind] = {
     "clipped": ClippedGradients,
     "scheduled": ScheduledRate,
     "control_variates": ControlVariates,
+    "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
 }
 

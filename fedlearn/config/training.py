@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
@@ -130,7 +131,8 @@ class Algorithm(DeclaredSection):
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Return the algorithm; raises ValueError where it does not fit the local update."""
-        parameter = "sgd" if self.name == "scaffold" else "local"  # as what it corrects is called
+        needs_sgd = self.name in ("scaffold", "easgd")  # as what they are around is called
+        parameter = "sgd" if needs_sgd else "local"
         made: Strategy = self.build(**{parameter: local})
         return made
 
@@ -193,6 +195,7 @@ ALGORITHMS = kinds(
     kind("fedadam", recipes.FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
     kind("fedyogi", recipes.FedYogi, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3),
     kind("scaffold", Scaffold, server_learning_rate=1.0),
+    kind("easgd", EASGD, elasticity=0.3),
     kind("fedmedian", recipes.FedMedian),
     kind("fedbuff", FedBuffAlgorithm, recipes.FedBuff),
     kind("fedasync", FedAsyncAlgorithm, recipes.FedAsync, mixing=0.6),

@@ -491,6 +491,8 @@ class Training:
         load_kept(self._local, self.memory, kept=kept)
         self.num_steps = 0
         with self._model.training(self._params):
+            with torch.no_grad():
+                self._local.begin(self._model.trainable_stack, self.memory, told=self._told)
             yield
 
     def step(self, parts: Iterable[Part], *, num_examples: int) -> Tensor:

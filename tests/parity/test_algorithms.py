@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.kept import to_tensors
 from fedlearn.algorithms.local import LocalSgd
@@ -55,6 +56,7 @@ CONTROLS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
     "clipped and scheduled": FedAvg(SGD),
     "scaffold": FedAvg(SGD, weight_by_examples=False),
+    "easgd": EASGD(sgd=SGD, elasticity=0.0, cohort_size=len(flower.SIZES)),
     "median": FedAvg(SGD, weight_by_examples=False),
     "clipped updates": FedAvg(SGD),
     "clipped by example": FedAvg(
@@ -66,6 +68,7 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(KEEPING_ADAMW),
     "clipped and scheduled": FedAvg(CLIPPED),
     "scaffold": Scaffold(sgd=SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
+    "easgd": EASGD(sgd=SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
     "median": FedMedian(SGD),
     "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(max_update_norm=0.05)]),
     "clipped by example": FedAvg(BY_EXAMPLE, weight_by_examples=False),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
@@ -601,6 +602,20 @@ def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
         _built({"algorithm": settings, "client": client | {"momentum": 0.5}})
 
 
+def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
+    """Cohorts that its force is not stable with are refused, however it is wrapped."""
+    settings = {"name": "easgd", "elasticity": 0.5, "cohort_size": 9}
+    client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.3}
+    sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.3)
+    asked: dict[str, Any] = {"algorithm": settings, "client": client, "cohort": {"num_wanted": 9}}
+    assert _built(asked).algorithm == EASGD(sgd=sgd, elasticity=0.5, cohort_size=9)
+    for more in ({}, {"updates": {"max_norm": 3.0}}):
+        with pytest.raises(ConfigError, match=r"cohort_size is 9, but a round takes 10 reports"):
+            _built({**asked, **more, "cohort": {"num_wanted": 10}})
+    with pytest.raises(ConfigError, match=r'algorithm.name is "easgd": elasticity is 1, .* = 3'):
+        _built({**asked, "algorithm": settings | {"elasticity": 1.0}})
+
+
 def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: Path) -> None:
     """By its factory, or with the file as the name itself; what is no strategy is refused."""
     name = f"{user_file}:Kept"
@@ -658,7 +673,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     """The control of the table above."""
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
-    assert _kinds(ALGORITHMS) == {*plain, *adaptive, "scaffold", "python"}
+    assert _kinds(ALGORITHMS) == {*plain, *adaptive, "scaffold", "easgd", "python"}
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:

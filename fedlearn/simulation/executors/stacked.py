@@ -167,6 +167,8 @@ class StackedExecutor:
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
         load_kept(work.local, stack.memory, kept=work.kept)
+        told = along_trainable(self._layout, work.params.vector, work.told)
+        work.local.begin(list(stack.trainable.values()), stack.memory, told=told)
         return _Run(
             work=work,
             rows_TKB=rows_TKB,
@@ -176,7 +178,7 @@ class StackedExecutor:
             shared=Shared(
                 frozen={name: views[name] for name in self._gradient.frozen},
                 constants=self._gradient.constants(work.params),
-                told=along_trainable(self._layout, work.params.vector, work.told),
+                told=told,
             ),
         )
 
@@ -204,13 +206,6 @@ class StackedExecutor:
     def _trained(self, run: _Run) -> Trained:
         work, num_clients = run.work, len(run.work.client_ids)
         stack, deltas_KP = self._prefix(num_clients), self._deltas_KP[:num_clients]
-        local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
-        for name, value in (stack.trainable | stack.statistics).items():
-            torch.sub(value, start[name], out=local[name])
-        for name in self._gradient.frozen:  # a transform may have written to the last block's
-            local[name].zero_()
-        counts_TK = torch.from_numpy(work.schedule.counts_TK)
-        sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
         report = report_of(
             work.local,
             list(stack.trainable.values()),
@@ -219,6 +214,13 @@ class StackedExecutor:
             num_steps=work.num_steps(),
             layout=self._layout,
         )
+        local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
+        for name, value in (stack.trainable | stack.statistics).items():
+            torch.sub(value, start[name], out=local[name])
+        for name in self._gradient.frozen:  # a transform may have written to the last block's
+            local[name].zero_()
+        counts_TK = torch.from_numpy(work.schedule.counts_TK)
+        sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
         return Trained(
             deltas_KP=deltas_KP,
             lanes=report.lanes,

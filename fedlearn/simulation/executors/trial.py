@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedlearn.algorithms.elastic_averaging import without_force
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.noised_gradients import quiet
 from fedlearn.algorithms.objectives import Objective
@@ -161,7 +162,7 @@ def _sample_of(work: Work) -> Work:
     )
     return replace(
         work,
-        local=quiet(work.local),
+        local=quiet(without_force(work.local)),
         client_ids=client_ids,
         rows_K=np.split(rows, [3]),
         schedule=batches,

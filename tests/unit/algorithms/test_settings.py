@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, Memory, Moment
 from fedlearn.algorithms.local import Tensors as Stack
@@ -67,6 +68,7 @@ UPDATES: dict[str, LocalUpdate] = {
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
+    "easgd": ElasticForce(inner=SGD, elasticity=0.5),
     "by example": NoisedGradients(
         inner=Proximal(inner=ADAM, proximal=0.5),
         example_clip_norm=0.5,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import noised_gradients
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -146,6 +147,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "proximal": Proximal(inner=PLAIN, proximal=0.5),
     "clipped": ClippedGradients(inner=SGD, max_gradient_norm=0.2),
     "scaffold": ControlVariates(inner=PLAIN, control_bound=None),
+    "easgd": ElasticForce(inner=PLAIN, elasticity=0.5),
     "whole batch": replace(SGD, batch_size=None),
     "fewer than processes": replace(PLAIN, batch_size=2),
     "one by one": replace(PLAIN, batch_size=1),

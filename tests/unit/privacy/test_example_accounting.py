@@ -7,6 +7,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
+from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, Memory, Moment, Tensors
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
@@ -151,6 +152,7 @@ def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
         FedProx(SGD, proximal=0.1, weight_by_examples=False),
         FedMedian(SGD),
         Scaffold(sgd=SGD, num_clients=100, server_learning_rate=1.0),
+        EASGD(sgd=SGD, elasticity=0.02, cohort_size=100),
     ],
 )
 def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:

@@ -105,7 +105,10 @@ class FusedExecutor:
         params = [workspace.stack.params_KP[:num_clients]]
         told = {name: [each_P[None]] for name, each_P in {MODEL: global_P, **work.told}.items()}
         memory = new_memory(work.local, params, kept=work.kept)
-        losses_K = _train(work, workspace, memory, told=told)
+        work.local.begin(params, memory, told=told)
+        workspace.stack.refresh(num_clients)
+        rules = _rules(work)
+        losses_K = _train(work, workspace, memory, told=told, rules=rules)
         report = report_of(
             work.local,
             params,
@@ -114,6 +117,8 @@ class FusedExecutor:
             num_steps=work.num_steps(),
             layout=work.params.layout,
         )
+        if rules is None:  # else the copies are ahead of the rows, and nothing was reported
+            workspace.stack.refresh(num_clients)
         return Trained(
             deltas_KP=workspace.stack.deltas(global_P, num_clients=num_clients),
             lanes=report.lanes,
@@ -139,10 +144,15 @@ class FusedExecutor:
 
 
 def _train(
-    work: Work, workspace: Workspace, memory: Memory, *, told: Memory
+    work: Work,
+    workspace: Workspace,
+    memory: Memory,
+    *,
+    told: Memory,
+    rules: Sequence[Affine] | None,
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace``; return their mean losses, each before its step."""
-    plan, stack, rules = work.schedule, workspace.stack, _rules(work)
+    plan, stack = work.schedule, workspace.stack
     features_NF = only(work.features).flatten(1)
     labels_TKB = work.labels.index_select(0, plan.rows_TKB.flatten()).view(plan.rows_TKB.shape)
     likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # logarithms, of the labels

@@ -1,0 +1,219 @@
+r"""EASGD: every client has a model of its own, which an elastic force ties to the global one.
+
+========================= ===========================================
+symbol                    here
+========================= ===========================================
+:math:`C, W_i`            global parameters, a client's own
+:math:`\eta`              ``learning_rate`` of the clients' SGD
+:math:`\rho`              ``elasticity``
+:math:`P`                 ``cohort_size``
+========================= ===========================================
+
+In a round each client that is asked moves towards the global model and along its gradient, and the
+global model moves towards the clients by the same forces:
+
+.. math::
+
+    W_i \leftarrow W_i - \eta \big(\nabla f_i(W_i) + \rho (W_i - C)\big), \qquad
+    C \leftarrow C + \eta \sum_i \rho (W_i - C).
+
+Both use the values before the round. Where a client takes more steps, the first one has the
+force: the round is the paper's communication period. With all clients in each round these are its
+equations 1 and 2; with one at a time, in turn (``cohort.sampling = "cyclic"`` and
+``cohort.num_wanted = 1``), its round-robin scheme.
+
+References:
+    Zhang, Choromanska and LeCun, 2015, `Deep Learning with Elastic Averaging SGD
+    <https://arxiv.org/abs/1412.6651>`_.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Over
+from fedlearn.algorithms.local import (
+    MODEL,
+    Around,
+    LocalSgd,
+    LocalUpdate,
+    Memory,
+    MemorySpec,
+    Moment,
+    Tensors,
+    sums,
+)
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.core.params import Params
+from fedlearn.core.ranges import Count, NotNegative, Ranged
+
+_OWN, _HAS_OWN, _PULLED = "own_model", "has_own_model", "is_pulled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticForce(Ranged, Around):
+    r"""SGD on the client's own model :math:`W_i`, which the first step pulls to the global one.
+
+    What is sent as the delta is :math:`\eta \rho (W_i - C)` from before the first step. A client's
+    own model is the global one of the first round that it takes part in.
+
+    Attributes:
+        inner: SGD at a constant rate :math:`\eta`.
+        elasticity: Strength :math:`\rho` of the force, >= 0; with 0 clients train alone.
+
+    Raises:
+        ValueError: The inner update is another one.
+    """
+
+    elasticity: NotNegative
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.inner) is not LocalSgd:
+            raise ValueError(
+                f"EASGD's clients take SGD steps at a constant rate, which is also that of the "
+                f"elastic force, not those of {self.inner!r}; give a LocalSgd, without clipped "
+                "gradients and schedule"
+            )
+
+    @property
+    def share(self) -> float:
+        r"""The part of its distance that a client gives up and sends: :math:`\eta \rho`."""
+        assert isinstance(self.inner, LocalSgd)  # checked when this was made
+        return self.inner.learning_rate * self.elasticity
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """The client's own model, whether it has one, and which tensors the force has reached."""
+        return {
+            **self.inner.memory,
+            _OWN: MemorySpec(over=Over.TRAINABLE, is_kept=True),
+            _HAS_OWN: MemorySpec(over=1, is_kept=True),
+            _PULLED: MemorySpec(over=Over.TENSORS, is_kept=False),
+        }
+
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Begin with the client's own model; with the global one where there is none yet."""
+        self.inner.begin(x, memory, told=told)
+        has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
+        for value, own, model in zip(x, memory[_OWN], told[MODEL], strict=True):
+            own.copy_(torch.where(_beside(has_own_K, own), own, model))
+            value.copy_(own)
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Take the inner step, the first one with the force."""
+        self.inner.step(x, grads, memory, told=told, moment=moment)
+        if moment.step == 0:
+            torch._foreach_sub_(list(x), self._forces(memory, told))
+            torch._foreach_add_(list(memory[_PULLED]), 1.0)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Keep the client's own model, and leave in ``x`` what is sent in its place.
+
+        Numbers of it that are not finite are sent as they are, so that the client fails and keeps
+        the model that it had.
+        """
+        lanes = self.inner.report(x, memory, told=told, num_steps=num_steps)
+        parts = zip(
+            x, self._forces(memory, told), memory[_OWN], memory[_PULLED], told[MODEL], strict=True
+        )
+        for value, force, own, pulled, model in parts:
+            # A tensor that the first batch gave no gradient has not been pulled yet.
+            value.sub_(torch.where(_beside(pulled[:, 0] > 0.0, force), 0.0, force))
+            own.copy_(value)
+            value.copy_(torch.where(torch.isfinite(own), model + force, own))
+        memory[_HAS_OWN][0].fill_(1.0)
+        return lanes
+
+    def _forces(self, memory: Memory, told: Memory) -> list[Tensor]:
+        r"""Return :math:`\eta \rho (W_i - C)` from before the first step."""
+        forces = sums(memory[_OWN], told[MODEL], factor=-1.0)
+        torch._foreach_mul_(forces, self.share)
+        return forces
+
+
+def without_force(local: LocalUpdate) -> LocalUpdate:
+    """Return an update without the elastic force in it: what it trains, it sends."""
+    if isinstance(local, ElasticForce):
+        return local.inner
+    if isinstance(local, Around):
+        inner = without_force(local.inner)
+        return local if inner is local.inner else replace(local, inner=inner)
+    return local
+
+
+def _beside(values_K: Tensor, like: Tensor) -> Tensor:
+    """Return one value a client in a shape that goes with ``like``: [K, 1, ...]."""
+    return values_K.view(-1, *[1] * (like.dim() - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EASGD(Ranged, Strategy):
+    r"""Elastic averaging SGD, synchronous or, with one client a round, round robin.
+
+    The global model moves by the sum of the forces; statistics of BatchNorm, which have none, by
+    the mean change.
+
+    Attributes:
+        sgd: What clients do without the force: SGD at a constant rate :math:`\eta`.
+        elasticity: Strength :math:`\rho` of the force, >= 0; with 0 clients train alone.
+        cohort_size: Most clients that report in a round, :math:`P` >= 1.
+
+    Raises:
+        ValueError: :math:`\eta \rho (1 + P) \ge 2`: the distance between the global model and the
+            mean of the clients' is multiplied by :math:`1 - \eta \rho (1 + P)` in a round, and
+            would grow.
+
+    References:
+        Zhang, Choromanska and LeCun, 2015, `Deep Learning with Elastic Averaging SGD
+        <https://arxiv.org/abs/1412.6651>`_, equations 1 and 2, and algorithm 1.
+    """
+
+    sgd: LocalUpdate
+    elasticity: NotNegative
+    cohort_size: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gain = self.local.share * (1 + self.cohort_size)
+        if not gain < 2.0:  # noqa: PLR2004 - beyond it the distance grows
+            raise ValueError(
+                f"elasticity is {self.elasticity:g}, with which learning_rate x elasticity x "
+                f"(1 + cohort_size) is {self.local.share / (self.elasticity or 1.0):g} x "
+                f"{self.elasticity:g} x {1 + self.cohort_size} = {gain:g}, and the models would "
+                f"swing apart; it must be below 2: lower elasticity below "
+                f"{self.elasticity * 2.0 / gain:.4g}"
+            )
+
+    @property
+    def local(self) -> ElasticForce:
+        """SGD on the client's own model, with the force."""
+        return ElasticForce(inner=self.sgd, elasticity=self.elasticity)
+
+    @property
+    def aggregation(self) -> WeightedMean:
+        """The plain mean, which times the number of clients is the sum."""
+        return WeightedMean(by_examples=False)
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        """Return the global model, moved by the sum of the forces.
+
+        Raises:
+            ValueError: More clients reported than ``cohort_size``.
+        """
+        count = aggregate.num_clients
+        if count > self.cohort_size:
+            raise ValueError(
+                f"cohort_size is {self.cohort_size}, but {count} clients reported; it is the most "
+                "that report in a round"
+            )
+        summing = ServerSgd(learning_rate=float(count), momentum=0.0)
+        return Stepped(*summing.step(params, aggregate.lanes[DELTA.name], state))

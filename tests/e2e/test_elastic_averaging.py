@@ -1,0 +1,116 @@
+"""EASGD as a user runs it: over sessions, under masks, with noise, and on from a crash."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedlearn as fl
+from fedlearn.errors import EngineError
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TrainContext
+from tests.e2e.test_python_api import Quiet, data, make_model
+
+NUM_CLIENTS = 12
+SGD = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
+ALGORITHM = fl.EASGD(sgd=SGD, elasticity=0.5, cohort_size=NUM_CLIENTS)
+
+
+@pytest.fixture(autouse=True)
+def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(algorithm: fl.Strategy = ALGORITHM, **settings: Any) -> fl.Run:  # Any: keys and pieces
+    """Return four rounds of all clients, unless ``settings`` say otherwise."""
+    everything: dict[str, Any] = {
+        "num_rounds": 4,
+        "cohort": {"num_wanted": NUM_CLIENTS},
+        "engine": {"num_workers": 1},
+        **settings,
+    }
+    return fl.simulate(make_model, data(NUM_CLIENTS), algorithm, **everything)
+
+
+def weights(found: fl.Run) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in found.weights().values()])
+
+
+@pytest.mark.slow
+def test_the_model_is_the_same_over_sessions_and_under_masks() -> None:
+    """And it learns: the elasticity of 0 is the control, whose global model stays."""
+    engine, sessions = run(num_rounds=12), run(num_rounds=12, engine={"transport": "memory"})
+    torch.testing.assert_close(weights(sessions), weights(engine), rtol=0.0, atol=1e-6)
+    masked = run(
+        num_rounds=12,
+        engine={"transport": "memory"},
+        secure_aggregation={"mode": "complete", "clip_norm": 2.0},
+    )
+    torch.testing.assert_close(weights(masked), weights(engine), rtol=0.0, atol=1e-4)
+    accuracy = [record.metrics["accuracy"] for record in engine.history]
+    assert accuracy[-1] > 0.85 > accuracy[0]
+    alone = run(algorithm=fl.EASGD(sgd=SGD, elasticity=0.0, cohort_size=NUM_CLIENTS))
+    assert torch.equal(weights(alone), weights(run(algorithm=alone_at_first(), num_rounds=1)))
+
+
+def alone_at_first() -> fl.EASGD:
+    """Return one whose first round sends nothing, since all begin with the global model."""
+    return fl.EASGD(sgd=SGD, elasticity=0.9, cohort_size=NUM_CLIENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"privacy": {"mode": "central"}},
+        {"privacy": {"mode": "local"}},
+        {"privacy": {"mode": "example"}},
+        {"privacy": {"mode": "distributed"}, "secure_aggregation": {"mode": "complete"}},
+    ],
+    ids=["central", "local", "example", "distributed"],
+)
+def test_noise_hides_what_is_sent(settings: dict[str, Any]) -> None:
+    """Each mode bounds the force as it bounds an update; the model moves by the noise."""
+    private = {"clip_norm": 0.5, "noise_multiplier": 1.0, "target_delta": 1e-3}
+    if settings["privacy"]["mode"] == "distributed":
+        settings = settings | {"engine": {"transport": "memory"}}
+    settings = settings | {"privacy": private | settings["privacy"], "num_rounds": 2}
+    plain, noised = run(num_rounds=2), run(**settings)
+    assert float((weights(noised) - weights(plain)).abs().max()) > 1e-3
+
+
+def test_a_run_goes_on_with_what_clients_have_of_their_own() -> None:
+    """To the bit; a checkpoint without it would begin again with the global model."""
+    store = {"checkpoint_every_s": 0.0}
+    with pytest.raises(KeyboardInterrupt):
+        run(name="broken", progress=Quiet(break_after=2), store=store)
+    again = run(resume="broken", store=store)
+    assert len(again.history) == 4
+    assert torch.equal(weights(again), weights(run()))
+
+
+class Mine:
+    """A trainer of the user's own that knows SGD and no more."""
+
+    honours = ("epochs", "batch_size", "learning_rate", "shuffle")
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        self.num_examples = len(labels)
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        return LocalResult(
+            tensors=tensors, num_examples=self.num_examples, metrics={"loss": 0.0}, state={}
+        )
+
+    def evaluate(self, tensors: Mapping[str, Tensor]) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=self.num_examples, metrics={"loss": 0.0})
+
+
+def test_a_trainer_that_knows_no_force_is_refused() -> None:
+    """It would train from the global model, and send all that it learnt."""
+    assert run(trainer=Mine, algorithm=fl.FedAvg(SGD), num_rounds=1).history
+    with pytest.raises(EngineError, match="elasticity"):
+        run(trainer=Mine, num_rounds=1)

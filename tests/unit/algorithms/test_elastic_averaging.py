@@ -1,0 +1,291 @@
+"""EASGD is its paper's equations, and refuses what they do not hold for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.elastic_averaging import EASGD, ElasticForce, without_force
+from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.kept import Kept
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.local import LocalSgd, Memory, Moment, Tensors, new_memory
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.sampling import CyclicSampler
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import RoundError
+from fedlearn.rounds.pieces import stepped_by
+from tests.unit.algorithms import test_scaffold as quadratics
+
+ETA, RHO = 0.1, 0.5
+A, B, NUM_CLIENTS = quadratics.A, quadratics.B, quadratics.NUM_CLIENTS
+SGD = LocalSgd(epochs=1, batch_size=None, learning_rate=ETA, shuffle=False)
+EVERYONE = [list(range(NUM_CLIENTS))]
+#: Where the clients' own models are, if they are apart from the beginning.
+APART = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 0.5], [3.0, -2.0]]).double()
+
+
+def easgd(sgd: LocalSgd = SGD, **changes: Any) -> EASGD:
+    return replace(EASGD(sgd=sgd, elasticity=RHO, cohort_size=NUM_CLIENTS), **changes)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The global model after some rounds, and the clients' own: [N, 2]."""
+
+    model: Tensor
+    own: Tensor
+
+
+def run(strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: Kept | None = None) -> Ran:
+    """Return what rounds of these cohorts end in: clients of one quadratic each."""
+    params, now = Params.of(quadratics.Point()), dict(kept or {})
+    for round_num, cohort in enumerate(cohorts):
+        request = RoundRequest(
+            round_num=round_num,
+            attempt=0,
+            params=params,
+            strategy=strategy,
+            told={},
+            seed=0,
+            kept=now,
+        )
+        collected = quadratics.engine().collect([ClientId(k) for k in cohort], request)
+        assert collected.aggregate is not None
+        params = strategy.step(params, collected.aggregate, {}).params
+        now = dict(collected.kept)
+    start = Params.of(quadratics.Point()).vector
+    rows = [now[k]["own_model"] if k in now else start for k in range(NUM_CLIENTS)]
+    return Ran(params.vector, torch.stack(rows))
+
+
+def begun(own: Tensor) -> Kept:
+    """Return what clients keep whose own models these are: [N, 2]."""
+    yes = torch.ones(1).double()
+    return {k: {"own_model": row, "has_own_model": yes} for k, row in enumerate(own)}
+
+
+def by_the_equations(
+    cohorts: Sequence[Sequence[int]],
+    *,
+    rho: float = RHO,
+    own: Tensor | None = None,
+    curvature: Tensor = A,
+) -> Ran:
+    """Equations 1 and 2 in so many lines."""
+    c = torch.zeros(2).double()
+    w = torch.zeros(NUM_CLIENTS, 2).double() if own is None else own.clone()
+    for cohort in cohorts:
+        force = rho * (w[cohort] - c)
+        w[cohort] -= ETA * (curvature[cohort] * (w[cohort] - B[cohort]) + force)
+        c = c + ETA * force.sum(0)
+    return Ran(c, w)
+
+
+def test_all_clients_in_each_round_are_equations_1_and_2() -> None:
+    """In float64, and so is the model of each client."""
+    found, expected = run(easgd(), EVERYONE * 30), by_the_equations(EVERYONE * 30)
+    torch.testing.assert_close(found.model, expected.model, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(found.own, expected.own, rtol=0.0, atol=1e-12)
+    assert float(found.model.abs().max()) > 0.1
+
+
+def test_one_client_a_round_in_turn_is_round_robin() -> None:
+    """Algorithm 1: a client is read before its update; whose turn it is says the sampler."""
+    cohorts = [
+        CyclicSampler().sample(
+            [ClientId(k) for k in range(NUM_CLIENTS)],
+            num_asked=1,
+            round_num=t,
+            attempt=0,
+            seed=Seed(0),
+        )
+        for t in range(40)
+    ]
+    first = cohorts[0][0]
+    assert [each for (each,) in cohorts] == [(first + t) % NUM_CLIENTS for t in range(40)]
+    found = run(easgd(cohort_size=1), cohorts)
+    expected = by_the_equations([list(cohort) for cohort in cohorts])
+    torch.testing.assert_close(found.model, expected.model, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(found.own, expected.own, rtol=0.0, atol=1e-12)
+    assert float(found.model.abs().max()) > 0.1
+
+
+def test_without_elasticity_each_client_is_plain_sgd() -> None:
+    """To the bit, from where it began; and the global model stays."""
+    found = run(easgd(elasticity=0.0), EVERYONE * 7)
+    alone = [nn.Parameter(torch.zeros(2).double()) for _ in range(NUM_CLIENTS)]
+    for x, a, b in zip(alone, A, B, strict=True):
+        optimizer = torch.optim.SGD([x], lr=ETA)
+        for _ in range(7):
+            (x.grad,) = torch.autograd.grad((a * (x - b) ** 2 / 2).sum(), [x])
+            optimizer.step()
+    assert torch.equal(found.own, torch.stack([x.detach() for x in alone]))
+    assert torch.equal(found.model, torch.zeros(2).double())
+
+
+class Still(quadratics.Point):
+    """A model whose loss nothing moves."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features) * 0.0
+
+
+@pytest.fixture
+def nothing_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quadratics, "Point", Still)
+
+
+class TakenAfter(ElasticForce):
+    """Takes the force after the step, where another client would have it from before."""
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        for own, value in zip(memory["own_model"], x, strict=True):
+            own.copy_(value)
+        return super().report(x, memory, told=told, num_steps=num_steps)
+
+
+class Late(EASGD):
+    """Elastic averaging with the mistake above."""
+
+    @property
+    def local(self) -> TakenAfter:
+        return TakenAfter(inner=self.sgd, elasticity=self.elasticity)
+
+
+@pytest.mark.usefixtures("nothing_to_learn")
+@pytest.mark.parametrize("cohorts", [EVERYONE * 5, [[0, 1], [3], [2, 1, 0]]], ids=["all", "some"])
+def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[int]]) -> None:
+    """The force is between them; to take it after the step is the control that does not."""
+    found = run(easgd(), cohorts, kept=begun(APART))
+    total = found.own.sum(0) + found.model
+    torch.testing.assert_close(total, APART.sum(0), rtol=0.0, atol=1e-12)
+    assert float((found.own - APART).abs().max()) > 0.1
+    wrong = run(Late(sgd=SGD, elasticity=RHO, cohort_size=NUM_CLIENTS), cohorts, kept=begun(APART))
+    assert float((wrong.own.sum(0) + wrong.model - APART.sum(0)).abs().max()) > 1e-3
+
+
+@pytest.mark.usefixtures("nothing_to_learn")
+def test_the_gap_shrinks_by_what_the_bound_is_of() -> None:
+    """By 1 - eta rho (1 + P) a round, so it must be below 2 what is taken away."""
+    before, found = APART.mean(0), run(easgd(), EVERYONE * 3, kept=begun(APART))
+    factor = 1.0 - ETA * RHO * (1 + NUM_CLIENTS)
+    expected = factor**3 * before
+    torch.testing.assert_close(found.own.mean(0) - found.model, expected, rtol=0.0, atol=1e-12)
+
+
+def test_the_bound_is_where_the_models_swing_apart() -> None:
+    """The control of what is refused: by the equations alone, with no gradients."""
+    found = [
+        by_the_equations(EVERYONE * 300, rho=rho, own=APART, curvature=torch.zeros_like(A))
+        for rho in (3.99, 4.2)
+    ]
+    assert [bool((each.model.abs() > 100.0).any()) for each in found] == [False, True]
+
+
+def test_a_force_that_is_not_stable_is_refused_with_its_values() -> None:
+    """From 2 on, and the message says what would do."""
+    assert easgd(elasticity=3.99).elasticity == 3.99
+    with pytest.raises(ValueError, match=r"0\.1 x 4 x 5 = 2, .* lower elasticity below 4"):
+        easgd(elasticity=4.0)
+    assert easgd(elasticity=4.0, cohort_size=3).cohort_size == 3
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        ClippedGradients(inner=SGD, max_gradient_norm=1.0),
+        ScheduledRate(inner=SGD, rate_decay=0.9),
+        LocalAdam(
+            epochs=1,
+            batch_size=4,
+            learning_rate=0.1,
+            beta_1=0.9,
+            beta_2=0.99,
+            epsilon=1e-8,
+            decoupled=False,
+            keep_moments=False,
+        ),
+    ],
+    ids=["clipped", "scheduled", "adam"],
+)
+def test_steps_without_a_constant_rate_are_refused(inner: Any) -> None:
+    """There would be no eta for the force; when it is made, not when a client is asked."""
+    with pytest.raises(ValueError, match=r"constant rate.*give a LocalSgd"):
+        easgd(sgd=inner)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"elasticity": -0.1}, "elasticity"), ({"cohort_size": 0}, "cohort_size")],
+)
+def test_values_without_meaning_are_refused(changes: dict[str, Any], named: str) -> None:
+    """When it is made."""
+    with pytest.raises(ValueError, match=named):
+        easgd(**changes)
+
+
+def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
+    """By name and number; statistics, which no force moves, move by their mean."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+    params, strategy = Params.of(module), easgd(cohort_size=3)
+    delta = torch.ones(params.layout.size)
+    with pytest.raises(RoundError, match="cohort_size is 3, but 4 clients reported"):
+        stepped_by(strategy, params, Aggregate({"delta": delta}, 4), {})
+    stepped = stepped_by(strategy, params, Aggregate({"delta": delta}, 3), {})
+    moved = (stepped.params.vector - params.vector).round(decimals=4)
+    assert moved.tolist() == [3.0, 1.0, 1.0]
+
+
+def test_the_first_step_alone_has_the_force() -> None:
+    """A client of several steps exchanges once a round; by hand, with momentum."""
+    strategy = easgd(sgd=replace(SGD, epochs=3, momentum=0.9))
+    found = run(strategy, EVERYONE, kept=begun(APART))
+    w, v = APART.clone(), torch.zeros_like(APART)
+    for step in range(3):
+        v = 0.9 * v + A * (w - B)
+        w = w - ETA * v - (ETA * RHO * APART if step == 0 else 0.0)
+    torch.testing.assert_close(found.own, w, rtol=0.0, atol=1e-12)
+    model = ETA * RHO * APART.sum(0)
+    torch.testing.assert_close(found.model, model, rtol=0.0, atol=1e-12)
+
+
+def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -> None:
+    """What it sends, it must give up; and a model that diverged is sent as it is."""
+    local = easgd().local
+    own = {"own_model": torch.tensor([[1.0, 2.0]]), "has_own_model": torch.ones(1, 1)}
+    x = [torch.zeros(1, 1), torch.zeros(1, 1)]
+    told = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
+    memory = new_memory(local, x, kept=own)
+    local.begin(x, memory, told=told)
+    assert [value.item() for value in x] == [1.0, 2.0]
+    reached = {name: values if len(values) == 1 else values[:1] for name, values in memory.items()}
+    zero = [torch.zeros(1, 1)]
+    local.step(x[:1], zero, reached, told={"model": told["model"][:1]}, moment=Moment(0, 0))
+    x[0].add_(float("inf"))
+    local.report(x, memory, told=told, num_steps=torch.ones(1))
+    assert memory["own_model"][1].item() == pytest.approx(2.0 * (1.0 - ETA * RHO))
+    assert x[1].item() == pytest.approx(2.0 * ETA * RHO)
+    assert x[0].item() == float("inf")
+
+
+def test_what_a_trial_compares_has_no_force_in_it() -> None:
+    """In its first round a client sends nothing, which says nothing of its training."""
+    force = easgd().local
+    assert without_force(force) == SGD
+    assert without_force(Proximal(inner=force, proximal=0.1)) == Proximal(inner=SGD, proximal=0.1)
+    noised = NoisedGradients(inner=force, example_clip_norm=1.0, example_noise_multiplier=1.0)
+    assert without_force(noised) == replace(noised, inner=SGD)
+    assert without_force(SGD) is SGD
