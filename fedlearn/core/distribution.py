@@ -34,7 +34,7 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def by_examples(
-    per_client: Mapping[str, NDArray[np.float64]], num_examples: Mapping[str, NDArray[np.int64]]
+    per_client: "Mapping[str, NDArray[np.float64]]", num_examples: "Mapping[str, NDArray[np.int64]]"
 ) -> dict[str, float]:
     """Return the mean of each metric over clients that count by their examples.
 
@@ -49,9 +49,12 @@ def by_examples(
         ``clients/NAME_by_examples`` per metric.
 
     Example:
+        >>> import numpy as np
         >>> by_examples({"loss": np.array([1.0, 2.0])}, {"loss": np.array([30, 10])})
         {'clients/loss_by_examples': 1.25}
     """
+    import numpy as np  # noqa: PLC0415 (see above)
+
     metrics: dict[str, float] = {}
     for name, values in per_client.items():
         is_finite = np.isfinite(values)
