@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.elastic_averaging import EASGD
+from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
@@ -34,6 +36,7 @@ from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
 from fedlearn.config.tree import Config, EarlyStoppingSection
 from fedlearn.core.distribution import Direction, split
 from fedlearn.core.features import named
+from fedlearn.core.messages import Scalar
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
@@ -285,6 +288,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
+    pieces = _told(pieces, config.client.extra)
     if config.flower.is_foreign:
         _require_nothing_of_clients(pieces.algorithm)
     return pieces
@@ -373,6 +377,7 @@ def simulation(
         data=data,
         data_dir=data_dir,
         make_trainer=config.client.make_trainer(),
+        extra=config.client.extra,
     )
 
 
@@ -423,13 +428,17 @@ def around(
     data_dir: Path,
     make_trainer: MakeTrainer | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    extra: Mapping[str, Scalar] = MappingProxyType({}),
 ) -> Simulation:
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
+
+    Trainers are told ``extra``.
 
     Raises:
         ConfigError: More clients are asked in a round than there are, values contradict each other
             once "auto" is a number, nothing of the name of what is watched is measured, the
-            objective does not declare its measures, or secure aggregation cannot hold.
+            objective does not declare its measures, secure aggregation cannot hold, or nobody would
+            act on ``extra``.
         DataError: Bandwidth traces are missing.
     """
     secure = config.secure_aggregation
@@ -478,14 +487,20 @@ def around(
         own=own,
     )
     pieces = _asynchronous(_bounded(_distilling(pieces)))
+    if extra and make_trainer is None:
+        raise ConfigError(
+            f"client.extra tells {', '.join(sorted(extra))}, but the clients of this simulation "
+            "have fedlearn's own trainer, which acts on none of it; give them yours "
+            "(client.trainer, fl.simulate(trainer=...)), or leave it out"
+        )
     if not config.privacy.is_on:
-        return _complete(pieces)
+        return _told(_complete(pieces), extra)
     if config.privacy.num_users not in (None, population):
         raise ConfigError(
             f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
             "clients; leave it out"
         )
-    return _complete(_private(pieces, population))
+    return _told(_complete(_private(pieces, population)), extra)
 
 
 def alone(config: Config, *, data_dir: Path) -> Pieces:
@@ -527,6 +542,22 @@ def _asynchronous(pieces: PiecesT) -> PiecesT:
         except ValueError as error:
             raise ConfigError(f"asynchronous.mode is on, but {error}") from error
     return pieces
+
+
+def _told(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
+    """Return the pieces with free-form settings for the clients' trainers, if there are any.
+
+    Raises:
+        ConfigError: A name or a value cannot be told.
+    """
+    if not extra:
+        return pieces
+    algorithm = WithExtra.around(pieces.algorithm, extra)
+    try:
+        _ = algorithm.local
+    except ValueError as error:
+        raise ConfigError(f"client.{error}") from error
+    return replace(pieces, algorithm=algorithm)
 
 
 def _distilling(pieces: PiecesT) -> PiecesT:

@@ -2,7 +2,8 @@
 
 Settings are flat: the fields of an update, of those it is wrapped around, and of the transforms
 after it; and under :data:`PIECES` which these are, in the order in which they act. A trainer of
-the user's own reads the fields by their names.
+the user's own reads the fields by their names, and what is free-form beside them
+(:mod:`fedlearn.algorithms.extra_settings`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
+from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, divided
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -71,6 +73,9 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
     """
     names, settings = list[str](), dict[str, Scalar]()
     for piece in (*pieces_of(local), *transforms):
+        if isinstance(piece, ExtraSettings):
+            settings |= piece.settings()
+            continue
         names.append(_name(type(piece)))
         for name in _fields(type(piece)):
             value = getattr(piece, name)
@@ -129,7 +134,7 @@ def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return the user's own classes among updates; raise ConfigError if two have the same name."""
     found = dict[str, _Kind]()
     for kind in dict.fromkeys(type(piece) for each in updates for piece in pieces_of(each)):
-        if kind in UPDATES.values():
+        if kind in UPDATES.values() or kind is ExtraSettings:
             continue
         if kind.__name__ in found:
             raise ConfigError(
@@ -169,7 +174,15 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
         >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
         >>> require_honoured(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
     """
-    left = {name: value for name, value in settings.items() if name != PIECES}
+    rest, extra = divided(settings)
+    for name, value in extra.items():
+        if EXTRA not in honoured and f"{EXTRA}.{name}" not in honoured:
+            raise SettingsRefused(
+                f"{who} does not honour the free-form setting {name!r}, which is {value!r}: act on "
+                f'context.extra["{name}"] and add "{EXTRA}.{name}", or "{EXTRA}" for all, to the '
+                "trainer's `honours`, or have the coordinator leave it out (client.extra)"
+            )
+    left = {name: value for name, value in rest.items() if name != PIECES}
     for name in _names(settings):
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
         own = _fields(kind) if kind is not None else {}

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedlearn.client.agent import Agent as Agent
     from fedlearn.client.backoff import Reconnection as Reconnection
     from fedlearn.client.conditions import Conditions as Conditions
+    from fedlearn.client.policy import ExtraPolicy as ExtraPolicy
     from fedlearn.client.policy import Policy as Policy
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
@@ -25,7 +26,7 @@ _HOME = {
     "client.agent": "Agent",
     "client.backoff": "Reconnection",
     "client.conditions": "Conditions",
-    "client.policy": "Policy PrivacyPolicy SecureAggregationPolicy",
+    "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }

@@ -25,8 +25,10 @@ from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
 
-#: A session that lasted so long was no accident: the next back-off begins anew.
-_STEADY_S = 30.0
+#: A session that lasted so long worked: the next back-off begins anew, else it grew with each life
+#: of a coordinator that comes and goes. Two processes with the keys of one client, which take turns
+#: at ending each other's sessions, slow down to this pace.
+_STEADY_S = 2.0
 
 _log = structlog.get_logger(__name__)
 
@@ -166,13 +168,13 @@ class Connector:
 
     async def _visit(self, address: str, enrolment: Enrolment) -> bool:
         """Hold one session with the coordinator at ``address``; return whether it began."""
-        begin_s, was_welcome = self._clock.now_s(), False
+        begin_s, was_welcome = 0.0, False
         try:
             async with (
                 self._attempting(),
                 session_at(address, enrolment, self._hello()) as live,
             ):
-                was_welcome = True
+                begin_s, was_welcome = self._clock.now_s(), True
                 await self._converse(live, address)
         except ConnectionError as error:
             self._be_offline(address, error)
@@ -181,7 +183,7 @@ class Connector:
             self._on_event(AgentEvent.of(EventKind.REFUSED, message=str(error)))
         except TimeoutError:
             _log.debug("woken", address=address)
-        if self._clock.now_s() - begin_s > _STEADY_S:
+        if was_welcome and self._clock.now_s() - begin_s > _STEADY_S:
             self.backoff.reset()
         return was_welcome
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from mmap import mmap
 
+from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.settings import transforms_from
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client.policy import AdversaryName, Policy, PrivacyMode, SecureAggregationPolicy
@@ -32,6 +33,8 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
 }
 #: Privacy in a sparse graph fails with at most 2^-40.
 _SIGMA_BITS = 40
+#: Characters of a name or a value that a refusal quotes: its coordinator chose them.
+_MAX_QUOTED = 60
 #: What a client sends where it demands noise.
 _NOISED: dict[PrivacyMode, str] = {
     "distributed": "a sum with noise of each client alone",
@@ -194,7 +197,10 @@ class Judge:
                 asked=f"training {num_tasks_today + 1} within 24 hours",
                 limit=f"at most {most}",
             )
-        if settings is None or self.policy.max_epochs is None:
+        if settings is None:
+            return
+        self._judge_extra(divided(settings)[1])
+        if self.policy.max_epochs is None:
             return
         epochs = settings.get("epochs")
         if not (isinstance(epochs, int | float) and epochs <= self.policy.max_epochs):
@@ -203,6 +209,19 @@ class Judge:
                 asked=f"epochs = {epochs!r}",
                 limit=f"at most {self.policy.max_epochs}",
             )
+
+    def _judge_extra(self, extra: Settings) -> None:
+        policy = self.policy.extra
+        if len(extra) > policy.max_settings:
+            raise PolicyViolation(
+                rule="extra.max_settings",
+                asked=f"{len(extra)} free-form settings",
+                limit=f"at most {policy.max_settings}",
+            )
+        for name, value in extra.items():
+            if (allowed := policy.objection(name, value)) is not None:
+                asked = f"the free-form setting {_quoted(name)} = {_quoted(value)}"
+                raise PolicyViolation(rule="extra", asked=asked, limit=allowed)
 
     def _judge_update(self, settings: Settings, spent: float) -> None:
         """Check the noise of an update that the coordinator could read."""
@@ -224,3 +243,8 @@ class Judge:
             target_delta=privacy.target_delta,
             spent=spent,
         )
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

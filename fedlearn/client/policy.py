@@ -5,6 +5,7 @@ only states its policy does not wait for torch.
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Gt, Lt
@@ -119,6 +120,56 @@ class PrivacyPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtraPolicy:
+    """Which free-form settings a client lets its trainer be told.
+
+    Names may be patterns, as of files: ``"*"`` is any name, ``"loss.*"`` those that begin so.
+
+    Attributes:
+        numbers: Names of settings that may be numbers.
+        texts: Names of those that may be texts.
+        truths: Names of those that may be truth values.
+        max_settings: Most of them in one training, >= 0; 0: none at all.
+        max_characters: Most characters of a text, >= 0.
+
+    Raises:
+        ConfigError: A maximum is negative.
+
+    Example:
+        >>> strict = ExtraPolicy(numbers=("temperature",), texts=(), truths=())
+        >>> strict.objection("temperature", 0.5), strict.objection("temperature", "hot")
+        (None, 'texts of no name')
+    """
+
+    numbers: tuple[str, ...] = ("*",)
+    texts: tuple[str, ...] = ("*",)
+    truths: tuple[str, ...] = ("*",)
+    max_settings: Whole = 64
+    max_characters: Whole = 10_000
+
+    def __post_init__(self) -> None:
+        if wrong := out_of_range(self):
+            raise ConfigError(f"policy.extra.{wrong}")
+
+    def objection(self, name: str, value: object) -> str | None:
+        """Return what is allowed where a setting of this name and value is not."""
+        match value:
+            case bool():
+                kind, names = "truth values", self.truths
+            case int() | float():
+                kind, names = "numbers", self.numbers
+            case str():
+                kind, names = "texts", self.texts
+            case _:
+                return "texts, numbers and truth values"
+        if not any(fnmatchcase(name, each) for each in names):
+            return f"{kind} of {'the names ' + ', '.join(names) if names else 'no name'}"
+        if isinstance(value, str) and len(value) > self.max_characters:
+            return f"texts of at most {self.max_characters} characters"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """What a client lets be done with its data.
 
@@ -129,6 +180,7 @@ class Policy:
             aggregation or privacy is required.
         secure_aggregation: Whether it is required, and what is demanded of it.
         privacy: What is demanded of differential privacy.
+        extra: Which free-form settings the trainer may be told.
 
     Raises:
         ConfigError: A maximum is negative.
@@ -143,6 +195,7 @@ class Policy:
     evaluate: bool = True
     secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()
+    extra: ExtraPolicy = ExtraPolicy()
 
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):

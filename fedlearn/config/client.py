@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
+from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config.pieces import built, declared_by, refused
 from fedlearn.config.problems import Sources, checked
 from fedlearn.config.reading import read
@@ -46,12 +46,18 @@ class PrivacyPolicySection(Section):
         return refused(partial(built, PrivacyPolicy, self))
 
 
+@declared_by(ExtraPolicy)
+class ExtraPolicySection(Section):
+    """Which free-form settings (client.extra of its coordinator) this client's trainer is told."""
+
+
 @declared_by(Policy)
 class PolicySection(Section):
     """What this client refuses, whatever the coordinator asks."""
 
     secure_aggregation: SecureAggregationPolicySection = SecureAggregationPolicySection()
     privacy: PrivacyPolicySection = PrivacyPolicySection()
+    extra: ExtraPolicySection = ExtraPolicySection()
 
 
 @declared_by(Conditions)
@@ -102,7 +108,8 @@ class ClientConfig(Section):
         secure = built(SecureAggregationPolicy, self.policy.secure_aggregation)
         secure = replace(secure, required=secure.required or require_secure_aggregation)
         privacy = built(PrivacyPolicy, self.policy.privacy)
-        return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy)
+        extra = built(ExtraPolicy, self.policy.extra)
+        return built(Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra)
 
     def to_conditions(self) -> Conditions:
         """Return when the device may train, as the client takes it."""

@@ -132,6 +132,10 @@ RunName: TypeAlias = Annotated[
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64),
     told_as("at most 64 letters, digits, dots, dashes and underscores, a letter or digit first"),
 ]
+Scalars: TypeAlias = Annotated[
+    dict[str, bool | int | float | str],
+    told_as("a table of strings, finite numbers and booleans", type="object"),
+]
 Args: TypeAlias = Annotated[
     dict[str, JsonValue],
     told_as("a table of strings, finite numbers, booleans, arrays and tables", type="object"),

@@ -12,6 +12,7 @@ from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.elastic_averaging import EASGD
+from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
@@ -30,7 +31,7 @@ from fedlearn.algorithms.server_optimizers import ServerAdaptive
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.called import Called, imported, not_returned, require_attributes, user_call
 from fedlearn.config.pieces import DeclaredSection, Make, built, kind, kinds, refused
-from fedlearn.config.section import Args, Factory, Problem, Section
+from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
 from fedlearn.core.ranges import Count
 from fedlearn.simulation import models
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -219,6 +220,12 @@ class Client(DeclaredSection):
         "from a client's features and labels to a LocalTrainer; deployed clients bring theirs.",
     )
     trainer_args: Args = Field({}, description="Further keyword arguments of the trainer.")
+    extra: Scalars = Field(
+        {},
+        description="Free-form settings that every trainer is told, by name: texts, truth values "
+        "and finite numbers, which it finds in context.extra. Trainers that do not honour one, "
+        "fedlearn's own included, refuse it.",
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Refuse arguments of nothing, and what the local update refuses."""
@@ -226,6 +233,9 @@ class Client(DeclaredSection):
             text = "are given, but there is no client.trainer that takes them"
             yield Problem(("trainer_args", "trainer"), text)
         yield from refused(self.local_update)
+        yield from refused(
+            partial(ExtraSettings, inner=OwnTraining(), extra=tuple(self.extra.items()))
+        )
 
     def local_update(self) -> LocalUpdate:
         """Return what clients do; raises ValueError if values contradict each other."""

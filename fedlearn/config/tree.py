@@ -46,6 +46,8 @@ from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.errors import ConfigError
 
 _MAX_SEED = 2**63 - 1
+#: Keys of ``client`` that FedSGD leaves open.
+_BESIDE_THE_STEP = {"learning_rate", "shuffle", "trainer", "trainer_args", "extra"}
 _MAX_ROUNDS = 1_000_000_000
 _USUAL_EVALUATED = 50
 
@@ -323,7 +325,7 @@ class Config(Section):
         """Refuse local training other than FedSGD's; without batches, the order is nothing."""
         asked = self.client.model_dump()
         plain = CLIENTS.of("sgd", epochs=1, batch_size="all").model_dump()
-        for name in plain.keys() - {"learning_rate", "shuffle", "trainer", "trainer_args"}:
+        for name in plain.keys() - _BESIDE_THE_STEP:
             if name in asked and asked[name] != plain[name]:
                 text = (
                     f"is {shown(asked[name])}, but FedSGD takes one step along the gradient; "

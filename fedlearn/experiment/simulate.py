@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock, utc_now
-from fedlearn.core.messages import ClientId
+from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
@@ -114,6 +115,7 @@ def simulate(
     metrics: Mapping[str, Metric] | None = None,
     trainer: MakeTrainer | None = None,
     local_of: Callable[[ClientId], LocalUpdate] | None = None,
+    extra: Mapping[str, Scalar] = MappingProxyType({}),
     sampler: CohortSampler | None = None,
     callbacks: Sequence[RoundCallback] = (),
     progress: Progress | None = None,
@@ -134,6 +136,8 @@ def simulate(
             ``FedAvg(OwnTraining())`` it is asked for no optimiser.
         local_of: From a client's id to what that client does, where clients differ in it: fewer
             epochs, another learning rate; ``None``: all do as ``algorithm`` says.
+        extra: Free-form settings that every ``trainer`` is told in ``context.extra``, as
+            ``client.extra`` in a TOML file.
         sampler: Who is asked in a round; ``None``: as ``cohort.sampling`` says. It is told how
             many the configuration asks, and may return any number of them. The run can be
             repeated, and resumed to the same bits, if the same arguments give the same cohort.
@@ -170,6 +174,7 @@ def simulate(
         algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
         data_dir=addresses.data_dir,
         make_trainer=trainer,
+        extra=extra,
     )
     pieces = replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
     if resume is not None:

@@ -144,6 +144,7 @@ class Workers:
                 "client_id": context.client_id,
                 "round_num": context.round_num,
                 "settings": dict(context.settings),
+                "extra": dict(context.extra),
                 "seed": context.seed.value,
             }
         ).encode()
@@ -271,6 +272,7 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
                 client_id=ClientId(head["client_id"]),
                 round_num=head["round_num"],
                 settings=head["settings"],
+                extra=head["extra"],
                 seed=Seed(head["seed"]),
                 state=tensors["state"],
                 told=tensors["told"],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import structlog
 from torch import Tensor
 
+from fedlearn.algorithms.extra_settings import divided
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -192,10 +193,12 @@ class ClientSession:
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
     ) -> tuple[TrainReply, Mapping[str, Tensor]]:
+        settings, extra = divided(request.settings)
         context = TrainContext(
             client_id=self.client_id,
             round_num=request.round_num,
-            settings=request.settings,
+            settings=settings,
+            extra=extra,
             seed=Seed(request.seed),
             state=state,
             told=request.told,

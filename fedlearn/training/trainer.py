@@ -82,6 +82,7 @@ class TrainContext:
         told: What the strategy tells beside the model, by name one vector over the trainable
             parameters.
         control: How the task hears that it is called off, and tells how far it is.
+        extra: What the coordinator's ``client.extra`` says, free-form, by name.
     """
 
     client_id: ClientId
@@ -91,6 +92,7 @@ class TrainContext:
     state: Mapping[str, Tensor]
     told: Mapping[str, Tensor] = field(default_factory=dict)
     control: TaskControl = UNATTENDED
+    extra: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +131,7 @@ class LocalTrainer(Protocol):
 
         A request with a setting that would change the training and is not among them is refused,
         not answered as if it had been obeyed: such as ``proximal``, or ``epochs`` by a trainer
-        that has none.
+        that has none. Free-form settings are called ``extra.NAME`` here; ``extra`` is all of them.
         """
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:

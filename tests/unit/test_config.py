@@ -72,6 +72,20 @@ def test_the_default_tree_is_the_main_job() -> None:
     assert 0.0 < policy.deadline_s < math.inf
 
 
+def test_free_form_settings_keep_their_types(tmp_path: Path) -> None:
+    """Also from the command line; what cannot be told is refused with its place."""
+    text = '[client.extra]\nrate = 0.5\ntimes = 3\nway = "up"\n"dry-run" = false\n'
+    config = load(
+        written(tmp_path, text), overrides=["client.extra.times=4", "algorithm.name=fedsgd"]
+    )
+    assert config.client.extra == {"rate": 0.5, "times": 4, "way": "up", "dry-run": False}
+    assert [type(each) for each in config.client.extra.values()] == [float, int, str, bool]
+    told = complaint(written(tmp_path, "[client.extra]\nrate = [1]\n"))
+    assert ":1: client.extra: is {rate = [1]}; give a table of strings, finite numbers" in told
+    told = complaint(written(tmp_path, '[client]\nepochs = 1\nextra = { "two words" = 1 }\n'))
+    assert ":3: client.extra: has the name 'two words'; give 1 to 64 letters" in told
+
+
 def test_the_default_tree_is_valid() -> None:
     """Defaults are not validated by pydantic, so here they are, each kind of table too."""
     assert Config.model_validate(Config().model_dump()) == Config()

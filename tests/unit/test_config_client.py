@@ -7,7 +7,7 @@ import pytest
 
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
+from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config import ClientConfig, load_client
 from fedlearn.config.template import template
 from fedlearn.errors import ConfigError
@@ -34,6 +34,13 @@ mode = "distributed"
 min_noise_share = 0.1
 max_epsilon_per_day = 4.0
 target_delta = 1e-5
+
+[policy.extra]
+numbers = ["rate"]
+texts = []
+truths = ["dry"]
+max_settings = 2
+max_characters = 0
 
 [conditions]
 on_power = true
@@ -82,12 +89,16 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     privacy = PrivacyPolicy(
         mode="distributed", min_noise_share=0.1, max_epsilon_per_day=4.0, target_delta=1e-5
     )
+    extra = ExtraPolicy(
+        numbers=("rate",), texts=(), truths=("dry",), max_settings=2, max_characters=0
+    )
     policy = Policy(
         max_epochs=5,
         max_tasks_per_day=50,
         evaluate=False,
         secure_aggregation=secure,
         privacy=privacy,
+        extra=extra,
     )
     assert config.to_policy() == policy
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
@@ -98,6 +109,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     for value, default in (
         (secure, SecureAggregationPolicy()),
         (privacy, PrivacyPolicy()),
+        (extra, ExtraPolicy()),
         (policy, Policy()),
         (conditions, Conditions()),
         (reconnection, Reconnection()),
@@ -158,4 +170,4 @@ def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
     keys |= {*PrivacyPolicy.__dataclass_fields__}
     keys |= {*Conditions.__dataclass_fields__}
     missing = {key for key in keys if f"\n{key} =" not in text and f"\n# {key} =" not in text}
-    assert missing == {"secure_aggregation", "privacy"}  # tables
+    assert missing == {"secure_aggregation", "privacy", "extra"}  # tables

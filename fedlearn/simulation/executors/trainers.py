@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import taken
@@ -45,10 +46,12 @@ class TrainerExecutor:
             taken(work.features, index), work.labels.index_select(0, index)
         )
         request, like = _request(work), work.params.vector
+        settings, extra = divided(request.settings)
         context = TrainContext(
             client_id=ClientId(client_id),
             round_num=request.round_num,
-            settings=request.settings,
+            settings=settings,
+            extra=extra,
             seed=work.seed,
             state={name: rows[0] for name, rows in work.kept.items()},
             told=request.told,

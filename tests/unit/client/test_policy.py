@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedlearn.client.judging import Judge, terms_policy
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import ExtraPolicy, Policy, SecureAggregationPolicy
 from fedlearn.core.messages import Settings
 from fedlearn.errors import ConfigError, PolicyViolation
 from fedlearn.secagg.parameters import Adversary
@@ -55,6 +55,50 @@ def test_the_days_number_of_trainings_is_kept() -> None:
     assert rule(policy, {}, num_tasks_today=1) is None
     assert rule(policy, {}, num_tasks_today=2) == "max_tasks_per_day"
     assert rule(policy, None, kind="EvaluateRequest", num_tasks_today=2) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "value", "limit"),
+    [
+        (ExtraPolicy(), "anything", "at all", None),
+        (ExtraPolicy(numbers=()), "rate", 0.5, "numbers of no name"),
+        (ExtraPolicy(numbers=()), "rate", 5, "numbers of no name"),
+        (ExtraPolicy(numbers=()), "dry", True, None),
+        (ExtraPolicy(truths=()), "dry", True, "truth values of no name"),
+        (ExtraPolicy(numbers=("loss.*", "rate")), "loss.weight", 1, None),
+        (ExtraPolicy(numbers=("loss.*", "rate")), "rat", 1, "numbers of the names loss.*, rate"),
+        (ExtraPolicy(texts=("way",)), "way", "up", None),
+        (ExtraPolicy(texts=("way",)), "Way", "up", "texts of the names way"),
+        (ExtraPolicy(max_characters=3), "way", "down", "texts of at most 3 characters"),
+        (ExtraPolicy(), "way", None, "texts, numbers and truth values"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["TrainRequest", "SecureRequest"])
+def test_free_form_settings_are_judged_by_name_kind_and_size(
+    policy: ExtraPolicy, name: str, value: Any, limit: str | None, kind: str
+) -> None:  # Any: a peer's value
+    """In a session of secure aggregation as soon as its training is told of."""
+    judge, settings = Judge(Policy(extra=policy)), {f"extra.{name}": value}
+    if limit is None:
+        judge.announced(kind, settings=settings, num_tasks_today=0)
+        return
+    with pytest.raises(PolicyViolation) as refused:
+        judge.announced(kind, settings=settings, num_tasks_today=0)
+    assert (refused.value.rule, refused.value.limit) == ("extra", limit)
+
+
+def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
+    """Others do not count; what is quoted of a refused one is short."""
+    policy = Policy(extra=ExtraPolicy(max_settings=1, texts=()))
+    assert rule(policy, {"epochs": 1, "batch_size": 2, "extra.a": 1}) is None
+    assert rule(policy, {"extra.a": 1, "extra.b": 2}) == "extra.max_settings"
+    with pytest.raises(PolicyViolation) as refused:
+        Judge(policy).announced(
+            "TrainRequest", settings={"extra.a": "x" * 10**6}, num_tasks_today=0
+        )
+    assert len(refused.value.asked) < 200
+    with pytest.raises(ConfigError, match=r"policy\.extra\.max_settings is -1"):
+        ExtraPolicy(max_settings=-1)
 
 
 REQUIRED = SecureAggregationPolicy(required=True)

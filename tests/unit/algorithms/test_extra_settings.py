@@ -1,0 +1,74 @@
+"""Free-form settings travel beside the others, by names of their own."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fedlearn.algorithms.extra_settings import ExtraSettings, WithExtra, divided
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.settings import own_classes, require_honoured, settings_of, update_from
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import SettingsRefused
+
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+HONOURED = ("epochs", "batch_size", "learning_rate")
+TOLD = ExtraSettings(inner=SGD, extra=(("epochs", 9), ("loss.weight", 0.5), ("way", "up")))
+
+
+def test_they_are_divided_from_those_of_the_update() -> None:
+    """Also where one has the name of a field: the update is as if nothing more were told."""
+    settings, extra = divided(settings_of(TOLD))
+    assert extra == {"epochs": 9, "loss.weight": 0.5, "way": "up"}
+    assert settings == settings_of(SGD)
+    assert update_from(settings) == SGD
+    assert own_classes([TOLD]) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "ignored"),
+    [
+        (("extra",), None),
+        (("extra.epochs", "extra.loss.weight", "extra.way"), None),
+        (("extra.epochs", "extra.way"), "loss.weight"),
+        ((), "epochs"),
+    ],
+)
+def test_a_trainer_honours_all_or_some_of_them(more: tuple[str, ...], ignored: str | None) -> None:
+    """Whatever it would ignore is refused."""
+    settings = settings_of(TOLD)
+    if ignored is None:
+        require_honoured(settings, HONOURED + more, who="Mine")
+        return
+    with pytest.raises(SettingsRefused, match=f"Mine does not honour the free-form .*'{ignored}'"):
+        require_honoured(settings, HONOURED + more, who="Mine")
+
+
+def test_clients_that_differ_are_told_the_same_beside_it() -> None:
+    """And those that do the same are told one object."""
+    slow = PerClient(FedAvg(SGD), lambda client: replace(SGD, epochs=2) if client else SGD)
+    told = WithExtra.around(slow, {"way": "up"}).locals_for([ClientId(0), ClientId(1)])
+    assert [each.work.epochs for each in told] == [1, 2]
+    assert [settings_of(each)["extra.way"] for each in told] == ["up", "up"]
+    alike = WithExtra.around(FedAvg(SGD), {"way": "up"}).locals_for([ClientId(0), ClientId(1)])
+    assert alike[0] == alike[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("", 1, "the name ''"),
+        ("two words", 1, "the name 'two words'"),
+        ("x" * 65, 1, "1 to 64 letters"),
+        ("rate", math.nan, "extra.rate is nan"),
+        ("rate", None, "extra.rate is None"),
+        ("rate", [1], r"extra.rate is \[1\]"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(name: str, value: Any, words: str) -> None:  # Any: wrong
+    """With the name, the value and what may be."""
+    with pytest.raises(ValueError, match=words):
+        ExtraSettings(inner=SGD, extra=((name, value),))
