@@ -1,0 +1,379 @@
+"""The coordinator over ClientApps that know nothing of fedlearn, in this process."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.recipes import Algorithm, FedAvg
+from fedlearn.algorithms.transforms import ClippedUpdates
+from fedlearn.client import TorchTrainer
+from fedlearn.client.flower import client_app
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.config import load
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import Scalar
+from fedlearn.deployment.coordinator import Start, coordinate
+from fedlearn.deployment.flower import run
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.places import Places
+from fedlearn.errors import ConfigError, TooFewNodes
+from fedlearn.rounds.records import RoundRecord, RunStatus
+from fedlearn.store.runs import Database, sqlite_url
+from fedlearn.transport.flower import Federation
+from tests.grid import LocalGrid
+from tests.unit.deployment.test_flower import Heard, Stopping, statuses
+
+HEAD = """
+name = "foreign"
+num_rounds = 3
+model = {{ kind = "python", factory = "{file}:make_model" }}
+data = {{ source = "none" }}
+cohort = {{ num_wanted = 3 }}
+stragglers = {{ min_reports = 2, deadline_s = 60 }}
+"""
+FOREIGN = """
+[flower]
+client_apps = "flower"
+train_config = { lr = 0.5 }
+"""
+#: Node ids are unsigned 64-bit numbers; a client's is made of 63 bits.
+NODES = {2**64 - 1: 0, 12: 1, 13: 2}
+CLIENTS = [12, 13, 2**63 - 1]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def examples(partition: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some of which a linear model can tell the label."""
+    generator = torch.Generator().manual_seed(partition)
+    features = torch.randn(30 + 10 * partition, 4, generator=generator)
+    return features, features[:, :3].argmax(dim=1)
+
+
+APP = ClientApp()
+
+
+def given(message: Message) -> nn.Module:
+    model = make_model()
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    return model
+
+
+@APP.train()
+def train(message: Message, context: Context) -> Message:
+    """Train as it likes, by the rate that it is told."""
+    model = given(message)
+    features, labels = examples(int(context.node_config["partition-id"]))
+    rate = message.content.config_records["config"]["lr"]
+    assert isinstance(rate, float)
+    for _ in range(5):
+        model.zero_grad()
+        loss = F.cross_entropy(model(features), labels)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=rate)
+    metrics = MetricRecord({"train_loss": float(loss), "num-examples": len(labels)})
+    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+    return Message(content, reply_to=message)
+
+
+@APP.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Tell the accuracy."""
+    model = given(message).eval()
+    features, labels = examples(int(context.node_config["partition-id"]))
+    accuracy = float((model(features).argmax(dim=1) == labels).float().mean())
+    metrics = MetricRecord({"eval_acc": accuracy, "num-examples": len(labels)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def write_config(folder: Path, more: str = FOREIGN) -> None:
+    text = HEAD.format(file=Path(__file__).as_posix()) + more
+    (folder / "run.toml").write_text(text)
+
+
+def grid_of(
+    app: Callable[[Message, Context], Message] = APP, nodes: Mapping[int, int] = NODES
+) -> LocalGrid:
+    return LocalGrid(VirtualClock(), app, nodes=dict(nodes))
+
+
+def run_on(
+    grid: LocalGrid, folder: Path, *, heard: Heard | None = None, overrides: str = ""
+) -> Heard:
+    """Run the configuration in ``folder`` on the nodes, and return what was heard of it."""
+    heard = Heard() if heard is None else heard
+    settings: dict[str, Scalar] = {"config": "run.toml", "overrides": overrides, "patience-s": 0}
+    run(
+        Federation(grid=grid, run_id="flower-7", run_config=settings),
+        folder,
+        environ={"FEDLEARN_RUNS_DIR": str(folder / "runs")},
+        interruption=Interruption(),
+        progress=heard,
+    )
+    return heard
+
+
+def reasons(record: RoundRecord) -> dict[int, str]:
+    return {each.client_id: each.reason for each in record.participations if each.reason}
+
+
+def test_apps_that_know_nothing_of_fedlearn_train_as_any_other(tmp_path: Path) -> None:
+    """Known by their nodes; the record has their metrics, and means by examples."""
+    write_config(tmp_path)
+    heard = run_on(grid_of(), tmp_path)
+    counts = [record.count(Status.REPORTED) for record in heard.rounds]
+    assert counts == [3, 3, 3], reasons(heard.rounds[0])
+    assert sorted(heard.rounds[0].participations.client_ids.tolist()) == CLIENTS
+    assert statuses(tmp_path / "runs") == [RunStatus.DONE]
+    first, last = heard.rounds[0], heard.rounds[-1]
+    assert last.metrics["clients/eval_acc_by_examples"] > 0.8
+    assert last.train_metrics["train_loss"] < first.train_metrics["train_loss"]
+    assert "the nodes' own ClientApps train, each known by its node's id" in heard.notes
+
+
+def test_means_by_examples_are_those_of_flowers_own_strategies(tmp_path: Path) -> None:
+    """Beside the spread over clients, whose mean counts each client once."""
+    write_config(tmp_path)
+    grid = grid_of()
+    heard = run_on(grid, tmp_path, overrides="num_rounds=1")
+    asked = [each for each in grid.pushed if each.metadata.message_type == "evaluate"]
+    told = [APP(each, grid.context(each.metadata.dst_node_id)) for each in asked]
+    records = [each.content.metric_records["metrics"] for each in told]
+    values = [float(np.asarray(each["eval_acc"])) for each in records]
+    counts = [int(np.asarray(each["num-examples"])) for each in records]
+    metrics = heard.rounds[0].metrics
+    assert metrics["clients/eval_acc_by_examples"] == pytest.approx(
+        np.average(values, weights=counts)
+    )
+    assert metrics["clients/eval_acc_mean"] == pytest.approx(np.mean(values))
+    assert sorted(counts) == [30, 40, 50]
+
+
+@dataclass
+class LyingGrid(LocalGrid):
+    """One node answers to training with something else."""
+
+    lies: Callable[[Message, Message], Message] = lambda _, reply: reply
+    liar: int = 1
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        latency_s, reply = super().answered(client, message)
+        trains = message.metadata.message_type == "train"
+        return latency_s, self.lies(message, reply) if trains and client == self.liar else reply
+
+
+def with_arrays(change: Callable[[ArrayRecord], object]) -> Callable[[Message, Message], Message]:
+    def lies(message: Message, reply: Message) -> Message:
+        change(reply.content.array_records["arrays"])
+        return reply
+
+    return lies
+
+
+def with_weight(num_examples: float) -> Callable[[Message, Message], Message]:
+    def lies(message: Message, reply: Message) -> Message:
+        reply.content.metric_records["metrics"]["num-examples"] = num_examples
+        return reply
+
+    return lies
+
+
+def from_another(message: Message, reply: Message) -> Message:
+    reply.metadata.__dict__["_src_node_id"] = 13
+    return reply
+
+
+NAN = Array(np.full((3,), math.nan, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("lies", "named"),
+    [
+        (with_arrays(lambda arrays: arrays.update({"0.bias": NAN})), "not finite"),
+        (with_arrays(lambda arrays: arrays.pop("0.bias")), "lacks or adds arrays"),
+        (
+            with_arrays(lambda arrays: arrays.update({"0.bias": Array(np.ones(4, np.float32))})),
+            r"'0.bias' is torch.float32 of shape \(4,\)",
+        ),
+        (
+            with_arrays(lambda a: a.update({"0.bias": Array(np.full(3, 1e15, np.float32))})),
+            "updates.max_norm",
+        ),
+        (
+            with_arrays(lambda arrays: arrays.update({"0.bias": Array(np.zeros(10**6))})),
+            "a reply of .* bytes, at most",
+        ),
+        (with_weight(0), "num_examples is 0|num_examples 0"),
+        (with_weight(10**12), "updates.max_examples"),
+        (with_weight(-5.0), "num_examples"),
+        (from_another, "another node's: 13"),
+    ],
+)
+def test_a_client_that_lies_has_failed_and_the_round_goes_on(
+    lies: Callable[[Message, Message], Message], named: str, tmp_path: Path
+) -> None:
+    """Its reason is recorded; the control is that the others reported."""
+    write_config(tmp_path)
+    grid = LyingGrid(VirtualClock(), APP, nodes=dict(NODES), lies=lies)
+    heard = run_on(grid, tmp_path, overrides="num_rounds=1")
+    assert heard.rounds[0].count(Status.REPORTED) == 2
+    (reason,) = reasons(heard.rounds[0]).values()
+    assert list(reasons(heard.rounds[0])) == [12]
+    assert re.search(named, reason), reason
+
+
+def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
+    """Told in our words: Flower's quote its traceback, which may quote data."""
+    write_config(tmp_path)
+    grid = LyingGrid(VirtualClock(), APP, nodes=dict(NODES))
+    broken = ClientApp()
+
+    @broken.train()
+    def _train(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1:
+            raise ValueError("patient 17")
+        return train(message, context)
+
+    grid.app = broken
+    heard = run_on(grid, tmp_path, overrides="num_rounds=1")
+    assert reasons(heard.rounds[0]) == {12: "Flower error 2: the ClientApp raised an exception"}
+    assert not any(name.startswith("clients/") for name in heard.rounds[0].metrics)
+
+
+def test_fewer_nodes_than_make_a_round_fail_the_run_with_their_number(tmp_path: Path) -> None:
+    """Nobody has to introduce himself."""
+    write_config(tmp_path)
+    with pytest.raises(TooFewNodes, match="1 node is connected"):
+        run_on(grid_of(nodes={12: 1}), tmp_path)
+    assert statuses(tmp_path / "runs") == [RunStatus.FAILED]
+
+
+def test_a_run_of_other_apps_goes_on_from_its_last_round(tmp_path: Path) -> None:
+    """And ends in the model of a run that was never stopped."""
+    write_config(tmp_path)
+    with pytest.raises(SystemExit):
+        run_on(grid_of(), tmp_path, heard=Stopping())
+    assert statuses(tmp_path / "runs") == [RunStatus.INTERRUPTED]
+    heard = run_on(grid_of(), tmp_path)
+    assert [record.round_num for record in heard.rounds] == [1, 2]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_config(whole)
+    run_on(grid_of(), whole)
+    found, expected = (weights(folder / "runs") for folder in (tmp_path, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def weights(runs_dir: Path) -> Mapping[str, torch.Tensor]:
+    with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
+        checkpoint = database.run("foreign").load()
+    assert checkpoint is not None
+    return checkpoint.tensors
+
+
+def test_fedlearns_own_clients_answer_as_other_apps_do(tmp_path: Path) -> None:
+    """Beside them, where their policy lets them; one that requires sums says why it does not."""
+    write_config(tmp_path)
+    ours = client_app(
+        lambda node: TorchTrainer.of(make_model, *examples(node.client_id), device="cpu"),
+        policy_of=lambda node: Policy(
+            secure_aggregation=SecureAggregationPolicy(required=node.client_id == 2)
+        ),
+        local=LocalSgd(epochs=2, batch_size=None, learning_rate=0.1),
+    )
+
+    def app(message: Message, context: Context) -> Message:
+        return (APP if context.node_config["partition-id"] == 0 else ours)(message, context)
+
+    heard = run_on(grid_of(app), tmp_path, overrides="num_rounds=1")
+    assert heard.rounds[0].count(Status.REPORTED) == 2
+    (reason,) = reasons(heard.rounds[0]).values()
+    assert "secure_aggregation.required" in reason
+
+
+@pytest.mark.slow
+def test_the_coordinator_hides_users_of_other_apps(tmp_path: Path) -> None:
+    """It clips and adds the noise: nothing of that rests on the clients."""
+    private = (
+        '[privacy]\nmode = "central"\nclip_norm = 5.0\nnoise_multiplier = 1.0\n'
+        "target_delta = 1e-3\nnum_users = 3\n"
+    )
+    write_config(tmp_path, private + FOREIGN)
+    heard = run_on(grid_of(), tmp_path, overrides="cohort.num_wanted=2;num_rounds=1")
+    assert heard.summary is not None
+    assert heard.summary.privacy is not None
+    assert heard.summary.privacy.num_charged == 1
+
+
+PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ('secure_aggregation.mode="complete"', "secure_aggregation.mode: .* in the clear"),
+        ("client.optimizer=sgd", 'client.optimizer: is "sgd".*set it to "own"'),
+        ("client.epochs=3", "client.epochs: is 3.*flower.train_config"),
+        ("algorithm.name=scaffold", "scaffold"),
+        ("algorithm.name=fedprox", "algorithm.name: .* says how clients train"),
+        (
+            f'privacy={{mode="local", {PRIVATE}}}',
+            'privacy.mode: is "local".* add no noise',
+        ),
+        (
+            f'privacy={{mode="central", clip_quantile=0.5, {PRIVATE}}}',
+            "privacy.clip_quantile: .* below a norm",
+        ),
+        ("cohort.sampling=cyclic", 'cohort.sampling: is "cyclic".* another id'),
+        ('flower.train_config={"server-round"=3}', "flower.train_config: .* is the round"),
+        ("flower.client_apps=fedlearn", "flower.train_config: is given, but client_apps"),
+        ("flower.client_apps=stock", "flower.client_apps"),
+        ("model.factory={file}:make_half", "'0.weight' is torch.bfloat16"),
+        ('algorithm.name="{file}:clipping"', "algorithm.name: .* changes updates"),
+    ],
+)
+def test_what_other_apps_cannot_honour_is_refused(
+    overrides: str, named: str, tmp_path: Path
+) -> None:
+    """When the run is built, with the key; nobody has been asked."""
+    write_config(tmp_path)
+    grid = grid_of()
+    laid = overrides.replace("{file}", Path(__file__).as_posix())
+    with pytest.raises(ConfigError, match=named):
+        run_on(grid, tmp_path, overrides=laid)
+    assert not grid.pushed
+
+
+def clipping(local: LocalUpdate) -> Algorithm:
+    """FedAvg of updates that clients clip."""
+    return replace(FedAvg(local), transforms=(ClippedUpdates(max_update_norm=1.0),))
+
+
+def make_half() -> nn.Module:
+    return make_model().bfloat16()
+
+
+def test_a_coordinator_over_grpc_refuses_other_apps(tmp_path: Path) -> None:
+    """They could not reach it."""
+    write_config(tmp_path)
+    places = Places.of(load(tmp_path / "run.toml", overrides=()), environ={})
+    with pytest.raises(ConfigError, match=r'flower\.client_apps is "flower".*over gRPC'):
+        coordinate(places, insecure=True, serve_on=False, start=Start.WHERE_IT_IS, progress=Heard())
