@@ -30,7 +30,7 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
     "active": Adversary.ACTIVE_SERVER,
     "honest-but-curious": Adversary.HONEST_BUT_CURIOUS,
 }
-#: Privacy in a sparse graph fails with at most 2^-40.
+#: Privacy in a sparse graph fails with at most 2^-40, whatever an active coordinator tries.
 _SIGMA_BITS = 40
 #: What a client sends where it demands noise.
 _NOISED: dict[PrivacyMode, str] = {
