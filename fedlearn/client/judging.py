@@ -31,7 +31,7 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
     "active": Adversary.ACTIVE_SERVER,
     "honest-but-curious": Adversary.HONEST_BUT_CURIOUS,
 }
-#: Privacy in a sparse graph fails with at most 2^-40.
+#: Privacy in a sparse graph fails with at most 2^-40, whatever an active coordinator tries.
 _SIGMA_BITS = 40
 #: Characters of a name or a value that a refusal quotes: its coordinator chose them.
 _MAX_QUOTED = 60

@@ -30,9 +30,9 @@ class SecureAggregationPolicy:
         adversary: Whom a session must at least hold against: "active" is a coordinator that lies,
             "honest-but-curious" one that keeps to the protocol and keeps what it is sent.
         allow_sparse: Whether sharing masks with some of the cohort will do, or with all of it. With
-            some, it does not hold against a coordinator that lies, whatever the session claims.
+            some, privacy fails with at most 2^-40.
         corruption: Largest fraction of the clients asked that this client believes in one hand with
-            the coordinator, [0, 1): it bounds threshold and quorum from below.
+            the coordinator, [0, 1): it bounds threshold, quorum and neighbours from below.
         min_cohort: Fewest clients in a sum that contains this client's update, >= 2.
         max_cohort: Most clients asked: this client's own work and traffic grow with them, >= 2.
         max_clip: Largest L2 norm of its update that a coordinator may ask for, > 0.
@@ -50,7 +50,7 @@ class SecureAggregationPolicy:
 
     required: bool = False
     adversary: AdversaryName = "active"
-    allow_sparse: bool = False
+    allow_sparse: bool = True
     corruption: BelowOne = 0.1
     min_cohort: SumSize = 3
     max_cohort: SumSize = 10_000

@@ -42,8 +42,7 @@ class SecureAggregationSection(Section):
         "off",
         description='"off": the coordinator reads each update. "complete": it learns their sum '
         'alone; every two clients share a mask. "sparse": likewise, for more than about a hundred '
-        "clients: a client shares masks with some; only where secure_aggregation.adversary is "
-        '"honest-but-curious".',
+        "clients: a client shares masks with some.",
     )
     adversary: Literal["active", "honest-but-curious"] = Field(
         "active",
@@ -68,17 +67,6 @@ class SecureAggregationSection(Section):
     def is_on(self) -> bool:
         """Whether updates are summed under masks."""
         return self.mode != "off"
-
-    def problems(self) -> Iterator[Problem]:
-        """Refuse a claim that does not hold."""
-        if self.mode == "sparse" and self.adversary == "active":
-            text = (
-                'is "sparse", which does not hold against a coordinator that lies: by the roster '
-                "that it shows, and by whom it calls dropped, such a one can leave a client alone "
-                'with its accomplices; take "complete", or, where the coordinator keeps to the '
-                'protocol, set secure_aggregation.adversary to "honest-but-curious"'
-            )
-            yield Problem(("mode", "adversary"), text)
 
     def parameters(self, num_clients: int) -> Parameters:
         """Return k, t and the rest for so many clients asked; raises ConfigError if none hold."""

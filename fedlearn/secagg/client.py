@@ -5,10 +5,10 @@ Guarantees:
     coordinator learns of this client's values is in the sum of all survivors. Against an
     active server the same, for a sum of at least ``min_survivors`` clients of the pinned
     directory. Assumed: the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
+    In a sparse graph this fails with at most 2^-sigma, whoever drops out and though the server
+    tries 2^64 rosters for one whose ring suits it.
     Not given: integrity (a client may send what it likes); protection from sums over cohorts
-    that differ in one client, or from a coordinator that invites its accomplices; and in a
-    sparse graph, against a server that tries many rosters for one whose ring suits it, sigma
-    bits less the logarithm of its tries.
+    that differ in one client, or from a coordinator that invites its accomplices.
 
 References:
     Bonawitz et al., 2017, figure 4; Bell et al., 2020.
@@ -182,7 +182,11 @@ class SecureClient:
     def share(
         self, message: Roster, state: ClientState, step: Advertised
     ) -> tuple[Shares, ClientState]:
-        """R1: check the roster, share the self-seed and the mask key among the holders."""
+        """R1: check the roster, share the self-seed and the mask key among the holders.
+
+        Raises:
+            PolicyViolation: Of those invited so few are in the roster that the terms are not safe.
+        """
         own, session = self.client_id, Session(step.terms, message.adverts)
         self._check_roster(session, step)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
@@ -215,6 +219,7 @@ class SecureClient:
             raise ProtocolError(f"{len(session.adverts)} clients in the roster, more than n")
         if session.shortage:
             raise ProtocolError(session.shortage)
+        self.policy.judge_roster(step.terms, size=len(session.adverts))
         if session.by_id.get(self.client_id) != step.advert:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:
@@ -303,8 +308,10 @@ class SecureClient:
     def _checked(self, message: Survivors, step: Masked) -> tuple[ClientId, ...]:
         """Return the survivors if they can be the honest ones.
 
-        A neighbour whose packet never came cannot have survived: it would be masked with us. And
-        at least t of our own holders survive: with 2t > h + a no two sets of survivors fall apart.
+        A neighbour whose packet never came cannot have survived: it would be masked with us. And at
+        least t of our own holders survive, as our self-seed takes so many shares. That the graph
+        does not fall into parts does not follow from this alone, but from k and t as well
+        (:mod:`fedlearn.secagg.parameters`).
         """
         terms, survivors = step.session.terms, message.client_ids
         alive = set(survivors)

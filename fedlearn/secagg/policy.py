@@ -16,8 +16,6 @@ from fedlearn.secagg.parameters import (
 )
 from fedlearn.secagg.terms import Terms
 
-_COMPLETE = "a complete one, as a sparse one does not hold against a coordinator that lies"
-
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloor:
@@ -83,7 +81,7 @@ class TermsPolicy:
     Attributes:
         adversary: Whom a session must at least hold against.
         allow_sparse: Whether a sparse graph will do.
-        corruption: gamma: the largest fraction of a roster that it believes corrupted.
+        corruption: gamma: the largest fraction of those invited that it believes corrupted.
         sigma_bits: sigma of a sparse graph.
         min_cohort: Fewest clients in a sum that contains this client's values.
         max_cohort: Most clients it works for: its own cost grows with them.
@@ -115,7 +113,9 @@ class TermsPolicy:
             asked, limit = _words(terms.adversary), _words(self.adversary)
             raise PolicyViolation(rule="adversary", asked=asked, limit=limit)
         if terms.topology is Topology.SPARSE and not self.allow_sparse:
-            raise PolicyViolation(rule="allow_sparse", asked="a sparse graph", limit=_COMPLETE)
+            raise PolicyViolation(
+                rule="allow_sparse", asked="a sparse graph", limit="a complete one"
+            )
         _at_most("max_cohort", terms.num_clients, self.max_cohort)
         _at_least("min_cohort", terms.min_survivors, self.min_cohort)
         self._judge_shares(terms)
@@ -127,6 +127,30 @@ class TermsPolicy:
         if self.noise is not None:
             self._judge_noise(terms, self.noise)
 
+    def judge_roster(self, terms: Terms, *, size: int) -> None:
+        """Raise PolicyViolation if terms that :meth:`judge` allows are not safe in a small roster.
+
+        Only an active server shows a roster that it has chosen.
+
+        Args:
+            terms: Of the session.
+            size: Clients in the roster: the corrupted may all be among them, however few it has.
+        """
+        if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
+            return
+        lowest = lowest_threshold(
+            terms.num_clients,
+            terms.num_neighbours,
+            roster_size=size,
+            assumptions=self._feared(terms),
+        )
+        if terms.threshold < lowest:
+            raise PolicyViolation(
+                rule="threshold",
+                asked=f"{terms.threshold}, with {size} of {terms.num_clients} in the roster",
+                limit=f"at least {lowest}",
+            )
+
     def _judge_noise(self, terms: Terms, floor: NoiseFloor) -> None:
         for lane in terms.lanes:
             if not lane.noise:
@@ -137,7 +161,19 @@ class TermsPolicy:
         floor.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
-        given = Assumptions(
+        feared, n, k = self._feared(terms), terms.num_clients, terms.num_neighbours
+        lowest = lowest_threshold(n, k, roster_size=n, assumptions=feared)
+        if lowest > (holders := num_holders(n, k)):
+            limit = f"more: not even {holders} shares would be enough for a secret"
+            raise PolicyViolation(rule="num_neighbours", asked=str(k), limit=limit)
+        _at_least("threshold", terms.threshold, lowest)
+        _at_most("threshold", terms.threshold, holders)
+        if terms.adversary is Adversary.ACTIVE_SERVER:
+            _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=feared))
+
+    def _feared(self, terms: Terms) -> Assumptions:
+        """Return what t, q and k must hold against; dropout and eta are the coordinator's."""
+        return Assumptions(
             adversary=terms.adversary,
             topology=terms.topology,
             corruption=self.corruption,
@@ -145,11 +181,6 @@ class TermsPolicy:
             sigma_bits=self.sigma_bits,
             eta_bits=1,
         )
-        n, k = terms.num_clients, terms.num_neighbours
-        _at_least("threshold", terms.threshold, lowest_threshold(n, k, assumptions=given))
-        _at_most("threshold", terms.threshold, num_holders(n, k))
-        if terms.adversary is Adversary.ACTIVE_SERVER:
-            _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=given))
 
 
 def _words(adversary: Adversary) -> str:

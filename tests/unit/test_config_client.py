@@ -21,7 +21,7 @@ evaluate = false
 [policy.secure_aggregation]
 required = true
 adversary = "honest-but-curious"
-allow_sparse = true
+allow_sparse = false
 corruption = 0.25
 min_cohort = 10
 max_cohort = 100
@@ -78,7 +78,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     secure = SecureAggregationPolicy(
         required=True,
         adversary="honest-but-curious",
-        allow_sparse=True,
+        allow_sparse=False,
         corruption=0.25,
         min_cohort=10,
         max_cohort=100,

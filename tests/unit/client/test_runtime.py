@@ -793,10 +793,10 @@ RULES = [
     Rule(
         "allow_sparse",
         "a sparse graph",
-        "a complete one, as a sparse one does not hold against a coordinator that lies",
-        secure(adversary=CURIOUS),
+        "a complete one",
+        secure(adversary=CURIOUS, allow_sparse=False),
         SPARSE,
-        secure(adversary=CURIOUS, allow_sparse=True),
+        secure(adversary=CURIOUS),
     ),
     Rule(
         "threshold",

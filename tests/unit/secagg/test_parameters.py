@@ -46,9 +46,9 @@ def assume(
         (CURIOUS, 1000, 52, 28),
         (CURIOUS, 10_000, 60, 32),
         (ACTIVE, 100, 32, 22),
-        (ACTIVE, 300, 76, 52),
-        (ACTIVE, 1000, 114, 78),
-        (ACTIVE, 10_000, 144, 98),
+        (ACTIVE, 300, 82, 57),
+        (ACTIVE, 1000, 170, 125),
+        (ACTIVE, 10_000, 222, 162),
     ],
 )
 def test_sparse_graphs_have_the_published_sizes(
@@ -86,7 +86,8 @@ def test_somebody_is_corrupted_in_any_cohort() -> None:
 def test_the_tail_is_that_of_the_exact_distribution() -> None:
     """P[more than a corrupted neighbours] with rational numbers: below the bound, a - 1 above."""
     for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
-        a = corrupted_neighbours(n, k, assumptions=assume(ACTIVE, Topology.SPARSE))
+        given = assume(CURIOUS, Topology.SPARSE)
+        a = corrupted_neighbours(n, k, roster_size=n, assumptions=given)
         others, ways = n - 1, math.comb(n - 1, k)
 
         def above(
@@ -135,8 +136,10 @@ def test_impossible_fractions_are_refused(name: str, value: float) -> None:
 
 def test_the_choice_is_printed_with_its_formulas() -> None:
     text = derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain()
-    assert "k = 114, of them corrupted a = 40, more with P <= 2^-41" in text
-    assert "t = 78, the least with 2t > h + a = 154" in text
+    assert "k = 170, of them corrupted a = 71, more with P <= 2^-105" in text
+    assert "t = 125, the least with 2t > h + a = 241 and t >= k/2 + c = 125" in text
+    assert "c = 40 corrupted each with P <= 2^-105, whoever drops out" in text
+    assert "of 2^64 rings that are tried one is bad with P <= 2^-40" in text
     assert "2q > n + A = 1100" in text
     curious = derive(1000, assumptions=assume(CURIOUS, Topology.COMPLETE)).explain()
     assert "t > a = 100" in curious
