@@ -6,7 +6,7 @@ whichever executor, by however many workers.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +20,17 @@ from fedlearn.algorithms.collecting import Collected
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.recipes import FedAdam, FedAvg
+from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import (
     Buffering,
     RoundPlan,
@@ -35,6 +38,7 @@ from fedlearn.rounds.round import (
     run_buffered_round,
     run_round,
 )
+from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
 from fedlearn.simulation.behaviour import Behaviour, LognormalBandwidth
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
 from fedlearn.simulation.cluster import Alone, Cluster, launch
@@ -206,6 +210,113 @@ def test_staleness_makes_another_run() -> None:
     assert not torch.equal(stale(Alone())["params"], synchronous(Alone())["params"])
 
 
+STALE = Asynchrony(
+    buffer_size=3,
+    concurrency=7,
+    max_staleness=4,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=0,
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [ExecutorKind.VMAP, ExecutorKind.FUSED])
+def test_executors_agree_where_clients_train_different_models(
+    kind: ExecutorKind, strategy: str
+) -> None:
+    """To 1e-6, with the same records, clients that drop out among them."""
+    one = Simulation(
+        STRATEGIES[strategy], ExecutorKind.SEQUENTIAL, STALE, block_size=1, dropout_rate=0.2
+    )
+    (expected, rounds), (found, others) = (
+        one.run(Alone(), num_rounds=8),
+        replace(one, kind=kind, block_size=3).run(Alone(), num_rounds=8),
+    )
+    torch.testing.assert_close(found.params.vector, expected.params.vector, rtol=0.0, atol=1e-6)
+    assert found.flight == expected.flight
+    assert [each.staleness for each in others] == [each.staleness for each in rounds]
+    assert max(age for each in rounds for age in each.staleness) >= 2
+    assert any(each.count(Status.FAILED) for each in rounds)
+
+
+@dataclass
+class Commits:
+    """A store that remembers every commit as a crash right after it would find it."""
+
+    records: list[RoundRecord] = field(default_factory=list)
+    commits: list[tuple[Checkpoint, tuple[RoundRecord, ...]]] = field(default_factory=list)
+
+    def append(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+        self.commits.append((replace(checkpoint, tensors=tensors), tuple(self.records)))
+
+    def finish(self, status: RunStatus, *, error: str) -> None:
+        assert status is RunStatus.DONE, error
+
+
+@dataclass(frozen=True)
+class Length:
+    """Measures how long the model is."""
+
+    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+        assert round_num > 0
+        return {"accuracy": float(params.vector.norm())}
+
+
+def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
+    """Go on with an asynchronous run of eight rounds."""
+    strategy = FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.5)
+    body = Simulation(strategy, ExecutorKind.FUSED, STALE, dropout_rate=0.1)
+    plan = RunPlan(
+        round=body.plan(Alone()),
+        evaluator=Length(),
+        evaluate_every=1,
+        early_stopping=EarlyStopping(
+            metric="accuracy",
+            direction="max",
+            patience_rounds=None,
+            min_improvement=0.0,
+            target=None,
+        ),
+        num_rounds=8,
+        checkpoint_every_s=0.0,
+        clock=VirtualClock(),
+    )
+    return train(plan, initial(), checkpoint=checkpoint, store=store, after_round=lambda *_: False)
+
+
+def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
+    """Bit for bit, with the same records: who is in flight, and what they train, is its state."""
+    whole = Commits()
+    expected = trained(None, whole)
+    assert len(whole.commits) == 9
+    assert expected.server.versions, "earlier models are still being trained"
+    for checkpoint, records in whole.commits[:-1]:
+        store = Commits(list(records))
+        found = trained(checkpoint, store)
+        assert torch.equal(found.server.params.vector, expected.server.params.vector)
+        assert found.server.flight == expected.server.flight
+        assert store.records == whole.records
+        last, other = store.commits[-1][0], whole.commits[-1][0]
+        assert last.values == other.values
+        assert_same(last.tensors, other.tensors)
+
+
+def test_a_checkpoint_without_who_is_in_flight_would_be_noticed() -> None:
+    """The control: the resumed run ends in another model."""
+    whole = Commits()
+    expected = trained(None, whole)
+    checkpoint, records = whole.commits[4]
+    kept = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("flight/")}
+    assert len(kept) < len(checkpoint.tensors)
+    found = trained(replace(checkpoint, tensors=kept), Commits(list(records)))
+    assert not torch.equal(found.server.params.vector, expected.server.params.vector)
+
+
 def main(folder: Path) -> None:
     """Run synchronous and buffered rounds with two workers."""
     for kind in KINDS:
@@ -214,6 +325,7 @@ def main(folder: Path) -> None:
             save_file(launch(body, num_workers=2, environment={}), folder / f"{kind.value} {name}")
 
 
+@pytest.mark.slow
 def test_a_buffer_of_a_cohort_is_a_synchronous_round_on_two_workers(
     launcher: Launcher, tmp_path: Path
 ) -> None:
