@@ -14,6 +14,8 @@ from fedlearn.core.mkl_environment import prepare_for_mkl
 if TYPE_CHECKING:
     from fedlearn.algorithms.adam import LocalAdam as LocalAdam
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
+    from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
+    from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.elastic_averaging import EASGD as EASGD
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
     from fedlearn.algorithms.recipes import FedAdagrad as FedAdagrad
     from fedlearn.algorithms.recipes import FedAdam as FedAdam
+    from fedlearn.algorithms.recipes import FedAsync as FedAsync
     from fedlearn.algorithms.recipes import FedAvg as FedAvg
     from fedlearn.algorithms.recipes import FedAvgM as FedAvgM
+    from fedlearn.algorithms.recipes import FedBuff as FedBuff
     from fedlearn.algorithms.recipes import FedMedian as FedMedian
     from fedlearn.algorithms.recipes import FedProx as FedProx
     from fedlearn.algorithms.recipes import FedSGD as FedSGD
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
     from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
     from fedlearn.algorithms.scaffold import Scaffold as Scaffold
+    from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
     from fedlearn.algorithms.strategy import Stepped as Stepped
     from fedlearn.algorithms.strategy import Strategy as Strategy
     from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
 _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean",
+    "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.elastic_averaging": "EASGD",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates",
@@ -85,10 +91,12 @@ _HOME = {
     "algorithms.own_training": "OwnTraining",
     "algorithms.rate_schedules": "ScheduledRate",
     "algorithms.recipes": (
-        "Algorithm FedAdagrad FedAdam FedAvg FedAvgM FedMedian FedProx FedSGD FedYogi"
+        "Algorithm FedAdagrad FedAdam FedAsync FedAvg FedAvgM FedBuff FedMedian FedProx FedSGD "
+        "FedYogi"
     ),
     "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
     "algorithms.scaffold": "Scaffold",
+    "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "Stepped Strategy",
     "algorithms.transforms": "ClippedUpdates",
     "errors": "FedlearnError",

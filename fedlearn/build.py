@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.asynchronous import Asynchrony, require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.lanes import DELTA
@@ -118,6 +119,11 @@ class Pieces:
     def num_needed(self) -> int:
         """How many clients a round would have there before it asks: those that it expects."""
         return self.policy.num_asked if self.privacy is None else self.privacy.num_needed
+
+    @property
+    def asynchrony(self) -> Asynchrony | None:
+        """When the server steps in an asynchronous run; ``None``: when a cohort has reported."""
+        return self.config.asynchronous.asynchrony()
 
     @property
     def secure(self) -> SecurePlan | None:
@@ -274,7 +280,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             config=config,
         )
     )
-    pieces = _bounded(_distilling(pieces))
+    pieces = _asynchronous(_bounded(_distilling(pieces)))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
     return _deployed_privately(pieces) if config.privacy.is_on else pieces
@@ -429,6 +435,12 @@ def around(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
             "lower it, or leave it out: then as many do as there are, 50 at most"
         )
+    asynchrony = config.asynchronous.asynchrony()
+    if asynchrony is not None and asynchrony.concurrency > population:
+        raise ConfigError(
+            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
+            f"but the data have {population}; lower it"
+        )
     pieces = Simulation(
         make_model=make_model,
         objective=objective,
@@ -443,7 +455,7 @@ def around(
         make_trainer=make_trainer,
         own=own,
     )
-    pieces = _bounded(_distilling(pieces))
+    pieces = _asynchronous(_bounded(_distilling(pieces)))
     if not config.privacy.is_on:
         return _complete(pieces)
     if config.privacy.num_users not in (None, population):
@@ -483,6 +495,16 @@ def _bounded(pieces: PiecesT) -> PiecesT:
     if bounds == GENEROUS:
         return pieces
     return replace(pieces, algorithm=Bounded(pieces.algorithm, bounds))
+
+
+def _asynchronous(pieces: PiecesT) -> PiecesT:
+    """Return ``pieces`` if their rounds may be buffers, or need not be."""
+    if pieces.asynchrony is not None:
+        try:
+            require_asynchronous(pieces.algorithm)
+        except ValueError as error:
+            raise ConfigError(f"asynchronous.mode is on, but {error}") from error
+    return pieces
 
 
 def _distilling(pieces: PiecesT) -> PiecesT:
@@ -630,6 +652,8 @@ def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
     is anybody hidden by it from who sees single updates.
     """
     policy, mode = pieces.policy, pieces.config.privacy.mode
+    if pieces.asynchrony is not None:  # who is fast takes part in every round
+        return FixedCohorts(num_users, num_users)
     is_poisson = isinstance(pieces.sampler, PoissonSampler)
     is_fixed = mode == "distributed" or (mode == "example" and not is_poisson)
     if mode == "local" or (isinstance(pieces, Deployment) and is_fixed):

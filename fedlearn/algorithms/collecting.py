@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.collecting import Participations, Status
@@ -93,6 +96,9 @@ class Collected:
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples. A secure sum has no lane for them.
         kept: What clients keep after the round; nothing over a channel: they do so themselves.
+        staleness: Of an asynchronous round, how many updates in the aggregate have which
+            staleness.
+        flight: Of an asynchronous round, who is in flight when it has closed.
     """
 
     aggregate: Aggregate | None
@@ -100,6 +106,8 @@ class Collected:
     duration_s: float
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     kept: Kept = field(default_factory=dict)
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    flight: Flight = ()
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
@@ -114,3 +122,48 @@ class Collector(Protocol):
 
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Return what was aggregated, who took part, and who failed and why."""
+
+
+class BufferedCollector(Protocol):
+    """Fills the buffer of an asynchronous round; what is in flight is the run's state."""
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients that can be asked now."""
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Return what a full buffer comes to, and who is in flight then.
+
+        Args:
+            flight: Who is in flight when the round opens.
+            requests: By round what clients in flight were sent, and what is sent in this one.
+            round_num: Index, from 0.
+            draw: Says who else may be asked.
+
+        Returns:
+            Without an aggregate if the buffer cannot be filled.
+        """
+
+
+def damped(
+    aggregate: Aggregate, specs: Sequence[LaneSpec], *, weights_B: Tensor, factors_B: Tensor
+) -> Aggregate:
+    """Return an aggregate, in its place, in which a stale update counts less, not less than others.
+
+    A mean over weights that staleness has lowered is as long as if nobody were stale. Multiplied
+    by the sum of these weights over that of the unlowered ones it is FedBuff's: a buffer of stale
+    updates is a short step.
+
+    Args:
+        aggregate: Over weights that were multiplied by ``factors_B``; overwritten.
+        specs: Its lanes, of which the weighted ones are multiplied.
+        weights_B: What each update counts that is not stale: shape [B].
+        factors_B: What staleness makes of it: shape [B].
+    """
+    factor = float((weights_B * factors_B).sum() / weights_B.sum())
+    if factor != 1.0:
+        for spec in specs:
+            if spec.weighted:
+                aggregate.lanes[spec.name].mul_(factor)
+    return aggregate

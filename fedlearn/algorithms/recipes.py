@@ -6,10 +6,11 @@ such as :class:`~fedlearn.algorithms.scaffold.Scaffold`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
+from fedlearn.algorithms.asynchronous import Asynchrony, Buffered
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.median import CoordinateMedian
@@ -20,10 +21,11 @@ from fedlearn.algorithms.server_optimizers import (
     ServerOptimizer,
     ServerSgd,
 )
+from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.params import Params
-from fedlearn.core.ranges import BelowOne, NotNegative, Positive
+from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,103 @@ def FedYogi(
         tau=tau,
     )
     return _averaging(local, optimizer, by_examples=weight_by_examples)
+
+
+def FedBuff(
+    local: LocalUpdate,
+    *,
+    buffer_size: Count,
+    concurrency: Count,
+    max_staleness: Whole,
+    staleness_weight: StalenessWeight = StalenessWeight.POLYNOMIAL,
+    staleness_exponent: NotNegative = 0.5,
+    staleness_hinge: Whole = 0,
+    server_learning_rate: Positive = 1.0,
+    server_momentum: BelowOne = 0.0,
+    weight_by_examples: bool = False,
+) -> Buffered:
+    r"""Return FedBuff: :math:`x \leftarrow x + \frac{\eta_g}{K} \sum_i s(\tau_i) \Delta_i`.
+
+    Args:
+        local: What clients do.
+        buffer_size: As for :class:`Asynchrony`.
+        concurrency: As for :class:`Asynchrony`.
+        max_staleness: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
+        staleness_weight: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
+        staleness_exponent: As there; 0.5 in the paper.
+        staleness_hinge: As there.
+        server_learning_rate: Server step size, > 0.
+        server_momentum: Server momentum, [0, 1).
+        weight_by_examples: As for :func:`~fedlearn.algorithms.recipes.FedAvg`; not in the paper.
+
+    Raises:
+        ValueError: As :class:`Asynchrony`.
+
+    References:
+        Nguyen et al., 2022, `Federated Learning with Buffered Asynchronous Aggregation
+        <https://arxiv.org/abs/2106.06639>`_, algorithm 1.
+    """
+    strategy = FedAvgM(
+        local,
+        server_learning_rate=server_learning_rate,
+        server_momentum=server_momentum,
+        weight_by_examples=weight_by_examples,
+    )
+    asynchrony = Asynchrony(
+        buffer_size=buffer_size,
+        concurrency=concurrency,
+        max_staleness=max_staleness,
+        staleness_weight=StalenessWeight(staleness_weight),
+        staleness_exponent=staleness_exponent,
+        staleness_hinge=staleness_hinge,
+    )
+    return Buffered(strategy, asynchrony)
+
+
+def FedAsync(
+    local: LocalUpdate,
+    *,
+    mixing: Positive,
+    concurrency: Count,
+    max_staleness: Whole,
+    staleness_weight: StalenessWeight = StalenessWeight.POLYNOMIAL,
+    staleness_exponent: NotNegative = 0.5,
+    staleness_hinge: Whole = 0,
+    proximal: NotNegative = 0.0,
+) -> Buffered:
+    r"""Return FedAsync: each update is a step, :math:`x \leftarrow x + \alpha s(\tau) \Delta`.
+
+    Args:
+        local: What clients do.
+        mixing: What an update counts that is not stale, > 0, in the paper below 1.
+        concurrency: As for :class:`Asynchrony`.
+        max_staleness: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
+        staleness_weight: As for :class:`~fedlearn.algorithms.staleness.Staleness`.
+        staleness_exponent: As there.
+        staleness_hinge: As there.
+        proximal: Pull of local training towards the model that it began at, >= 0; 0: none.
+
+    Raises:
+        ValueError: As :class:`Asynchrony`.
+
+    References:
+        Xie, Koyejo and Gupta, 2019, `Asynchronous Federated Optimization
+        <https://arxiv.org/abs/1903.03934>`_, algorithm 1. There models are mixed; here an update is
+        added, as FedBuff's are, which is the same for one that is not stale.
+    """
+    pulled = FedProx(local, proximal=proximal, weight_by_examples=False)
+    server = ServerSgd(learning_rate=mixing, momentum=0.0)
+    return Buffered(
+        replace(pulled, server_optimizer=server),
+        Asynchrony(
+            buffer_size=1,
+            concurrency=concurrency,
+            max_staleness=max_staleness,
+            staleness_weight=StalenessWeight(staleness_weight),
+            staleness_exponent=staleness_exponent,
+            staleness_hinge=staleness_hinge,
+        ),
+    )
 
 
 _AS_IT_IS = ServerSgd(learning_rate=1.0, momentum=0.0)

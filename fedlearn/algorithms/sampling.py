@@ -1,8 +1,8 @@
 """Which clients are asked in a round. Public: sampling alone hides nobody."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, overload
 
 import numpy as np
 from annotated_types import Gt
@@ -31,6 +31,43 @@ class CohortSampler(Protocol):
         Raises:
             CohortTooSmall: Fewer are available than the sampler must ask.
         """
+
+
+def without(available: Sequence[ClientId], busy: Collection[ClientId]) -> Sequence[ClientId]:
+    """Return the available clients that are not busy, in their order; of a range no list is made.
+
+    Example:
+        >>> list(without(range(6), {1, 4, 9})), without([5, 3], {5})
+        ([0, 2, 3, 5], [3])
+    """
+    if not busy:
+        return available
+    if isinstance(available, range):
+        places = sorted(available.index(each) for each in busy if each in available)
+        return _Rest(available, np.asarray(places, np.int64))
+    return [each for each in available if each not in busy]
+
+
+class _Rest(Sequence[ClientId]):
+    """A range without some of its places: shape [k], ascending."""
+
+    def __init__(self, whole: range, gaps: NDArray[np.int64]) -> None:
+        self._whole, self._gaps = whole, gaps
+        self._passed = gaps - np.arange(len(gaps))  # how many are left before each gap
+
+    def __len__(self) -> int:
+        return len(self._whole) - len(self._gaps)
+
+    @overload
+    def __getitem__(self, index: int) -> ClientId: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ClientId]: ...
+    def __getitem__(self, index: int | slice) -> ClientId | Sequence[ClientId]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        passed = int(np.searchsorted(self._passed, place, side="right"))
+        return ClientId(self._whole[place + passed])
 
 
 class _Drawn:

@@ -153,6 +153,14 @@ class Scaffold(Ranged, Strategy):
         return WeightedMean(by_examples=False)
 
     @property
+    def needs_same_round(self) -> str:
+        """Control variates are gradients at the model of the round."""
+        return (
+            "a client's control variate is its gradient at the model that it was sent, and the "
+            "server's is their mean at one model"
+        )
+
+    @property
     def _server(self) -> ServerSgd:
         return ServerSgd(learning_rate=self.server_learning_rate, momentum=0.0)
 

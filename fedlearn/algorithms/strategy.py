@@ -56,9 +56,15 @@ class Strategy(Protocol):
             """What one update may come to in the clear; ``None``: its own rule bounds it."""
             return GENEROUS
 
+        @property
+        def needs_same_round(self) -> str:
+            """Why all updates of a step must be based on one model; empty: they need not."""
+            return ""
+
     else:
         transforms = ()
         bounds = GENEROUS
+        needs_same_round = ""
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -137,6 +143,11 @@ class Wrapped(Strategy):
     def bounds(self) -> UpdateBounds | None:
         """The inner strategy's."""
         return self.inner.bounds
+
+    @property
+    def needs_same_round(self) -> str:
+        """The inner strategy's."""
+        return self.inner.needs_same_round
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:

@@ -20,6 +20,7 @@ from fedlearn.experiment.comparison import (
     leaves,
     number_text,
     series,
+    staleness_text,
     summarize,
 )
 from fedlearn.experiment.privacy import spending
@@ -33,7 +34,8 @@ _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 #: Of who was late or failed: the latest rounds, clients of one, and objects of all.
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
 _TABLES = (
-    *("python", "data", "model", "algorithm", "client", "cohort", "stragglers", "devices"),
+    *("python", "data", "model", "algorithm", "client", "cohort", "stragglers"),
+    *("asynchronous", "devices"),
     "privacy",
 )
 
@@ -115,9 +117,13 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "privacy", spent.text()
     yield from _participation(summary)
     yield from _missed(run)
+    for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
+        yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
     for name in _TABLES:
-        if name != "devices" or not record.is_deployed:  # they describe simulated ones
-            yield name, _settings(record.config.get(name))
+        table = record.config.get(name)
+        is_off = isinstance(table, Mapping) and table.get("mode") == "off"
+        if not is_off and (name != "devices" or not record.is_deployed):  # of simulated ones
+            yield name, _settings(table)
     for file in run.stored.checkpoints():
         yield "checkpoint", _checkpoint(file)
     yield "path", printable(str(run.path))
@@ -127,8 +133,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
     counts = summary.counts
     asked = f"{summary.num_clients} different clients, asked {sum(counts)} times"
-    ended = f"{counts.reported} reported, {counts.late} late, {counts.failed} failed"
-    yield "took part", f"{asked}: {ended}"
+    yield "took part", f"{asked}: {counts.text()}"
     for reason, count in summary.reasons:
         yield "failed", f"{count} x {printable(reason or 'no reason given')}"
     if summary.num_skipped or summary.num_retries:
@@ -200,6 +205,7 @@ def run_object(run: Run) -> str:
         "participation": {**counts._asdict(), "clients": summary.num_clients},
         "failures": dict(summary.reasons),
         "missed": list(latest),
+        "staleness": {each.round_num + 1: each.staleness for each in rounds if each.staleness},
         "skipped_rounds": summary.num_skipped,
         "privacy": spent and asdict(spent),
         "retries": summary.num_retries,

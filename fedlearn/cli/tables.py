@@ -160,6 +160,8 @@ def round_line(each: RoundSummary, **more: object) -> str:
         "reported": each.counts[Status.REPORTED],
         "late": each.counts[Status.LATE],
         "failed": each.counts[Status.FAILED],
+        "stale": each.counts[Status.STALE],
+        "staleness": each.staleness,
         "train_loss": each.train_loss,
         "duration_s": each.duration_s,
         "seconds": each.seconds,

@@ -1,6 +1,7 @@
 """What is trained and how: model, loss, algorithm, local training."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Literal
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
@@ -163,6 +165,25 @@ class PythonAlgorithm(Algorithm):
         return strategy
 
 
+class FedBuffAlgorithm(Algorithm):
+    """FedBuff; when it steps is a table of its own, ``asynchronous``."""
+
+    def strategy(self, local: LocalUpdate) -> Strategy:
+        """Return what it makes of a mean update."""
+        return built(recipes.FedBuff, self, local=local, **_ANY_BUFFER, buffer_size=1).strategy
+
+
+class FedAsyncAlgorithm(Algorithm):
+    """FedAsync: FedBuff whose buffer is one update."""
+
+    def strategy(self, local: LocalUpdate) -> Strategy:
+        """Return what it makes of an update."""
+        return built(recipes.FedAsync, self, local=local, **_ANY_BUFFER).strategy
+
+
+#: The strategy is the same whatever is in flight.
+_ANY_BUFFER = {"concurrency": 1, "max_staleness": 0}
+
 ALGORITHMS = kinds(
     "name",
     Algorithm,
@@ -176,8 +197,10 @@ ALGORITHMS = kinds(
     kind("scaffold", Scaffold, server_learning_rate=1.0),
     kind("easgd", EASGD, elasticity=0.3),
     kind("fedmedian", recipes.FedMedian),
+    kind("fedbuff", FedBuffAlgorithm, recipes.FedBuff),
+    kind("fedasync", FedAsyncAlgorithm, recipes.FedAsync, mixing=0.6),
     kind("python", PythonAlgorithm),
-    given=("local", "sgd", "learning_rate"),
+    given=("local", "sgd", "learning_rate", *(each.name for each in fields(Asynchrony))),
     explained_by=(recipes.FedAvg, recipes.FedAvgM, ServerAdaptive, Proximal),
 )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.config.asynchronous import AsynchronousSection, buffers_in
 from fedlearn.config.cohort import (
     COHORTS,
     DEVICES,
@@ -209,6 +210,7 @@ class Config(Section):
     client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = StragglersSection()
+    asynchronous: AsynchronousSection = AsynchronousSection()
     updates: UpdatesSection = UpdatesSection()
     secure_aggregation: SecureAggregationSection = SecureAggregationSection()
     privacy: PrivacySection = PrivacySection()
@@ -227,7 +229,8 @@ class Config(Section):
         The name of an algorithm may be the place of a strategy of the user's own, FedSGD brings the
         local training that defines it, data other than the main job's bring no stragglers, and
         privacy brings the sampling that it accounts for most tightly, and no weights, or, where
-        clients add the noise, secure aggregation.
+        clients add the noise, secure aggregation. FedBuff and FedAsync bring asynchronous rounds,
+        and these a buffer in the place of a cohort.
         """
         if not isinstance(raw, dict):
             return raw
@@ -246,7 +249,7 @@ class Config(Section):
         privacy = raw.get("privacy")
         if isinstance(privacy, dict) and privacy.get("mode", "off") != "off":
             implied |= _private(raw | implied)
-        return raw | implied
+        return raw | implied | buffers_in(raw | implied)
 
     def problems(self) -> Iterator[Problem]:
         """Return what sections say against each other."""
@@ -257,6 +260,7 @@ class Config(Section):
         if self.privacy.is_on:
             yield from self._not_private()
         yield from self._unbounded()
+        yield from self._not_asynchronous()
         if self.algorithm.name == "fedsgd":
             yield from self._more_than_a_step()
         if self.centralized and self.coordinator.training.is_on:
@@ -270,6 +274,21 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _not_asynchronous(self) -> Iterator[Problem]:
+        """Refuse what is of cohorts where rounds are buffers, and what does not hold with them."""
+        stragglers = self.stragglers.model_dump()
+        yield from self.asynchronous.problems_with(
+            {
+                "algorithm.name": self.algorithm.name,
+                "centralized": self.centralized,
+                "cohort.sampling": self.cohort.sampling,
+                "cohort.num_wanted": self.cohort.num_wanted,
+                "privacy.mode": self.privacy.mode,
+                "secure_aggregation.mode": self.secure_aggregation.mode,
+                **{f"stragglers.{name}": value for name, value in stragglers.items()},
+            }
+        )
 
     def _unbounded(self) -> Iterator[Problem]:
         """Refuse bounds of updates where no update is seen, or where they are clipped."""
@@ -476,8 +495,13 @@ class Config(Section):
         )
 
     def _half(self) -> int:
-        """Return half of the reports wanted, or what secure aggregation needs if that is more."""
+        """Return half of the reports wanted, or what secure aggregation needs if that is more.
+
+        A buffer is full.
+        """
         half, secure = math.ceil(self._num_wanted / 2), self.secure_aggregation
+        if self.asynchronous.is_on:
+            return self._num_wanted
         if not secure.is_on:
             return half
         return max(half, secure.parameters(self._num_asked).min_survivors)

@@ -44,6 +44,7 @@ class Status(StrEnum):
     REPORTED = "reported"
     LATE = "late"
     FAILED = "failed"
+    STALE = "stale"
 
 
 class Participation(NamedTuple):
@@ -51,7 +52,8 @@ class Participation(NamedTuple):
 
     Attributes:
         status: ``reported`` (in the aggregate), ``late`` (missed the close of the round:
-            dropped), or ``failed`` (answered with a failure or an unusable reply).
+            dropped), ``failed`` (answered with a failure or an unusable reply), or ``stale``
+            (its update would be based on too old a model: dropped).
         duration_s: Seconds from the broadcast to the reply's arrival, as far as known:
             virtual in a simulation.
         num_examples: Examples trained on; 0 unless reported.
@@ -68,7 +70,7 @@ class Participation(NamedTuple):
 
 
 #: Every status; a status is stored and compared as its index here. May only be appended to.
-STATUSES = (Status.REPORTED, Status.LATE, Status.FAILED)
+STATUSES = (Status.REPORTED, Status.LATE, Status.FAILED, Status.STALE)
 _COLUMNS = ("client_ids", "codes", "durations_s", "num_examples", "losses")
 
 

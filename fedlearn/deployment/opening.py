@@ -1,9 +1,9 @@
 """Who takes part in a round of a deployment: waited for, chosen, and written down."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.sampling import CohortSampler, without
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.build import Deployment
 from fedlearn.core.clock import RealClock
@@ -104,6 +104,46 @@ class DurableOpening:
             self.journal.open(opened)  # committed, under the lease; from here on it may be asked
         self.live_status.phase = Phase.ROUND
         return opened.cohort
+
+    def draw(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        """Return whom an asynchronous round asks next: as :meth:`open`, once, whoever restarts.
+
+        Those that are there are asked, however few: the others may come.
+
+        Raises:
+            FedlearnError: What ``check`` raises.
+            Fenced: Another coordinator has taken over; nothing is written.
+            StoreError: The journal cannot be read or written.
+        """
+        opened = self.journal.find(round_num, attempt)
+        if opened is not None:
+            return opened.cohort
+        while self.is_paused():
+            self.live_status.phase = Phase.PAUSED
+            self.clock.sleep(_LOOK_S)
+        self.check()
+        there = without(self.available(round_num), busy)
+        if not there:
+            return ()
+        drawn = self.sampler.sample(
+            there,
+            num_asked=min(num, len(there)),
+            round_num=round_num,
+            attempt=attempt,
+            seed=self.seed,
+        )
+        self.journal.open(
+            OpenRound(
+                round_num=round_num,
+                attempt=attempt,
+                cohort=drawn,
+                opened_unix_s=self.clock.unix_s(),
+            )
+        )
+        self.live_status.phase = Phase.ROUND
+        return drawn
 
     def _awaited(self, round_num: int) -> Sequence[ClientId]:
         """Return who is there: all that would be asked or, after patience, enough for a round."""

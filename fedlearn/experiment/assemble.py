@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
-from fedlearn.algorithms.collecting import Collector, further_bytes
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import BufferedCollector, Collector, further_bytes
+from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.sampling import (
     CohortSampler,
     CyclicSampler,
@@ -35,9 +37,9 @@ from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.rounds.opening import ChargedOpening, Opening, SampledOpening
+from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening, SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import Release, RoundPlan
+from fedlearn.rounds.round import Buffering, Release, RoundPlan
 from fedlearn.rounds.run import RunPlan, Standing
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.keys import Signer
@@ -57,6 +59,7 @@ from fedlearn.simulation.evaluation import (
     ClientEvaluator,
     evaluated_clients,
 )
+from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.simulation.sources import Examples
@@ -145,6 +148,12 @@ def _trained_centrally(simulation: Simulation) -> tuple[str, ...]:
 def _asked(simulation: Simulation) -> tuple[str, ...]:
     """Return who is asked and waited for, where that is not the main job's to say."""
     config, policy = simulation.config, simulation.policy
+    if (asynchrony := simulation.asynchrony) is not None:
+        text = (
+            f"asynchronous: {asynchrony.concurrency} of {simulation.population.num_clients} "
+            f"clients train at a time, {asynchrony.buffer_size} updates make a round"
+        )
+        return (text,)
     if config.data.source == "digits" or config.centralized:
         return ()
     population = simulation.population.num_clients
@@ -287,18 +296,26 @@ def assemble(
         channel, collector = _sessions(simulation, model)
     else:
         collector = _engine(simulation, job, cluster)
-    opening: Opening = SampledOpening(
+    sampled = SampledOpening(
         sampler=_sampler(simulation, cluster),
         available=collector.available,
         policy=simulation.policy,
         seed=simulation.seed,
     )
+    opening: Opening = sampled
+    draw: Draw = sampled.draw
     if charging is not None:
         opening = ChargedOpening(inner=opening, charge=charging.charge)
+        draw = ChargedDraw(inner=draw, charge=charging.charge)
+    buffering = None
+    if simulation.asynchrony is not None:
+        buffered = _buffered(simulation, simulation.asynchrony, collector)
+        buffering = Buffering(asynchrony=simulation.asynchrony, draw=draw, collector=buffered)
     plan = run_plan(
         simulation,
         opening=opening,
         collector=collector,
+        buffering=buffering,
         place=place,
         release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
@@ -319,6 +336,7 @@ def run_plan(
     clock: Clock,
     place: Place | None = None,
     release: Release | None = None,
+    buffering: Buffering | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     standing: Standing = dict,
 ) -> RunPlan:
@@ -331,6 +349,7 @@ def run_plan(
             strategy=with_server_steps(pieces, pieces.algorithm, place),
             seed=pieces.seed,
             release=release,
+            buffering=buffering,
         ),
         evaluator=Evaluators(evaluators),
         evaluate_every=pieces.config.evaluation.every_rounds,
@@ -518,6 +537,18 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
         cluster=cluster,
         block_size=config.engine.block_size,
         summing=summing,
+    )
+
+
+def _buffered(
+    simulation: Simulation, asynchrony: Asynchrony, collector: Collector
+) -> BufferedCollector:
+    """Return what fills the buffers of an asynchronous run."""
+    if isinstance(collector, Engine):
+        return EventQueue(engine=collector, asynchrony=asynchrony)
+    raise ConfigError(
+        f'engine.transport is "{simulation.config.engine.transport}", but asynchronous.mode is on; '
+        'set it to "engine"'
     )
 
 

@@ -140,11 +140,17 @@ class Counts(NamedTuple):
     reported: int
     late: int
     failed: int
+    stale: int
 
     @classmethod
     def of(cls, record: RoundRecord) -> Self:
         """Count one round."""
-        return cls(*(record.count(each) for each in (Status.REPORTED, Status.LATE, Status.FAILED)))
+        return cls(*(record.count(Status(name)) for name in cls._fields))
+
+    def text(self) -> str:
+        """Return them in words; who was stale is told where somebody was."""
+        names = [name for name, num in self._asdict().items() if num or name != "stale"]
+        return ", ".join(f"{getattr(self, name)} {name}" for name in names)
 
 
 class Point(NamedTuple):
@@ -327,6 +333,19 @@ class Summary:
         return {k: v for k, v in self.metrics.items() if not k.startswith("clients/")}
 
 
+def staleness_text(staleness: Mapping[int, int]) -> str:
+    """Return how many updates had which staleness, in words.
+
+    Example:
+        >>> staleness_text({0: 6, 1: 3, 4: 1})
+        '6 x 0, 3 x 1, 1 x 4 (mean 0.7)'
+    """
+    total = sum(rounds * number for rounds, number in staleness.items())
+    mean = total / max(1, sum(staleness.values()))
+    each = ", ".join(f"{number} x {rounds}" for rounds, number in staleness.items())
+    return f"{each} (mean {mean:.1f})"
+
+
 def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
     """Return what a run came to; ``None`` and zeros where it has no rounds."""
     measures = directions_of(record)  # what a strategy says of its step is no evaluation
@@ -350,7 +369,9 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         virtual_s=rounds[-1].virtual_s if rounds else 0.0,
         seconds=sum(one.seconds for one in rounds),
         num_clients=len({each.client_id for each in participations}),
-        counts=Counts(*(sum(column) for column in zip((0, 0, 0), *counts, strict=True))),
+        counts=Counts(
+            *(sum(column) for column in zip((0,) * len(Counts._fields), *counts, strict=True))
+        ),
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         reasons=tuple(reasons.most_common()),

@@ -4,7 +4,9 @@ Figures are built from matplotlib's objects, without pyplot: no figure is kept, 
 of the caller's is restyled.
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO, StringIO
@@ -36,12 +38,21 @@ from fedlearn.experiment.comparison import (
     headed,
     number_text,
     series,
+    staleness_text,
     time_unit,
 )
+from fedlearn.rounds.records import RoundRecord
 
 # Okabe and Ito's palette, told apart with any colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-STATUS_COLOURS = {Status.REPORTED: "#0072B2", Status.LATE: "#E69F00", Status.FAILED: "#D55E00"}
+STATUS_COLOURS = {
+    Status.REPORTED: "#0072B2",
+    Status.LATE: "#E69F00",
+    Status.FAILED: "#D55E00",
+    Status.STALE: "#CC79A7",
+}
+#: By the least staleness that it stands for: darker is older.
+_AGE_COLOURS = {0: "#9ecae1", 1: "#6baed6", 2: "#3182bd", 4: "#08519c", 8: "#08306b"}
 
 _INK, _GRID, _SMALL, _NORMAL, _LARGE = "#222222", "#dddddd", 9, 10.5, 15
 _MARKED_POINTS = 40
@@ -217,21 +228,21 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
 def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw what became of the clients that one run asked; bars are means where rounds are many."""
     [(_, rounds)] = runs
-    width = max(1, -(-len(rounds) // _NUM_BARS))
-    groups = [rounds[start : start + width] for start in range(0, len(rounds), width)]
+    groups, width = _grouped(rounds)
     counts = [[Counts.of(record) for record in group] for group in groups]
     means = [[sum(of) / len(each) for of in zip(*each, strict=True)] for each in counts]
     starts = [group[0].round_num + 1 for group in groups]
     centres = [start + (len(group) - 1) / 2 for start, group in zip(starts, groups, strict=True)]
     shown = [0.86 * len(group) for group in groups]
     floor = [0.0] * len(groups)
-    for index, (status, colour) in enumerate(STATUS_COLOURS.items()):
+    ended_so = _endings(counts)
+    for index, (status, colour) in enumerate(ended_so.items()):
         heights = [mean[index] for mean in means]
         axes.bar(centres, heights, shown, bottom=floor, color=colour, label=status.value)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     for start, group, mean in zip(starts, groups, means, strict=True):
         last = start + len(group) - 1
-        ended = (f"{num:.4g} {each.value}" for num, each in zip(mean, STATUS_COLOURS, strict=True))
+        ended = (f"{num:.4g} {each.value}" for num, each in zip(mean, ended_so, strict=False))
         what = f"round {start if start == last else f'{start} to {last}'}: {', '.join(ended)}"
         _tell_column(axes, start - 0.5, len(group), what)
     title = "Participation" if width == 1 else f"Participation, mean of {width} rounds"
@@ -239,12 +250,56 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
     _status_legend(axes)
 
 
+def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
+    """Draw how stale the updates of a run were; bars are means where rounds are many."""
+    groups, width = _grouped(rounds)
+    lows, floor = list(_AGE_COLOURS), [0.0] * len(groups)
+    centres = [each[0].round_num + 1 + (len(each) - 1) / 2 for each in groups]
+    for low, above, colour in zip(lows, [*lows[1:], math.inf], _AGE_COLOURS.values(), strict=True):
+        heights = [
+            sum(n for one in each for age, n in one.staleness.items() if low <= age < above)
+            / len(each)
+            for each in groups
+        ]
+        last = "" if above == low + 1 else " and more" if math.isinf(above) else f" to {above - 1}"
+        shown = [0.86 * len(each) for each in groups]
+        axes.bar(centres, heights, shown, bottom=floor, color=colour, label=f"{low}{last}")
+        floor = [below + height for below, height in zip(floor, heights, strict=True)]
+    for each in groups:
+        total = Counter[int]()
+        for one in each:
+            total.update(one.staleness)
+        start, last_num = each[0].round_num + 1, each[-1].round_num + 1
+        which = f"round {start if start == last_num else f'{start} to {last_num}'}"
+        told = f"{which}: {staleness_text(dict(sorted(total.items())))}"
+        _tell_column(axes, start - 0.5, len(each), told)
+    title = "Staleness" if width == 1 else f"Staleness, mean of {width} rounds"
+    _finish(axes, title, "round", "updates a round", [])
+    _status_legend(axes)
+
+
+def _grouped(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRecord]], int]:
+    """Return consecutive rounds that share a bar, and how many do: one, unless there are many."""
+    width = max(1, -(-len(rounds) // _NUM_BARS))
+    return [rounds[start : start + width] for start in range(0, len(rounds), width)], width
+
+
+def _endings(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
+    """Return the colours of how clients ended; of stale ones where somebody was."""
+    is_stale = any(each.stale for group in counts for each in group)
+    return {
+        status: colour
+        for status, colour in STATUS_COLOURS.items()
+        if is_stale or status is not Status.STALE
+    }
+
+
 def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw what became of all clients asked, one bar a run."""
     totals = [[Counts.of(record) for record in rounds] for _, rounds in runs]
     floor = [0.0] * len(runs)
     rows = range(len(runs))
-    for index, (status, colour) in enumerate(STATUS_COLOURS.items()):
+    for index, (status, colour) in enumerate(_endings(totals).items()):
         shares = [
             100.0 * sum(count[index] for count in counts) / max(1, sum(map(sum, counts)))
             for counts in totals
@@ -320,7 +375,7 @@ def _widen(axes: Axes, lengths: Sequence[float]) -> None:
 
 def _status_legend(axes: Axes) -> None:
     style = {"fontsize": _SMALL, "frameon": False, "columnspacing": 1.0, "handlelength": 1.2}
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=3, **style)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=5, **style)
 
 
 def _metric_label(metric: str) -> str:

@@ -14,6 +14,7 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from fedlearn.core.collecting import Status
 from fedlearn.core.distribution import sign
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
@@ -118,6 +119,7 @@ class JsonProgress(_Lines):
             seconds=record.seconds,
             metrics=record.metrics,
             train_metrics=record.train_metrics,
+            staleness=record.staleness,
         )
 
     def end(self, summary: Summary) -> None:
@@ -153,7 +155,7 @@ class PlainProgress(_Lines):
 
     def round(self, record: RoundRecord) -> None:
         """Write a line with every fact of the round."""
-        reported, late, failed = Counts.of(record)
+        counts = Counts.of(record)
         virtual = "" if self._is_deployed else f" virtual_s={record.virtual_s:.1f}"
         spent = record.metrics.get("epsilon")
         self._write(
@@ -161,7 +163,8 @@ class PlainProgress(_Lines):
             f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
             f" loss={number_text(headline(record.metrics, 'loss'))}"
             f" train_loss={number_text(_train_loss(record))}"
-            f" reported={reported} late={late} failed={failed}"
+            f" reported={counts.reported} late={counts.late} failed={counts.failed}"
+            f"{f' stale={counts.stale}' if record.staleness else ''}"
             f"{virtual} seconds={record.seconds:.3f}"
             f" retries={record.attempt} outcome={record.outcome.value}"
             f"{'' if spent is None else f' epsilon={spent:.4g}'}"
@@ -288,7 +291,7 @@ class TerminalProgress(_Lines):
 
     def round(self, record: RoundRecord) -> None:
         """Print the round's line."""
-        reported, late, failed = Counts.of(record)
+        reported, late, failed, _ = Counts.of(record)
         value = headline(record.metrics, self._metric)
         measured = f"{number_text(value):>{self._metric_width}}"
         skipped = record.outcome is Outcome.SKIPPED
@@ -348,7 +351,9 @@ def _train_loss(record: RoundRecord) -> float | None:
 def _remark(record: RoundRecord) -> str:
     skipped = ["skipped"] if record.outcome is Outcome.SKIPPED else []
     retries = [_counted(record.attempt, "retry", "retries")] if record.attempt else []
-    return ", ".join(skipped + retries)
+    num_stale = record.count(Status.STALE)
+    stale = [f"{num_stale} stale"] if num_stale else []
+    return ", ".join(skipped + retries + stale)
 
 
 # ---- The end ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from fedlearn.experiment.comparison import (
     number_text,
     summarize,
 )
-from fedlearn.experiment.plot import STATUS_COLOURS, panels, put, svg, tell
+from fedlearn.experiment.plot import STATUS_COLOURS, Panel, draw_staleness, panels, put, svg, tell
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
@@ -80,13 +81,20 @@ def page(
         record=record,
         summary=summary,
         tiles=list(_tiles(summary, leading_metric(record))),
-        curves=[Markup(svg(each, inches=_PANEL_INCHES)) for each in panels([(record, rounds)])],  # noqa: S704 (ours)
+        curves=[Markup(svg(each, inches=_PANEL_INCHES)) for each in _panels(record, rounds)],  # noqa: S704 (ours)
         client_parts=PARTS,
         client_map=_Map.of(rounds),
         reasons=summary.reasons[:_SHOWN_REASONS],
         config=config,
         is_reproducible=is_reproducible,
     )
+
+
+def _panels(record: RunRecord, rounds: Sequence[RoundRecord]) -> Iterator[Panel]:
+    """Yield what draws the curves: of an asynchronous run its staleness, too."""
+    yield from panels([(record, rounds)])
+    if any(each.staleness for each in rounds):
+        yield partial(draw_staleness, rounds=rounds)
 
 
 def _shown(value: Any) -> Any:  # of any type that a template prints
@@ -148,7 +156,7 @@ _ROW_INCHES = ((30, 0.25), (_MOST_LABELLED_ROWS, 0.18), (_MOST_CLIENTS, 0.055))
 _WIDEST_CELL_INCHES = 0.7
 
 # Where several rounds share a column the highest of their codes is shown.
-_CODES = {Status.REPORTED: 2, Status.LATE: 3, Status.FAILED: 4}
+_CODES = {Status.REPORTED: 2, Status.LATE: 3, Status.FAILED: 4, Status.STALE: 5}
 _SELECTED = 1
 _CODE_NAMES = {_SELECTED: "selected"} | {code: each.value for each, code in _CODES.items()}
 _COLOURS = {_SELECTED: "#9aa0a6"} | {code: STATUS_COLOURS[each] for each, code in _CODES.items()}
@@ -184,7 +192,8 @@ class _Map:
     @property
     def keys(self) -> Sequence[tuple[str, str]]:
         """Names and colours of what may be in it."""
-        used = [code for code in _COLOURS if code != _SELECTED or np.any(self.cells == _SELECTED)]
+        seldom = (_SELECTED, _CODES[Status.STALE])
+        used = [code for code in _COLOURS if code not in seldom or np.any(self.cells == code)]
         return [(_CODE_NAMES[code], _COLOURS[code]) for code in used]
 
     def svg(self) -> Markup:
@@ -206,7 +215,7 @@ class _Map:
             colours = ListedColormap(["#00000000", *_COLOURS.values()])
             extent = (0.5, last, rows - 0.5, -0.5)
             axes.imshow(
-                self.cells, colours, aspect="auto", interpolation="none", extent=extent, vmax=4
+                self.cells, colours, aspect="auto", interpolation="none", extent=extent, vmax=5
             )
         labels = self.clients if rows <= _MOST_LABELLED_ROWS else ()
         axes.set_yticks(range(len(labels)), [str(client) for client in labels])
@@ -232,7 +241,7 @@ class _Map:
             parts.append(f"Shown are the {shown} that were asked most often.")
         if self.rounds_per_column > 1:
             shown = f"{self.rounds_per_column} rounds and shows the worst of them"
-            parts.append(f"A column is {shown}: failed over late over reported.")
+            parts.append(f"A column is {shown}: stale over failed over late over reported.")
         if np.any(self.cells == _SELECTED):
             parts.append("Selected: the client reported, but its round was skipped.")
         return " ".join(parts)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedlearn.algorithms.asynchronous import Buffered
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
@@ -132,7 +133,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
 def simulate(
     make_model: Callable[[], nn.Module],
     data: FederatedData,
-    algorithm: Strategy,
+    algorithm: Strategy | Buffered,
     *,
     objective: Objective | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -149,7 +150,9 @@ def simulate(
     Args:
         make_model: Builds the network; called once in every process.
         data: Clients and test set.
-        algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``.
+        algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``, or
+            an asynchronous one such as ``FedBuff(..., buffer_size=10, concurrency=20,
+            max_staleness=20)``.
         objective: Loss and metrics; ``None`` is softmax cross-entropy.
         metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
         trainer: Makes a client's trainer of its features and labels; ``None``: fedlearn's own. With
@@ -176,6 +179,7 @@ def simulate(
     Raises:
         FedlearnError: As :func:`run_config`.
     """
+    algorithm, settings = _unbuffered(algorithm, settings)
     config = config_around(settings, source="simulate()")
     if sampler is not None:
         _require_free(config, settings)
@@ -197,6 +201,21 @@ def simulate(
         resolved = _as_recorded(pieces, resume, site, settings)
         return _resume(resume, resolved, site, from_previous=False, is_described=False)
     return run_pieces(pieces, site)
+
+
+def _unbuffered(
+    algorithm: Strategy | Buffered, settings: Mapping[str, object]
+) -> tuple[Strategy, dict[str, object]]:
+    """Return the strategy of a run, and the settings with when its buffers are full."""
+    if not isinstance(algorithm, Buffered):
+        return algorithm, dict(settings)
+    if "asynchronous" in settings:
+        raise ConfigError(
+            "simulate(): asynchronous is given, but the algorithm says itself when it steps; "
+            "remove one of the two"
+        )
+    table = {"mode": "buffered", **asdict(algorithm.asynchrony)}
+    return algorithm.strategy, {**settings, "asynchronous": table}
 
 
 def _require_free(config: Config, settings: Mapping[str, object]) -> None:

@@ -219,6 +219,11 @@ class Distilling(Wrapped):
             )
 
     @property
+    def needs_same_round(self) -> str:
+        """Teachers are the models of the clients, which are told by the model they began at."""
+        return "its teachers are the round's model plus each update"
+
+    @property
     def aggregation(self) -> Distillation:
         """The inner mean, distilled."""
         mean = self.inner.aggregation

@@ -101,6 +101,11 @@ class AdaptivelyBounded(BoundedUpdates):
     own = frozenset({_CLIP_NORM})
 
     @property
+    def needs_same_round(self) -> str:
+        """Clients compare their updates with the norm of the round that asked them."""
+        return "clients tell whether they were below the clip norm of the round that asked them"
+
+    @property
     def clip_norm(self) -> float:
         """The largest norm of a delta."""
         return self.summed.bounds[DELTA.name]

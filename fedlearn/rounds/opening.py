@@ -4,11 +4,12 @@ A simulation only samples. A deployment writes down whom it will ask
 (:class:`fedlearn.deployment.opening.DurableOpening`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.sampling import CohortSampler, without
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -55,6 +56,21 @@ class SampledOpening:
             seed=self.seed,
         )
 
+    def draw(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        """Return some of the available clients that are not busy: as :meth:`open` does."""
+        there = without(self.available(), busy)
+        if not there:
+            return ()
+        return self.sampler.sample(
+            there,
+            num_asked=min(num, len(there)),
+            round_num=round_num,
+            attempt=attempt,
+            seed=self.seed,
+        )
+
 
 class Charge(Protocol):
     """Writes down what a round costs, durably, before anybody is asked."""
@@ -85,3 +101,30 @@ class ChargedOpening:
         cohort = self.inner.open(round_num, attempt=attempt)
         self.charge(round_num=round_num, attempt=attempt)
         return cohort
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChargedDraw:
+    """What draws the clients of asynchronous rounds, whose first drawing is charged.
+
+    Attributes:
+        inner: Draws them.
+        charge: Charges.
+    """
+
+    inner: Draw
+    charge: Charge
+
+    def __call__(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        """Return whom the inner one draws, charged.
+
+        Raises:
+            BudgetExhausted: The round cannot be afforded; nobody was asked on its model.
+            StoreError: It could not be written down.
+        """
+        drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
+        if attempt == 0:
+            self.charge(round_num=round_num, attempt=attempt)
+        return drawn

@@ -79,6 +79,8 @@ class RoundRecord:
             the first round what it said as it began, and ``epsilon``.
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples.
+        staleness: Of an asynchronous round, how many of its updates have which staleness: rounds
+            that have changed the model since their clients were sent it.
     """
 
     round_num: int
@@ -91,6 +93,7 @@ class RoundRecord:
     seconds: float
     metrics: Mapping[str, float]
     train_metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: Mapping[int, int] = field(default_factory=dict)
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
@@ -103,7 +106,8 @@ class Checkpoint:
 
     Attributes:
         round_num: Rounds finished.
-        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``.
+        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; of an asynchronous
+            run ``flight/…`` and ``versions/…``.
         values: Scalars of the run's state by name.
     """
 

@@ -16,15 +16,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import (
+    BufferedCollector,
+    Collected,
+    Collector,
+    RoundRequest,
+)
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
-from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Version:
+    """What clients in flight were sent: an earlier model, and what they were told beside it."""
+
+    params: Params
+    told: Lanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +52,9 @@ class ServerState:
         strategy_state: What the strategy keeps from round to round.
         kept: What the clients keep, where this process plays them.
         begun: What the strategy said as it began, by name: for the record of the first round.
+        flight: Of an asynchronous run, the clients that were asked in earlier rounds and are
+            awaited.
+        versions: What they were sent, by the round that they are based on.
     """
 
     round_num: int
@@ -44,6 +62,23 @@ class ServerState:
     strategy_state: State
     kept: Kept = field(default_factory=dict)
     begun: Mapping[str, float] = field(default_factory=dict)
+    flight: Flight = ()
+    versions: Mapping[int, Version] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffering:
+    """What takes the place of cohorts in an asynchronous run.
+
+    Attributes:
+        asynchrony: When the server steps.
+        draw: Who is asked, as others land.
+        collector: How clients are asked.
+    """
+
+    asynchrony: Asynchrony
+    draw: Draw
+    collector: BufferedCollector
 
 
 class Release(Protocol):
@@ -85,6 +120,8 @@ class RoundPlan:
         strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
         release: What becomes of the aggregate before the step; ``None``: nothing.
+        buffering: How rounds are opened and collected that are buffers of an asynchronous run, in
+            the place of ``opening`` and ``collector``; ``None``: they are not.
     """
 
     opening: Opening
@@ -93,6 +130,7 @@ class RoundPlan:
     strategy: Strategy
     seed: Seed
     release: Release | None = None
+    buffering: Buffering | None = None
 
     def init(self, params: Params) -> ServerState:
         """Return the state before the first round.
@@ -135,7 +173,43 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
     cohort = plan.opening.open(state.round_num, attempt=attempt)
-    request = RoundRequest(
+    request = _request(state, plan, strategy, attempt=attempt)
+    return _stepped(state, plan, plan.collector.collect(cohort, request), request)
+
+
+def run_buffered_round(state: ServerState, plan: RoundPlan, buffering: Buffering) -> Ran:
+    """Run one round of an asynchronous run: from one step of the server to the next.
+
+    Args:
+        state: Before the round, with who is in flight.
+        plan: The pieces.
+        buffering: In the place of a cohort and its collector.
+
+    Raises:
+        RoundError: The strategy told, aggregated or returned what cannot be used.
+    """
+    strategy = strategy_at(plan.strategy, state.strategy_state)
+    request = _request(state, plan, strategy, attempt=0)
+    requests = {
+        based_on: replace(request, round_num=based_on, params=sent.params, told=sent.told)
+        for based_on, sent in state.versions.items()
+    } | {state.round_num: request}
+    collected = buffering.collector.collect(
+        state.flight, requests, round_num=state.round_num, draw=buffering.draw
+    )
+    awaited = sorted({each.based_on for each in collected.flight})
+    versions = {
+        each: Version(params=requests[each].params, told=requests[each].told) for each in awaited
+    }
+    state = replace(state, flight=collected.flight, versions=versions)
+    return _stepped(state, plan, collected, request)
+
+
+def _request(
+    state: ServerState, plan: RoundPlan, strategy: Strategy, *, attempt: int
+) -> RoundRequest:
+    """Return what is asked on the newest model."""
+    return RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
@@ -144,7 +218,13 @@ def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
         seed=plan.seed.value,
         kept=state.kept,
     )
-    collected = plan.collector.collect(cohort, request)
+
+
+def _stepped(
+    state: ServerState, plan: RoundPlan, collected: Collected, request: RoundRequest
+) -> Ran:
+    """Release what was collected, if it is enough, and take the strategy's step."""
+    strategy, attempt = request.strategy, request.attempt
     state = replace(state, kept=collected.kept)
     aggregate = collected.aggregate
     if aggregate is None:

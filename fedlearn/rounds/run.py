@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.flight import flight_from, flight_tensors
 from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.core.clock import Clock
@@ -25,13 +26,23 @@ from fedlearn.core.params import Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
-from fedlearn.rounds.round import Ran, RoundPlan, ServerState, run_round
+from fedlearn.rounds.round import (
+    Ran,
+    RoundPlan,
+    ServerState,
+    Version,
+    run_buffered_round,
+    run_round,
+)
 
 #: Told of each finished round and of the model after it; returns whether the run ends there.
 AfterRound = Callable[[RoundRecord, Params], bool]
 
 #: Before the names of what the strategy said as it began, in a checkpoint before the first record.
 _BEGUN = "begun/"
+
+#: Before the names of what clients in flight were sent, in a checkpoint; then the round.
+_VERSION = "versions/"
 
 #: How many reasons, and clients of each, the error of a round names.
 _TOLD_REASONS, _TOLD_CLIENTS = 3, 5
@@ -223,6 +234,7 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
         seconds=plan.clock.now_s() - started_s,
         metrics={**plan.standing(), **metrics},
         train_metrics=collected.train_metrics,
+        staleness=collected.staleness,
     )
     return state, record
 
@@ -230,6 +242,11 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
 def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
     """Try a round until it succeeds or the policy gives up; add up its virtual time."""
     duration_s = 0.0
+    if plan.buffering is not None:  # asks others by itself as clients fail
+        ran = run_buffered_round(server, plan, plan.buffering)
+        if ran.collected.aggregate is None:
+            raise _too_few(ran.collected, plan, server.round_num)
+        return ran, 0, ran.collected.duration_s
     for attempt in range(first, first + plan.policy.max_retries + 1):
         ran = run_round(server, plan, attempt=attempt)
         server, collected = ran.state, ran.collected
@@ -238,8 +255,12 @@ def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran,
             return ran, attempt, duration_s
         if plan.policy.below_minimum is BelowMinimum.FAIL:
             break
-    raise TooFewReports(
-        round_num=server.round_num,
+    raise _too_few(collected, plan, server.round_num)
+
+
+def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewReports:
+    return TooFewReports(
+        round_num=round_num,
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
         failures=_told(collected),
@@ -285,6 +306,10 @@ def _checkpoint(state: RunState) -> Checkpoint:
     tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
+    tensors |= {f"flight/{name}": t for name, t in flight_tensors(server.flight).items()}
+    for based_on, sent in server.versions.items():
+        tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
+        tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.told.items()}
     if state.best_params is not None:
         tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
     values: dict[str, Scalar] = {
@@ -318,6 +343,14 @@ def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
             name.removeprefix(_BEGUN): _number(value)
             for name, value in values.items()
             if name.startswith(_BEGUN)
+        },
+        flight=(flight := flight_from(checkpoint.under("flight/"))),
+        versions={
+            based_on: Version(
+                params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
+                told=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
+            )
+            for based_on in sorted({each.based_on for each in flight})
         },
     )
     best = _part(checkpoint, "best/", device)

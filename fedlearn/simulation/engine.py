@@ -73,19 +73,18 @@ class Engine:
                 ignore a setting or returned what cannot be used, or another worker is gone.
         """
         timeline = self._timeline(np.asarray(cohort, np.int64), request)
-        reduction, metrics, kept = self._reduction(request), WeightedMeans(), request.kept
+        reduction, metrics, kept = self.reduction(request), WeightedMeans(), request.kept
         while (wave := timeline.next_wave(self.policy.num_wanted)).size:
-            trained = self._train(timeline.client_ids[wave], request, reduction)
+            trained = self.train(timeline.client_ids[wave], [request] * wave.size, reduction)
             kept = updated(kept, trained.kept)
-            for place, told in sorted(trained.metrics.items()):
-                metrics.add(told, num_examples=int(trained.num_examples[place]))
+            trained.add_metrics(metrics)
             timeline = timeline.after(
                 wave,
                 losses=trained.losses,
                 num_examples=trained.num_examples,
                 verdicts=trained.verdicts,
             )
-        participations = timeline.participations(self.policy, bounds=self._bounds(request))
+        participations = timeline.participations(self.policy, bounds=self.bounds(request))
         is_enough = participations.num(Status.REPORTED) >= self.policy.min_reports
         return Collected(
             aggregate=reduction.close() if is_enough else None,
@@ -95,33 +94,23 @@ class Engine:
             kept=kept,
         )
 
-    def _reduction(self, request: RoundRequest) -> Reduction:
+    def reduction(self, request: RoundRequest) -> Reduction:
+        """Return what the updates of a round are folded into."""
         strategy, aggregation = request.strategy, request.strategy.aggregation
-        bounds = self._bounds(request)
+        bounds = self.bounds(request)
         max_norm = None if bounds is None else bounds.max_norm
         if isinstance(aggregation, FullAggregation):
             return Gathered(aggregation, strategy.lanes, request.params, max_norm=max_norm)
         summed = self.summing or aggregation
         return Summed(summed, strategy.lanes, request.params, max_norm=max_norm)
 
-    def _bounds(self, request: RoundRequest) -> UpdateBounds | None:
+    def bounds(self, request: RoundRequest) -> UpdateBounds | None:
         """Return what bounds an update; nothing where no one update is seen by itself."""
         return None if self.summing is not None else request.strategy.bounds
 
     def _timeline(self, client_ids: NDArray[np.int64], request: RoundRequest) -> Timeline:
         num_examples = self.population.num_examples(client_ids)
-        updates = self._locals(client_ids, request)
-        alike = updates[:1] if _is_one(updates) else updates
-        epochs = [update.work.epochs for update in alike]
-        asked = DeviceRound(
-            client_ids=client_ids,
-            round_num=request.round_num,
-            attempt=request.attempt,
-            num_examples_processed=num_examples * np.asarray(epochs),
-            download_bytes=request.download_bytes,
-            upload_bytes=request.upload_bytes,
-            seed=Seed(request.seed),
-        )
+        asked = self.asked(client_ids, request)
         durations_s = self.behaviour.durations_s(asked)
         arrival = np.argsort(durations_s, kind="stable")
         return Timeline.start(
@@ -132,12 +121,43 @@ class Engine:
             policy=self.policy,
         )
 
-    def _train(
-        self, client_ids: NDArray[np.int64], request: RoundRequest, reduction: Reduction
-    ) -> "_Wave":
-        """Train these clients on all workers; every worker returns the same."""
-        updates, count = self._locals(client_ids, request), len(client_ids)
-        bounds = self._bounds(request)
+    def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
+        """Return a request as these clients' devices meet it."""
+        updates = self._locals(client_ids, request)
+        alike = updates[:1] if _is_one(updates) else updates
+        epochs = [update.work.epochs for update in alike]
+        return DeviceRound(
+            client_ids=client_ids,
+            round_num=request.round_num,
+            attempt=request.attempt,
+            num_examples_processed=self.population.num_examples(client_ids) * np.asarray(epochs),
+            download_bytes=request.download_bytes,
+            upload_bytes=request.upload_bytes,
+            seed=Seed(request.seed),
+        )
+
+    def train(
+        self,
+        client_ids: NDArray[np.int64],
+        requests: Sequence[RoundRequest],
+        reduction: Reduction,
+        *,
+        factors: NDArray[np.float64] | None = None,
+    ) -> "Wave":
+        """Train clients on all workers and fold their updates in; every worker returns the same.
+
+        Args:
+            client_ids: In order of arrival: shape [n].
+            requests: What each was sent; those of one round are one object.
+            reduction: What the updates are folded into.
+            factors: What their weights are multiplied by: shape [n]; ``None``: by nothing.
+
+        Raises:
+            DataError: See :meth:`collect`.
+            EngineError: See :meth:`collect`.
+        """
+        request, count = requests[0], len(client_ids)
+        updates, bounds = self._locals(client_ids, request), self.bounds(request)
         steps = _num_steps(updates, self.population.num_examples(client_ids))
         reduction.begin(client_ids)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
@@ -145,9 +165,11 @@ class Engine:
         kept = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
-        for local, block in _blocks(mine, updates, self.block_size):
-            trained = self._train_block(client_ids[block], request, local)
-            sent = self._updates(client_ids[block], trained, request)
+        work = list(zip(updates, requests, strict=True))
+        for (local, sent_to), block in _blocks(mine, work, self.block_size):
+            trained = self._train_block(client_ids[block], sent_to, local)
+            lowered = None if factors is None else factors[block]
+            sent = self._updates(client_ids[block], trained, sent_to, factors=lowered)
             is_light = np.ones(len(block), np.bool_)
             if bounds is not None:
                 is_light = trained.num_examples_K <= bounds.max_examples
@@ -170,7 +192,7 @@ class Engine:
             params=request.params,
             cluster=self.cluster,
         )
-        return _Wave(report[0], report[1].astype(np.int64), verdicts, metrics, everything)
+        return Wave(report[0], report[1].astype(np.int64), verdicts, metrics, everything)
 
     def _locals(
         self, client_ids: NDArray[np.int64], request: RoundRequest
@@ -213,15 +235,26 @@ class Engine:
             )
         return trained
 
+    def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
+        """Return the aggregation weights of clients with these example counts: shape [B]."""
+        return weights(self.summing or request.strategy.aggregation, num_examples_B)
+
     def _updates(
-        self, client_ids: NDArray[np.int64], trained: Trained, request: RoundRequest
+        self,
+        client_ids: NDArray[np.int64],
+        trained: Trained,
+        request: RoundRequest,
+        *,
+        factors: NDArray[np.float64] | None,
     ) -> Updates:
         """Return a block's updates as they would leave their clients, with their weights."""
-        num_examples_B = torch.from_numpy(trained.num_examples_K)
-        weigher = self.summing or request.strategy.aggregation
+        num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
+        weights_B = self.weights(num_examples_B, request)
+        if factors is not None:
+            weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
         updates = Updates(
             client_ids=cast("list[ClientId]", client_ids.tolist()),
-            weights_B=weights(weigher, num_examples_B.to(trained.deltas_KP)),
+            weights_B=weights_B,
             lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
             based_on=[request.round_num] * len(client_ids),
         )
@@ -275,14 +308,27 @@ def _require_declared(
 
 
 @dataclass(frozen=True)
-class _Wave:
-    """What training some clients gave beside their updates, on all workers."""
+class Wave:
+    """What training some clients gave beside their updates, on all workers.
+
+    Attributes:
+        losses: Mean training losses: shape [n].
+        num_examples: Examples that each has trained on: shape [n].
+        verdicts: Such as :data:`~fedlearn.simulation.timeline.REPORTED`: shape [n].
+        metrics: What else each measured, by the place of a sound client in the wave.
+        kept: What sound clients keep now.
+    """
 
     losses: NDArray[np.float64]
     num_examples: NDArray[np.int64]
     verdicts: NDArray[np.int64]
-    metrics: Mapping[int, Mapping[str, float]]  # by the place of a sound client in the wave
-    kept: Kept  # by sound clients, now
+    metrics: Mapping[int, Mapping[str, float]]
+    kept: Kept
+
+    def add_metrics(self, means: WeightedMeans) -> None:
+        """Add what the clients measured, in order of arrival."""
+        for place, told in sorted(self.metrics.items()):
+            means.add(told, num_examples=int(self.num_examples[place]))
 
 
 def shared(
@@ -314,25 +360,31 @@ def _num_steps(
 
 
 def _blocks(
-    mine: NDArray[np.int64], updates: Sequence[LocalUpdate], block_size: int
-) -> Iterator[tuple[LocalUpdate, NDArray[np.int64]]]:
-    """Cut clients into blocks that do the same, in their order; one by one each has its turn."""
+    mine: NDArray[np.int64],
+    work: Sequence[tuple[LocalUpdate, RoundRequest]],
+    block_size: int,
+) -> Iterator[tuple[tuple[LocalUpdate, RoundRequest], NDArray[np.int64]]]:
+    """Cut clients into blocks that do the same from the same model, in their order.
+
+    One by one each has its turn.
+    """
     groups = [mine]
-    if not _is_one(updates) and block_size > 1:
-        kinds = list[LocalUpdate]()
-        kind_of = []
+    if block_size > 1 and not all(_is_one(each) for each in zip(*work, strict=True)):
+        alike = list[LocalUpdate]()
+        kinds = dict[tuple[int, int], list[int]]()
         for index in mine.tolist():
-            if updates[index] not in kinds:
-                kinds.append(updates[index])
-            kind_of.append(kinds.index(updates[index]))
-        groups = [mine[np.asarray(kind_of) == kind] for kind in range(len(kinds))]
+            update, request = work[index]
+            if update not in alike:
+                alike.append(update)
+            kinds.setdefault((alike.index(update), request.round_num), []).append(index)
+        groups = [np.asarray(group, np.int64) for group in kinds.values()]
     for group in groups:
         for start in range(0, len(group), block_size):
-            yield updates[group[start]], group[start : start + block_size]
+            yield work[group[start]], group[start : start + block_size]
 
 
-def _is_one(updates: Sequence[LocalUpdate]) -> bool:
-    return len(set(map(id, updates))) == 1
+def _is_one(pieces: Sequence[object]) -> bool:
+    return len(set(map(id, pieces))) == 1
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:

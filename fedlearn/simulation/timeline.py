@@ -19,8 +19,10 @@ from fedlearn.core.collecting import STATUSES, Participations, Status, unsound
 
 #: What became of an update that was trained: it counts, is not finite, or beyond a bound.
 REPORTED, UNSOUND, TOO_LONG, TOO_HEAVY = range(1, 5)
-_PENDING, _DROPPED, _TOO_LATE = 0, 5, 6
-_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, _DROPPED)
+#: Its client vanished before it reported.
+DROPPED = 5
+_PENDING, _TOO_LATE = 0, 6
+_FAILED = (UNSOUND, TOO_LONG, TOO_HEAVY, DROPPED)
 
 #: Why a client that vanished in the middle of a round failed.
 DROPPED_OUT = "dropped out before reporting"
@@ -60,7 +62,7 @@ class Timeline:
     ) -> Self:
         """Return the timeline before anyone was trained; arguments in order of arrival."""
         is_late = ~(durations_s <= policy.deadline_s) | ~np.isfinite(durations_s)
-        outcome = np.select([is_late, drops], [_TOO_LATE, _DROPPED], _PENDING)
+        outcome = np.select([is_late, drops], [_TOO_LATE, DROPPED], _PENDING)
         losses = np.full(len(client_ids), math.nan)
         return cls(client_ids, num_examples, durations_s, outcome, losses)
 
@@ -111,7 +113,7 @@ class Timeline:
             self.durations_s,
             np.where(outcome == REPORTED, self.num_examples, 0),
             self.losses,
-            {place: _reason(int(outcome[place]), int(counts[place]), bounds) for place in failed},
+            {place: reason_of(int(outcome[place]), int(counts[place]), bounds) for place in failed},
         )
 
     def _closing(self, policy: StragglerPolicy) -> int | None:
@@ -120,10 +122,10 @@ class Timeline:
         return int(reported[-1]) if len(reported) == policy.num_wanted else None
 
 
-def _reason(outcome: int, num_examples: int, bounds: UpdateBounds | None) -> str:
-    """Return why a client failed."""
+def reason_of(outcome: int, num_examples: int, bounds: UpdateBounds | None) -> str:
+    """Return why a client failed whose update is no :data:`REPORTED`."""
     if outcome == TOO_LONG and bounds is not None:
         return bounds.too_long(DELTA.name)
     if outcome == TOO_HEAVY and bounds is not None:
         return bounds.too_heavy(num_examples)
-    return DROPPED_OUT if outcome == _DROPPED else unsound(DELTA.name)
+    return DROPPED_OUT if outcome == DROPPED else unsound(DELTA.name)

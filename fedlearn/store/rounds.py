@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
-from typing import cast
+from typing import TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ _OF_ROUNDS = [each.name for each in RoundRow.__table__.columns if each.name != "
 
 #: Stands before the names of metrics of training; those of an evaluation never begin so.
 _TRAINING = "train/"
+
+#: Stands before the staleness of updates, whose number is stored like a metric.
+_STALENESS = "staleness/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class RoundSummary:
     seconds: float
     metrics: Mapping[str, float]
     train_metrics: Mapping[str, float]
+    staleness: Mapping[int, int]
 
 
 def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRecord]) -> None:
@@ -196,21 +200,34 @@ def _named_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
     yield from record.metrics.items()
     for name, value in record.train_metrics.items():
         yield f"{_TRAINING}{name}", value
+    for staleness, number in record.staleness.items():
+        yield f"{_STALENESS}{staleness}", float(number)
 
 
-def _metrics(
-    session: Session, run_id: int, *, first: int
-) -> defaultdict[int, dict[str, dict[str, float]]]:
+class _Measured(TypedDict):
+    metrics: dict[str, float]
+    train_metrics: dict[str, float]
+    staleness: dict[int, int]
+
+
+def _metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, _Measured]:
     """Return what was measured, by round, then by the record's field, then by name."""
     row = MetricRow
-    found: defaultdict[int, dict[str, dict[str, float]]] = defaultdict(
-        lambda: {"metrics": {}, "train_metrics": {}}
+    found: defaultdict[int, _Measured] = defaultdict(
+        lambda: {"metrics": {}, "train_metrics": {}, "staleness": {}}
     )
     for round_num, name, value in session.execute(
         select(row.round_num, row.name, row.value).where(
             row.run_id == run_id, row.round_num >= first
         )
     ):
-        where = "train_metrics" if name.startswith(_TRAINING) else "metrics"
-        found[round_num][where][name.removeprefix(_TRAINING)] = value
+        measured = found[round_num]
+        if name.startswith(_STALENESS):
+            measured["staleness"][int(name.removeprefix(_STALENESS))] = int(value)
+        elif name.startswith(_TRAINING):
+            measured["train_metrics"][name.removeprefix(_TRAINING)] = value
+        else:
+            measured["metrics"][name] = value
+    for measured in found.values():
+        measured["staleness"] = dict(sorted(measured["staleness"].items()))
     return found

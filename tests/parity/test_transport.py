@@ -222,7 +222,7 @@ def test_the_engine_equals_sessions_bit_for_bit(model: str, algorithm: str) -> N
         assert torch.equal(found.strategy_state[name], value)
     assert_same_rounds(engine, sessions)
     statuses = {p.status for collected in engine for p in collected.participations}
-    assert statuses == set(Status), "the case has reports, late and failed clients"
+    assert statuses == set(Status) - {Status.STALE}, "the case has reports, late and failed clients"
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 100])

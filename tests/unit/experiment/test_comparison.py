@@ -89,7 +89,7 @@ def test_a_summary_counts_what_happened() -> None:
     assert summary.loss == pytest.approx(0.47)
     assert (summary.num_finished, summary.measured_after) == (4, 4)
     assert (summary.virtual_s, summary.seconds) == (40.0, 2.0)
-    assert summary.counts == Counts(reported=4, late=4, failed=4)
+    assert summary.counts == Counts(reported=4, late=4, failed=4, stale=0)
     assert summary.num_clients == 6
     assert summary.reasons == (("gone", 4),)
 
@@ -116,7 +116,7 @@ def test_a_run_without_rounds_has_a_summary() -> None:
     """Reports are made of interrupted runs too."""
     summary = summarize(A[0], [])
     assert (summary.num_finished, summary.virtual_s, summary.num_clients) == (0, 0.0, 0)
-    assert summary.counts == Counts(0, 0, 0)
+    assert summary.counts == Counts(0, 0, 0, 0)
 
 
 def test_the_best_is_by_the_metric_the_run_watches() -> None:

@@ -113,12 +113,14 @@ def test_a_round_is_one_json_object_with_every_fact() -> None:
         "reported": 10,
         "late": 2,
         "failed": 1,
+        "stale": 0,
         "retries": 0,
         "outcome": "aggregated",
         "virtual_s": 186.0,
         "seconds": 0.041,
         "metrics": {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7},
         "train_metrics": {},
+        "staleness": {},
     }
 
 

@@ -1,0 +1,74 @@
+"""Asynchronous federated learning: rounds that are buffers of updates.
+
+Clients are in flight at all times. As one answers, another is asked to train the newest model, and
+the server steps whenever so many updates have come, however old the models are that they began at.
+The recipes are :func:`~fedlearn.algorithms.recipes.FedBuff` and, with a buffer of one update,
+:func:`~fedlearn.algorithms.recipes.FedAsync`.
+"""
+
+from dataclasses import dataclass
+
+from fedlearn.algorithms.staleness import Staleness
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.ranges import Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchrony(Staleness):
+    """When an asynchronous run steps, and how many clients are in flight.
+
+    Attributes:
+        buffer_size: Updates that make a round, >= 1: the server steps when so many have come.
+        concurrency: Clients that train at a time, 1 to (max_staleness + 1) x buffer_size.
+
+    Raises:
+        ValueError: A number is out of range, or more clients would be in flight than can count.
+    """
+
+    buffer_size: Count
+    concurrency: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.concurrency > self.num_counting:
+            raise ValueError(
+                f"concurrency is {self.concurrency}, but with max_staleness {self.max_staleness} "
+                f"and buffer_size {self.buffer_size} the updates of at most {self.num_counting} "
+                "clients can count; lower it, or raise max_staleness"
+            )
+
+    @property
+    def num_counting(self) -> int:
+        """How many updates, of clients that train now, can count at the most.
+
+        Those of this round's model have the buffers of ``max_staleness + 1`` rounds to be in.
+        """
+        return (self.max_staleness + 1) * self.buffer_size
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """A strategy whose rounds are buffers of an asynchronous run.
+
+    Attributes:
+        strategy: What clients do, and what becomes of the model.
+        asynchrony: When the server steps, and what staleness does.
+
+    Raises:
+        ValueError: The strategy holds in synchronous rounds only.
+    """
+
+    strategy: Strategy
+    asynchrony: Asynchrony
+
+    def __post_init__(self) -> None:
+        require_asynchronous(self.strategy)
+
+
+def require_asynchronous(strategy: Strategy) -> None:
+    """Raise ValueError, with the reason, if a strategy holds in synchronous rounds only."""
+    if strategy.needs_same_round:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot be asynchronous: {strategy.needs_same_round}; take "
+            "an algorithm whose step is a function of the mean update, such as FedAvg or FedAdam"
+        )

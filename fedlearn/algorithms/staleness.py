@@ -1,0 +1,65 @@
+r"""How much an update counts that was trained from an older model than the newest.
+
+The staleness :math:`s` of an update is the number of rounds that have changed the model since its
+client was sent it: the round that takes the update less the one that it is based on.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.core.ranges import NotNegative, Ranged, Whole
+
+
+class StalenessWeight(StrEnum):
+    """By which function of its staleness an update counts."""
+
+    CONSTANT = "constant"
+    POLYNOMIAL = "polynomial"
+    HINGE = "hinge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness(Ranged):
+    r"""What staleness does to an update: it counts less, and beyond a bound not at all.
+
+    With :math:`a` for the exponent and :math:`b` for the hinge, the weight is 1 (constant),
+    :math:`(1 + s)^{-a}` (polynomial), or 1 up to :math:`b` and :math:`1 / (a (s - b) + 1)` beyond
+    (hinge).
+
+    Attributes:
+        max_staleness: Rounds that an update may be older than the newest model, >= 0; an older one
+            is dropped, and recorded as stale.
+        staleness_weight: How staleness weighs: all alike, polynomially, or beyond a hinge.
+        staleness_exponent: Of the polynomial weight, or the slope beyond the hinge, >= 0.
+        staleness_hinge: Staleness up to which the hinge weighs all alike, >= 0.
+
+    Example:
+        >>> rule = Staleness(max_staleness=9, staleness_weight=StalenessWeight.POLYNOMIAL,
+        ...                  staleness_exponent=0.5, staleness_hinge=4)
+        >>> rule.weights(np.array([0, 3])).tolist()
+        [1.0, 0.5]
+
+    References:
+        Xie, Koyejo and Gupta, 2019, `Asynchronous Federated Optimization
+        <https://arxiv.org/abs/1903.03934>`_, section 5.2.
+    """
+
+    max_staleness: Whole
+    staleness_weight: StalenessWeight
+    staleness_exponent: NotNegative
+    staleness_hinge: Whole
+
+    def weights(self, staleness_B: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what updates of this staleness count, in (0, 1]: shape [B]."""
+        a, late_B = self.staleness_exponent, staleness_B.astype(np.float64)
+        match self.staleness_weight:
+            case StalenessWeight.CONSTANT:
+                return np.ones_like(late_B)
+            case StalenessWeight.POLYNOMIAL:
+                return (1.0 + late_B) ** -a
+            case StalenessWeight.HINGE:
+                beyond_B = np.maximum(0.0, late_B - self.staleness_hinge)
+                return 1.0 / (a * beyond_B + 1.0)

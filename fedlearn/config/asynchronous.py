@@ -1,0 +1,128 @@
+"""Whether rounds are cohorts or buffers of an asynchronous run."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.algorithms.stragglers import BelowMinimum
+from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.section import Problem, Section
+from fedlearn.config.toml import shown
+
+
+@declared_by(
+    Asynchrony,
+    buffer_size=10,
+    concurrency=20,
+    max_staleness=20,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=4,
+)
+class AsynchronousSection(Section):
+    """Whether rounds are buffers: clients train at all times, each from the model it was sent."""
+
+    mode: Literal["off", "buffered"] = Field(
+        "off",
+        description='"off": a round asks a cohort and closes; "buffered": as one client answers '
+        "another is asked, and the server steps whenever the buffer is full.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rounds are buffers."""
+        return self.mode != "off"
+
+    def problems(self) -> Iterable[Problem]:
+        """Refuse more clients in flight than can count."""
+        return refused(lambda: built(Asynchrony, self)) if self.is_on else ()
+
+    def asynchrony(self) -> Asynchrony | None:
+        """Return when the server steps; ``None``: when a cohort has reported."""
+        return built(Asynchrony, self) if self.is_on else None
+
+    def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
+        """Yield what contradicts buffers elsewhere in the tree, of which ``values`` are by key."""
+        asynchrony, name = self.asynchrony(), values["algorithm.name"]
+        if asynchrony is None:
+            if name in _BY_NAME:
+                text = f'is "off", but {name} is asynchronous; leave it out, or use "fedavgm"'
+                yield Problem((_MODE, "algorithm.name"), text)
+            return
+        size = asynchrony.buffer_size
+        if name == "fedasync" and size != 1:
+            text = f"is {size}, but FedAsync steps with each update; leave it out"
+            yield Problem(("asynchronous.buffer_size", "algorithm.name"), text)
+        if values["cohort.num_wanted"] != size:
+            text = (
+                f"is {values['cohort.num_wanted']}, but a round is a full buffer of {size} "
+                "(asynchronous.buffer_size); leave one of them out"
+            )
+            yield Problem(("cohort.num_wanted", "asynchronous.buffer_size"), text)
+        for key, (allowed, why) in _NEEDED.items():
+            if values[key] not in allowed:
+                text = f"is {shown(values[key])}, but {_MODE} is {shown(self.mode)}{why}"
+                yield Problem((key, _MODE), text)
+
+
+_MODE = "asynchronous.mode"
+
+#: Algorithms that are asynchronous by name, and the buffer that each brings.
+_BY_NAME: Mapping[object, Mapping[str, int]] = {"fedbuff": {}, "fedasync": {"buffer_size": 1}}
+
+#: By key the values that go with buffers, and why no other does.
+_FULL = ", where a round is a full buffer; leave it out"
+_NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "centralized": ((False,), "; remove one of them"),
+    "cohort.sampling": (
+        ("uniform",),
+        ', where clients are drawn as others land; leave it at "uniform"',
+    ),
+    "stragglers.over_selection": ((1.0,), "; set asynchronous.concurrency instead"),
+    "stragglers.min_reports": (("half",), _FULL),
+    "stragglers.below_minimum": ((BelowMinimum.RETRY,), _FULL),
+    "secure_aggregation.mode": (
+        ("off",),
+        (
+            ": masks cancel in the sum of one session, whose members train the model of one round "
+            'and wait for each other; set one of the two to "off"'
+        ),
+    ),
+    "privacy.mode": (
+        ("off", "local", "example"),
+        (
+            ": an update that comes later, or fails, moves others from one buffer to the next, so "
+            "that one user moves more of a sum than its own part; have each client add noise, with "
+            '"local" or "example"'
+        ),
+    ),
+}
+
+
+def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+    """Return what an asynchronous algorithm or table brings where nothing else is written.
+
+    Example:
+        >>> buffers_in({"algorithm": {"name": "fedasync"}})["cohort"]
+        {'num_wanted': 1}
+    """
+    algorithm, table = raw.get("algorithm", {}), raw.get("asynchronous", {})
+    cohort, stragglers = raw.get("cohort", {}), raw.get("stragglers", {})
+    if not all(isinstance(each, dict) for each in (algorithm, table, cohort, stragglers)):
+        return {}
+    brought = _BY_NAME.get(algorithm.get("name"))
+    if brought is not None:
+        table = {"mode": "buffered", **brought, **table}
+    if table.get("mode", "off") == "off":
+        return {}
+    wanted = cohort.get("num_wanted", "auto")
+    usual = AsynchronousSection.model_fields["buffer_size"].default
+    size = table.get("buffer_size", usual if wanted == "auto" else wanted)
+    return {
+        "asynchronous": {**table, "buffer_size": size},
+        "cohort": {**cohort, "num_wanted": size if wanted == "auto" else wanted},
+        "stragglers": {"over_selection": 1.0, "deadline_s": "auto", **stragglers},
+    }

@@ -1,0 +1,205 @@
+"""An asynchronous round in virtual time: a queue of events, and blocks of clients.
+
+Who is asked when, and who arrives when, follows from the devices alone. So the events of a round
+are played until as many clients have arrived as the buffer holds, and only then are those trained,
+from the model that each was sent, those of one model as blocks. A client that is late, fails or
+becomes too stale is never trained.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+import torch
+
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.flight import Asked, Buffer, Draw, Flight
+from fedlearn.algorithms.kept import updated
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.reduction import Reduction
+from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED, reason_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventQueue:
+    """Fills buffers with the updates of simulated clients.
+
+    Attributes:
+        engine: Trains them.
+        asynchrony: When a buffer is full, and what staleness does.
+    """
+
+    engine: Engine
+    asynchrony: Asynchrony
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the whole population."""
+        return self.engine.available()
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Play events until the buffer is full; see :class:`BufferedCollector`.
+
+        Raises:
+            DataError: See :meth:`Engine.collect`.
+            EngineError: See :meth:`Engine.collect`.
+        """
+        buffer = Buffer(self.asynchrony, flight, round_num=round_num)
+        played = _Round(self.engine, self.asynchrony, buffer, requests, draw)
+        for stale in buffer.give_up():
+            played.settle(stale, Status.STALE, stale.duration_s)
+        played.plan(buffer.flight)
+        played.play()
+        return played.close()
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round on its way to a full buffer."""
+
+    engine: Engine
+    asynchrony: Asynchrony
+    buffer: Buffer
+    requests: Mapping[int, RoundRequest]
+    draw: Draw
+    now_s: float = 0.0
+    metrics: WeightedMeans = field(default_factory=WeightedMeans)
+    #: A heap: when, the how manieth to be asked, and who.
+    events: list[tuple[float, int, Asked]] = field(default_factory=list)
+    #: Who has arrived, in this order; the loss and the examples are not known before training.
+    rows: list[Participation] = field(default_factory=list)
+    #: Those in the buffer that are to be trained yet: their places among the rows.
+    waiting: list[tuple[int, Asked]] = field(default_factory=list)
+    num_failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.request = self.requests[self.buffer.round_num]
+        self.kept = self.request.kept
+        self.reduction: Reduction = self.engine.reduction(self.request)
+        self._numbers = count()
+
+    # ---- Events ---------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Take events in order until the buffer is full of sound updates, or none is left."""
+        while not self._is_closed():
+            self._ask()
+            if not self.events or self.num_failed > self._most_failed:
+                return
+            due_s, _, asked = heappop(self.events)
+            self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
+            self.buffer.land(asked.client_id)
+            if not asked.duration_s <= self.engine.policy.deadline_s:
+                self.settle(asked, Status.LATE, asked.duration_s)
+            elif asked.fails:
+                self.buffer.excuse(asked.client_id)
+                self.settle(asked, Status.FAILED, asked.duration_s, DROPPED_OUT)
+                self.num_failed += 1
+            else:
+                self.buffer.take(asked)
+                self.waiting.append((len(self.rows), asked))
+                self.settle(asked, Status.REPORTED, asked.duration_s)
+
+    @property
+    def _most_failed(self) -> int:
+        """How many may fail before the round is given up: as in as many synchronous rounds."""
+        policy = self.engine.policy
+        return (policy.max_retries + 1) * max(policy.num_wanted, self.asynchrony.concurrency)
+
+    def _is_closed(self) -> bool:
+        if self.buffer.is_full and self.waiting:
+            self._train()
+        return self.buffer.is_full
+
+    def _ask(self) -> None:
+        """Ask as many as may be in flight, now and on this round's model."""
+        while True:
+            self.plan(self.buffer.ask(self.now_s))
+            if not (drawn := self.buffer.draw(self.draw)):
+                return
+            self.buffer.put(self._foreseen(drawn))
+
+    def plan(self, asked: Sequence[Asked]) -> None:
+        """Have events of clients that are in flight."""
+        deadline_s = self.engine.policy.deadline_s
+        for each in asked:
+            lasts_s = min(each.duration_s, deadline_s)
+            if math.isfinite(lasts_s):  # of another one nothing is ever heard
+                heappush(self.events, (each.asked_s + lasts_s, next(self._numbers), each))
+
+    def _foreseen(self, drawn: Sequence[Asked]) -> list[Asked]:
+        """Return clients with how their devices will do."""
+        request = replace(self.request, attempt=drawn[0].attempt)
+        client_ids = np.asarray([each.client_id for each in drawn], np.int64)
+        asked = self.engine.asked(client_ids, request)
+        durations_s = self.engine.behaviour.durations_s(asked).tolist()
+        fails = self.engine.behaviour.failures(asked).tolist()
+        return [
+            each._replace(duration_s=duration_s, fails=fail)
+            for each, duration_s, fail in zip(drawn, durations_s, fails, strict=True)
+        ]
+
+    def settle(self, asked: Asked, status: Status, duration_s: float, reason: str = "") -> None:
+        """Note what became of a client."""
+        self.rows.append(Participation(asked.client_id, status, duration_s, reason=reason))
+
+    # ---- Training -------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Train those that wait, and take out of the buffer what is not sound."""
+        staleness = np.asarray([self.buffer.staleness(each) for _, each in self.waiting])
+        trained = self.engine.train(
+            np.asarray([each.client_id for _, each in self.waiting], np.int64),
+            [self.requests[each.based_on] for _, each in self.waiting],
+            self.reduction,
+            factors=self.asynchrony.weights(staleness),
+        )
+        self.kept = updated(self.kept, trained.kept)
+        trained.add_metrics(self.metrics)
+        columns = (trained.verdicts, trained.losses, trained.num_examples)
+        told = zip(*(column.tolist() for column in columns), strict=True)
+        for (place, asked), (verdict, loss, num_examples) in zip(self.waiting, told, strict=True):
+            row = self.rows[place]
+            if verdict == REPORTED:
+                self.rows[place] = row._replace(num_examples=num_examples, loss=loss)
+                continue
+            self.buffer.refuse(asked.client_id)
+            reason = reason_of(verdict, num_examples, self.engine.bounds(self.request))
+            self.rows[place] = row._replace(status=Status.FAILED, reason=reason)
+            self.num_failed += 1
+        self.waiting.clear()
+
+    def close(self) -> Collected:
+        """Return what came of it."""
+        if self.waiting:  # of a buffer that nobody fills any more
+            self._train()
+        return Collected(
+            aggregate=self._aggregate() if self.buffer.is_full else None,
+            participations=Participations.of(self.rows),
+            duration_s=self.now_s,
+            train_metrics=self.metrics.close(),
+            kept=self.kept,
+            staleness=self.buffer.histogram(),
+            flight=self.buffer.flight_after(self.now_s),
+        )
+
+    def _aggregate(self) -> Aggregate:
+        counted = [row for row in self.rows if row.status is Status.REPORTED]
+        taken = [self.buffer.taken[row.client_id] for row in counted]
+        num_examples_B = torch.tensor([row.num_examples for row in counted], dtype=torch.float64)
+        staleness_B = np.asarray([self.buffer.staleness(each) for each in taken])
+        return damped(
+            self.reduction.close(),
+            self.request.strategy.lanes,
+            weights_B=self.engine.weights(num_examples_B, self.request),
+            factors_B=torch.from_numpy(self.asynchrony.weights(staleness_B)),
+        )

@@ -1,0 +1,157 @@
+"""The buffer as a state machine: who may be asked, who counts, who is too stale."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.flight import Asked, Buffer, flight_from, flight_tensors
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.core.messages import ClientId
+
+
+def asynchrony(*, buffer_size: int, concurrency: int, max_staleness: int) -> Asynchrony:
+    return Asynchrony(
+        buffer_size=buffer_size,
+        concurrency=concurrency,
+        max_staleness=max_staleness,
+        staleness_weight=StalenessWeight.CONSTANT,
+        staleness_exponent=0.0,
+        staleness_hinge=0,
+    )
+
+
+@dataclass
+class InOrder:
+    """Draws the first clients that are free, and notes what it was asked for."""
+
+    population: int = 100
+    asked_for: list[tuple[int, int]] = field(default_factory=list)
+
+    def __call__(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        assert round_num >= 0
+        self.asked_for.append((num, attempt))
+        free = [ClientId(each) for each in range(self.population) if each not in busy]
+        return free[:num]
+
+
+def fill(buffer: Buffer, draw: InOrder, now_s: float) -> list[ClientId]:
+    """Ask all that may be asked now, as a collector does."""
+    asked = list[ClientId]()
+    while True:
+        asked += [each.client_id for each in buffer.ask(now_s)]
+        if not (drawn := buffer.draw(draw)):
+            return asked
+        buffer.put(drawn)
+
+
+def test_as_one_lands_another_is_asked() -> None:
+    """With one drawing for the whole round, if nobody fails."""
+    draw = InOrder()
+    limits = asynchrony(buffer_size=3, concurrency=4, max_staleness=5)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1, 2, 3]
+    buffer.take(buffer.land(ClientId(2)))
+    assert fill(buffer, draw, 1.0) == [4]
+    buffer.take(buffer.land(ClientId(4)))
+    assert fill(buffer, draw, 1.5) == [5]
+    buffer.take(buffer.land(ClientId(0)))
+    assert buffer.is_full
+    assert draw.asked_for == [(6, 0)]
+    left = [(each.client_id, each.asked_s) for each in buffer.flight_after(2.0)]
+    assert left == [(1, -2.0), (3, -2.0), (5, -0.5)]
+
+
+def test_without_staleness_nobody_is_asked_whose_update_cannot_count() -> None:
+    """A buffer of a cohort is a synchronous round: nobody takes the place of who has reported."""
+    draw = InOrder()
+    limits = asynchrony(buffer_size=3, concurrency=3, max_staleness=0)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1, 2]
+    buffer.take(buffer.land(ClientId(0)))
+    assert fill(buffer, draw, 1.0) == []
+    buffer.land(ClientId(1))  # it failed, and its place is another's
+    assert fill(buffer, draw, 2.0) == [3]
+    assert draw.asked_for == [(3, 0), (1, 1)]
+
+
+def test_more_in_flight_than_can_count_is_refused() -> None:
+    """The control of what is admitted: one fewer."""
+    asynchrony(buffer_size=3, concurrency=6, max_staleness=1)
+    with pytest.raises(ValueError, match="concurrency is 7, but with max_staleness 1 and buffer"):
+        asynchrony(buffer_size=3, concurrency=7, max_staleness=1)
+
+
+def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
+    """At the bound it still counts."""
+    flight = [Asked(ClientId(client), based_on, 0, -1.0) for client, based_on in ((7, 2), (8, 3))]
+    limits = asynchrony(buffer_size=2, concurrency=4, max_staleness=2)
+    buffer = Buffer(limits, flight, round_num=5)
+    assert [each.client_id for each in buffer.give_up()] == [7]
+    assert [each.client_id for each in buffer.flight] == [8]
+    buffer.take(buffer.land(ClientId(8)))
+    assert buffer.histogram() == {2: 1}
+
+
+def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -> None:
+    """Of two clients, one whose update was refused, and one that failed."""
+    draw = InOrder(population=2)
+    limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1]
+    buffer.take(buffer.land(ClientId(0)))
+    buffer.refuse(ClientId(0))
+    assert fill(buffer, draw, 1.0) == []
+    buffer.land(ClientId(1))
+    buffer.excuse(ClientId(1))
+    assert fill(buffer, draw, 2.0) == [1]
+
+
+@given(st.data())
+def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.DataObject) -> None:
+    """Whatever lands when, over several rounds."""
+    buffer_size = data.draw(st.integers(1, 4))
+    max_staleness = data.draw(st.integers(0, 3))
+    most = (max_staleness + 1) * buffer_size
+    concurrency = data.draw(st.integers(1, most))
+    limits = asynchrony(
+        buffer_size=buffer_size, concurrency=concurrency, max_staleness=max_staleness
+    )
+    draw, flight = InOrder(population=concurrency + buffer_size), tuple[Asked, ...]()
+    for round_num in range(4):
+        buffer, taken = Buffer(limits, flight, round_num=round_num), list[ClientId]()
+        buffer.give_up()
+        while not buffer.is_full:
+            fill(buffer, draw, 0.0)
+            flying = [each.client_id for each in buffer.flight]
+            assert len(set(flying)) == len(flying) <= concurrency
+            assert len(flying) + len(taken) <= most
+            assert not set(flying) & set(taken)
+            assert flying, "somebody is always there"
+            landed = data.draw(st.sampled_from(flying))
+            asked = buffer.land(landed)
+            assert 0 <= buffer.staleness(asked) <= max_staleness
+            if data.draw(st.booleans(), label="fails"):
+                buffer.excuse(landed)
+            else:
+                buffer.take(asked)
+                taken.append(landed)
+        assert list(buffer.taken) == taken
+        assert sum(buffer.histogram().values()) == buffer_size
+        flight = buffer.flight_after(1.0)
+
+
+def test_who_is_in_flight_is_kept_in_a_checkpoint() -> None:
+    """Nobody, too."""
+    flight = (
+        Asked(ClientId(7), 2, 1, -1.0 / 3.0, 2.0 / 3.0),
+        Asked(ClientId(2**40), 3, 0, -0.1, math.inf, fails=True),
+    )
+    assert flight_from(flight_tensors(flight)) == flight
+    assert flight_from(flight_tensors(())) == ()
