@@ -208,7 +208,7 @@ class EASGD(Ranged, Strategy):
     def needs_same_round(self) -> str:
         """A force is of two models at a time."""
         return (
-            "what a client gives up of its distance to the model that it was sent, the global model "
+            "what a client gives up of its distance to the model it was sent, the global model "
             "gains; of another model, or weighted by staleness, the models would not keep their sum"
         )
 
