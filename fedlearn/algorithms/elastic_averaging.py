@@ -160,7 +160,8 @@ class EASGD(Ranged, Strategy):
     r"""Elastic averaging SGD, synchronous or, with one client a round, round robin.
 
     The global model moves by the sum of the forces; statistics of BatchNorm, which have none, by
-    the mean change.
+    the mean change. It is meant for clients that take part in every round, or in turn: the model of
+    one that is seldom asked is far from the global one by then, and its force is large.
 
     Attributes:
         sgd: What clients do without the force: SGD at a constant rate :math:`\eta`.
@@ -202,6 +203,14 @@ class EASGD(Ranged, Strategy):
     def aggregation(self) -> WeightedMean:
         """The plain mean, which times the number of clients is the sum."""
         return WeightedMean(by_examples=False)
+
+    @property
+    def needs_same_round(self) -> str:
+        """A force is of two models at a time."""
+        return (
+            "what a client gives up of its distance to the model it was sent, the global model "
+            "gains; of another model, or weighted by staleness, the models would not keep their sum"
+        )
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
         """Return the global model, moved by the sum of the forces.

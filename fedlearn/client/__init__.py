@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedlearn.client.policy import Policy as Policy
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
+    from fedlearn.parallel.local_async import Hogwild as Hogwild
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
     from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
     from fedlearn.training.trainer import LocalResult as LocalResult
@@ -27,6 +28,7 @@ _HOME = {
     "client.backoff": "Reconnection",
     "client.conditions": "Conditions",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
+    "parallel.local_async": "Hogwild",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }

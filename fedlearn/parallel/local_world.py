@@ -1,8 +1,9 @@
-"""A world of processes on this machine, joined by torch.distributed over loopback.
+"""Forks of this process that compute something together, such as a world of torch.distributed.
 
-They are forked, hence share what this process has imported and loaded. What ``body`` is the first
-to import, each of them imports: torch's ``DistributedDataParallel`` does so with seconds of torch's
-compiler when the first is made, unless this process has imported ``torch._dynamo`` already.
+They share what this process has imported and loaded, and tensors in shared memory. What they are
+the first to import, each of them imports: torch's ``DistributedDataParallel`` does so with seconds
+of torch's compiler when the first is made, unless this process has imported ``torch._dynamo``
+already.
 """
 
 import os
@@ -11,9 +12,10 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +32,8 @@ ResultT = TypeVar("ResultT")
 
 #: How much later a death may be seen than the failures of those that it leaves alone.
 _GRACE_S = 0.5
+#: Longest time between two looks at what else there is to do.
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,42 +81,75 @@ def in_processes(
             "this process is in a world of torch.distributed already, and its forks would be, "
             "too; start another world from outside of it"
         )
+    with TemporaryDirectory(prefix="fedlearn-world-") as folder:
+        store = Path(folder) / "store"
+        joins = [_Join(store, rank, world_size, timeout_s) for rank in range(world_size)]
+        return in_forks([partial(_joined, join, body) for join in joins], timeout_s=timeout_s)
+
+
+def in_forks(
+    bodies: Sequence[Callable[[], ResultT]],
+    *,
+    timeout_s: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[ResultT]:
+    """Run each of ``bodies`` in a fork of its own, and return what each returns, in their order.
+
+    They compute with one thread each, and none is left when this returns, raises, or this process
+    is killed.
+
+    Args:
+        bodies: What each returns travels pickled; what it prints may be lost.
+        timeout_s: How long all of it may take; may be infinite.
+        meanwhile: Called now and then while they run; what it raises ends them.
+
+    Raises:
+        EngineError: As :func:`in_processes`.
+
+    Example:
+        >>> in_forks([lambda: 1, lambda: 2], timeout_s=60.0)
+        [1, 2]
+    """
     lifeline_end, lifeline = os.pipe()
     children: dict[int, int] = {}
     links: dict[int, Connection] = {}
-    with TemporaryDirectory(prefix="fedlearn-world-") as folder:
-        try:
-            for rank in range(world_size):
-                links[rank], report = Pipe(duplex=False)
-                child = fork()
-                if not child:
-                    os.close(lifeline)
-                    join = _Join(Path(folder) / "store", rank, world_size, timeout_s)
-                    _be_rank(body, join, report, lifeline_end)
-                children[rank] = child
-                report.close()  # only the child has it, so its death ends the link
-            return _collected(links, children, timeout_s=timeout_s)
-        finally:
-            os.close(lifeline)
-            os.close(lifeline_end)
-            for child in children.values():
-                os.kill(child, signal.SIGKILL)
-            for child in children.values():
-                os.waitpid(child, 0)
-            for link in links.values():
-                link.close()
+    try:
+        for rank, body in enumerate(bodies):
+            links[rank], report = Pipe(duplex=False)
+            child = fork()
+            if not child:
+                os.close(lifeline)
+                _be_rank(body, report, lifeline_end)
+            children[rank] = child
+            report.close()  # only the child has it, so its death ends the link
+        return _collected(links, children, timeout_s=timeout_s, meanwhile=meanwhile)
+    finally:
+        os.close(lifeline)
+        os.close(lifeline_end)
+        for child in children.values():
+            os.kill(child, signal.SIGKILL)
+        for child in children.values():
+            os.waitpid(child, 0)
+        for link in links.values():
+            link.close()
 
 
 def _collected(
-    links: Mapping[int, Connection], children: dict[int, int], *, timeout_s: float
+    links: Mapping[int, Connection],
+    children: dict[int, int],
+    *,
+    timeout_s: float,
+    meanwhile: Callable[[], None],
 ) -> list[ResultT]:
     """Return the results, by rank; a child that is found dead leaves ``children``."""
     clock = SystemClock()
     until_s = clock.now_s() + timeout_s
     outcomes: dict[int, _Done[ResultT] | _Failed] = {}
     while waited_for := {rank: link for rank, link in links.items() if rank not in outcomes}:
-        ready = wait(waited_for.values(), max(0.0, until_s - clock.now_s()))
-        if not ready:
+        meanwhile()
+        left_s = until_s - clock.now_s()
+        ready = wait(waited_for.values(), max(0.0, min(_TICK_S, left_s)))
+        if not ready and left_s <= _TICK_S:
             break
         for rank in (rank for rank, link in waited_for.items() if link in ready):
             outcome: _Done[ResultT] | _Failed | None = _heard(links[rank])
@@ -180,25 +217,27 @@ def loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
 
 
-def _be_rank(
-    body: Callable[[], object], join: _Join, report: Connection, lifeline_end: int
-) -> NoReturn:
+def _be_rank(body: Callable[[], object], report: Connection, lifeline_end: int) -> NoReturn:
     """Run in a fork; never returns into the caller's code."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, the lifeline tells
         watch = threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True)
         watch.start()
         torch.set_num_threads(1)
-        report.send_bytes(_outcome(body, join))
+        report.send_bytes(_outcome(body))
         watch.join()  # to leave now would cut off those that are not done
     finally:
         os._exit(1)
 
 
-def _outcome(body: Callable[[], object], join: _Join) -> bytes:
+def _joined(join: Callable[[], None], body: Callable[[], ResultT]) -> ResultT:
+    join()
+    return body()
+
+
+def _outcome(body: Callable[[], object]) -> bytes:
     """Return, pickled, what came of it."""
     try:
-        join()
         return pickle.dumps(_Done(body()))
     except BaseException as error:  # noqa: BLE001 - the caller's code; the parent tells of it
         what = f"{type(error).__name__}: {error}"

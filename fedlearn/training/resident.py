@@ -180,6 +180,17 @@ class ResidentModel:
         for name, value in self._constants.items():
             value.copy_(params.constants.get(name, value))
 
+    def share_memory(self, features: Features, labels: Tensor) -> None:
+        """Move the parameters into memory that forks of this process share with it.
+
+        Args:
+            features: Of some first examples, on which formats are tried out: [n, ...].
+            labels: Likewise.
+        """
+        self._choose_formats(features, labels)
+        for tensor in (self.vector_P, *(each.data for each in self.module.parameters())):
+            tensor.share_memory_()
+
     @property
     def trainable_stack(self) -> Sequence[Tensor]:
         """The trainable parameters as a stack of one client: [1, ...], views."""

@@ -2,8 +2,9 @@
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 import structlog
@@ -25,6 +26,7 @@ from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.core.features import Features
+from fedlearn.core.messages import Settings
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import is_sound
 from fedlearn.errors import DataError, ModelMismatch
@@ -51,6 +53,29 @@ _COMPARED = 64
 
 #: A map-style dataset of pairs (features, label).
 Pairs: TypeAlias = Dataset[Any]  # Any: labels are tensors or numbers; items are checked when read
+
+#: From the number of a step to that in which it is taken; ``None``: another process takes it.
+TurnOf: TypeAlias = Callable[[int], AbstractContextManager[object] | None]
+#: Takes those steps of a training that are this process's, and tells a control of them.
+Take: TypeAlias = Callable[[TurnOf, TaskControl], None]
+
+
+class Turns(Protocol):
+    """Has the steps of a training taken, in one process or in several."""
+
+    def __call__(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
+        """Return when all steps have been taken.
+
+        Args:
+            take: Takes some of them, in order, from the model as it then is.
+            losses: Where it writes the loss of each: shape [steps].
+            control: The task's.
+        """
+
+
+def in_order(take: Take, losses: Tensor, *, control: TaskControl) -> None:  # noqa: ARG001 - as Turns
+    """Take all steps in this process, one after another."""
+    take(lambda _: nullcontext(), control)
 
 
 class TorchTrainer:
@@ -198,7 +223,21 @@ class TorchTrainer:
         """What computes with all examples of a batch, so that no process can with a share of it."""
         if not self._model.measures.objective.per_example:
             return "the loss"
+        return self.batch_statistics
+
+    @property
+    def batch_statistics(self) -> str | None:
+        """Which layer computes with a whole batch, as a message calls it, if one does."""
         return batch_statistics(self._model.module)
+
+    def update_of(self, settings: Settings) -> LocalUpdate:
+        """Return the local update that is asked for; SettingsRefused if it knows none such."""
+        return update_from(settings, known=self._local_updates)
+
+    def share_memory(self) -> None:
+        """Have forks of this process train the model that this process has, not copies of it."""
+        rows = np.arange(min(len(self._data), _TRIED))
+        self._model.share_memory(*self._data.batch(rows, key=0))
 
     def plan(self) -> list[int]:
         """Return what trainers must agree in to share a training: sizes, and some labels' bits."""
@@ -223,22 +262,28 @@ class TorchTrainer:
         return self.train_with(ALONE, tensors, context=context)
 
     def train_with(
-        self, processes: Processes, tensors: Mapping[str, Tensor], *, context: TrainContext
+        self,
+        processes: Processes,
+        tensors: Mapping[str, Tensor],
+        *,
+        context: TrainContext,
+        turns: Turns = in_order,
     ) -> LocalResult:
         """Return what :meth:`train` does, up to rounding, in several processes that share the work.
 
         Each calls this with the same; of every batch one computes its share of the rows. All return
-        the same bits. ``context.control`` is each process's own.
+        the same bits. ``context.control`` is each process's own. Or one process alone divides the
+        steps themselves, by ``turns``, among processes that have its model in common.
 
         Raises:
             Cancelled: As for :meth:`train`, and so the others.
             ProcessesParted: Another process has left the training, or is gone.
         """
-        local = update_from(context.settings, known=self._local_updates)
+        local = self.update_of(context.settings)
         # Clipped sums of examples are on a finer grid than the model's.
         dtype = torch.float64 if isinstance(local, NoisedGradients) else self._model.layout.dtype
         with Lockstep(processes, self._model.trainable, dtype=dtype) as together:
-            return self._train(tensors, local, context, together)
+            return self._train(tensors, local, context, together, turns)
 
     def _train(
         self,
@@ -246,6 +291,7 @@ class TorchTrainer:
         local: LocalUpdate,
         context: TrainContext,
         together: Lockstep,
+        turns: Turns,
     ) -> LocalResult:
         """Return the model after the training that ``local`` asks for."""
         params = self._params(tensors)
@@ -260,7 +306,7 @@ class TorchTrainer:
             together=together,
         )
         with unwritten, training.client(self._kept(local, context.state)):
-            losses, sizes = self._run(training, local.work, context, together.processes)
+            losses, sizes = self._run(training, local.work, context, together.processes, turns)
             report = training.report()
         return LocalResult(
             tensors=self._model.layout.views(self._model.vector_P.clone()),
@@ -329,38 +375,49 @@ class TorchTrainer:
         return {name: state[name].to(self._model.vector_P)[None] for name in kept}
 
     def _run(
-        self, training: Training, work: LocalWork, context: TrainContext, processes: Processes
+        self,
+        training: Training,
+        work: LocalWork,
+        context: TrainContext,
+        processes: Processes,
+        turns: Turns,
     ) -> tuple[Tensor, list[int]]:
         """Take the steps that are left; return each step's loss, [steps], and examples."""
-        control, num_parts = context.control, self._num_parts
+        num_parts = self._num_parts
         num_steps = int(work.num_steps(np.asarray([len(self._data)]))[0])
         if self._max_steps is not None:
             num_steps = min(self._max_steps, num_steps)
         part_size = -(-(work.batch_size or len(self._data)) // num_parts)
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
-        done = self._restore(control.saved(), training, losses)
+        done = self._restore(context.control.saved(), training, losses)
         masks = context.seed.derive("masks", context.round_num, context.client_id)
         keys = step_keys([masks], num_steps * num_parts)[0].tolist()
-        sizes = list[int]()
-        batches = batch_positions(
-            work,
-            seed=context.seed,
-            round_num=context.round_num,
-            client_id=context.client_id,
-            num_examples=len(self._data),
-        )
-        for step, rows in enumerate(islice(batches, num_steps)):
-            sizes.append(len(rows))
-            if step < done:
-                continue
-            own_keys = keys[step * num_parts : (step + 1) * num_parts]
-            parts = self._parts(
-                rows, own_keys, size=part_size, control=control, processes=processes
+
+        def take(turn_of: TurnOf, control: TaskControl) -> None:
+            batches = batch_positions(
+                work,
+                seed=context.seed,
+                round_num=context.round_num,
+                client_id=context.client_id,
+                num_examples=len(self._data),
             )
-            losses[step] = training.step(parts, num_examples=len(rows))
-            control.save(self._snapshot(training, losses))
-            control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
-        return losses, sizes
+            for step, rows in enumerate(islice(batches, num_steps)):
+                turn = turn_of(step) if step >= done else None
+                if turn is None:
+                    continue
+                training.num_steps = step
+                own_keys = keys[step * num_parts : (step + 1) * num_parts]
+                parts = self._parts(
+                    rows, own_keys, size=part_size, control=control, processes=processes
+                )
+                with turn:
+                    losses[step] = training.step(parts, num_examples=len(rows))
+                control.save(self._snapshot(training, losses))
+                control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
+
+        turns(take, losses, control=context.control)
+        sizes = _batch_sizes(work, num_examples=len(self._data))
+        return losses, sizes[:num_steps]
 
     def _parts(
         self,
@@ -403,6 +460,13 @@ class TorchTrainer:
         training.num_steps = len(saved["losses"])
         losses[: training.num_steps] = saved["losses"]
         return training.num_steps
+
+
+def _batch_sizes(work: LocalWork, *, num_examples: int) -> list[int]:
+    """Return how many examples each step has."""
+    size = work.batch_size or num_examples
+    epoch = [min(size, num_examples - start) for start in range(0, num_examples, size)]
+    return epoch * work.epochs
 
 
 def _memory(training: Training) -> dict[str, Tensor]:

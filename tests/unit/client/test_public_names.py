@@ -12,7 +12,7 @@ import fedlearn.client
 def test_every_public_name_is_there(name: str) -> None:
     """Imported when it is first used, from the module that has it."""
     home = getattr(fedlearn.client, name).__module__
-    assert home.startswith(("fedlearn.client.", "fedlearn.training."))
+    assert home.startswith(("fedlearn.client.", "fedlearn.training.", "fedlearn.parallel."))
 
 
 def test_the_list_of_names_is_what_the_module_shows() -> None:

@@ -1,0 +1,201 @@
+r"""Hogwild inside one client: processes that step one model in shared memory, without locks.
+
+The steps of a training are dealt to the processes in turn. Each computes a gradient at the model
+as it then is, perhaps half of another one's step further, and adds its own step to it. Nobody
+waits; where two processes write the same number at once, one of the additions may be lost.
+
+References:
+    Niu, Recht, Ré and Wright, 2011, `Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
+    Gradient Descent <https://arxiv.org/abs/1106.5730>`_.
+"""
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.errors import DeploymentError, EngineError, ProcessesParted, SettingsRefused
+from fedlearn.parallel.local_world import in_forks
+from fedlearn.training.lockstep import ALONE
+from fedlearn.training.torch_trainer import Take, TorchTrainer
+from fedlearn.training.trainer import (
+    UNATTENDED,
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+    Unattended,
+)
+
+
+class Hogwild:
+    """Trains as a :class:`~fedlearn.training.torch_trainer.TorchTrainer`, by several processes.
+
+    They are forks of this one that end with each training, and with this process. What comes out
+    hangs on who is faster, and is not repeated to the bit; that of one process is plain SGD to the
+    bit. A task that was interrupted begins again. Evaluation is this process's.
+
+    Args:
+        trainer: Of this client, on the CPU.
+        num_processes: Processes that take the steps, >= 1.
+        is_locked: Let one process step at a time, from reading the model to writing it: no addition
+            is lost and no gradient is stale, and nothing is gained. For comparison.
+
+    Raises:
+        DeploymentError: The trainer is no such, computes on a GPU, or has statistics of batches,
+            which all would write.
+        ValueError: ``num_processes`` is below 1.
+
+    Example:
+        >>> features, labels = torch.randn(30, 4), torch.randint(0, 3, (30,))
+        >>> trainer = TorchTrainer.of(lambda: torch.nn.Linear(4, 3), features, labels, device="cpu")
+        >>> Hogwild(trainer, num_processes=2).num_examples
+        30
+    """
+
+    def __init__(
+        self, trainer: TorchTrainer, *, num_processes: int, is_locked: bool = False
+    ) -> None:
+        if num_processes < 1:
+            raise ValueError(f"num_processes is {num_processes}; it is at least 1")
+        self._trainer = _divisible(trainer)
+        self._num_processes, self._is_locked = num_processes, is_locked
+        self._is_shared = False
+
+    @property
+    def honours(self) -> Collection[str]:
+        """Those settings that the trainer does."""
+        return self._trainer.honours
+
+    @property
+    def num_examples(self) -> int:
+        """Number of training examples: a coordinator may ask for a least one."""
+        return self._trainer.num_examples
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self._trainer.device
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        """Return the model that all processes have trained; must not modify ``tensors``.
+
+        Raises:
+            Cancelled: The task was called off; the processes are ended.
+            ProcessesParted: A process failed or died.
+            SettingsRefused: The local update remembers something from step to step, or noises
+                gradients: it would be one process's own.
+            FedlearnError: What the trainer raises otherwise.
+        """
+        _require_memoryless(self._trainer.update_of(context.settings))
+        if not self._is_shared:
+            self._trainer.share_memory()
+            self._is_shared = True
+        return self._trainer.train_with(ALONE, tensors, context=context, turns=self._by_turns)
+
+    def evaluate(
+        self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
+    ) -> LocalEvaluation:
+        """Return what the trainer finds."""
+        return self._trainer.evaluate(tensors, control=control)
+
+    def _by_turns(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
+        """Have forks take the steps in turn: a way of taking turns as the trainer knows them."""
+        losses.share_memory_()
+        done = torch.zeros(self._num_processes, 2, dtype=torch.float64).share_memory_()
+        turn = _Token() if self._is_locked else nullcontext()
+        bodies = [partial(self._take_some, take, rank, turn, done) for rank in range(len(done))]
+        look = partial(_look, control, done, num_steps=len(losses))
+        try:
+            in_forks(bodies, timeout_s=math.inf, meanwhile=look)
+        except EngineError as error:
+            # What a process said may tell of the data, and this goes to the coordinator.
+            which = str(error).partition(":")[0]
+            raise ProcessesParted(f"of the processes of a Hogwild training, {which}") from error
+        look()
+
+    def _take_some(
+        self, take: Take, rank: int, turn: AbstractContextManager[object], done: Tensor
+    ) -> None:
+        """Take the steps of one process, in it."""
+        take(lambda step: turn if step % len(done) == rank else None, _Counting(done[rank]))
+
+
+class _Token:
+    """A lock among forks of the process that made it: a byte in a pipe, which one of them has."""
+
+    def __init__(self) -> None:
+        self._end, self._begin = os.pipe()
+        os.write(self._begin, b"t")
+
+    def __enter__(self) -> None:
+        os.read(self._end, 1)  # waits until it is there
+
+    def __exit__(self, *_: object) -> None:
+        os.write(self._begin, b"t")
+
+    def __del__(self) -> None:
+        os.close(self._begin)
+        os.close(self._end)
+
+
+class _Counting(Unattended):
+    """A process's own control: counts its steps where the first process looks."""
+
+    def __init__(self, done: Tensor) -> None:
+        self._done = done
+
+    def report(self, *, fraction: float, loss: float) -> None:  # noqa: ARG002 - its own steps
+        """Count a step, and note its loss."""
+        self._done += torch.tensor([1.0, loss - float(self._done[1])], dtype=torch.float64)
+
+
+def _look(control: TaskControl, done: Tensor, *, num_steps: int) -> None:
+    """Pass on how far all processes are, and end them if the task was called off."""
+    control.check()
+    counts, losses = done.unbind(1)
+    if (total := float(counts.sum())) > 0.0:
+        control.report(fraction=total / num_steps, loss=float(losses[counts > 0.0].mean()))
+
+
+def _divisible(trainer: LocalTrainer) -> TorchTrainer:
+    """Return a trainer whose steps several processes can take; DeploymentError if they cannot."""
+    if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
+        raise DeploymentError(
+            f"the trainer is a {type(trainer).__name__} with a training of its own, whose steps "
+            "only itself can take; take a TorchTrainer"
+        )
+    if trainer.device.type != "cpu":
+        raise DeploymentError(
+            f"the trainer computes on {trainer.device}, whose memory forks of a process cannot "
+            'use; set device="cpu", or share each batch among GPUs (num_workers)'
+        )
+    if (layer := trainer.batch_statistics) is not None:
+        raise DeploymentError(
+            f"{layer} has statistics of batches, which all processes would write at once; take "
+            "GroupNorm or LayerNorm in its place"
+        )
+    return trainer
+
+
+def _require_memoryless(local: LocalUpdate) -> None:
+    """Refuse a local update of which each process would have a part of its own."""
+    remembered = [*local.memory, *(lane.name for lane in local.lanes)]
+    if remembered:
+        raise SettingsRefused(
+            f"the local update remembers {remembered[0]!r} from step to step, of which each "
+            "process of Hogwild would have one of its own, with some of the steps; ask for SGD "
+            "without momentum, or train by one process"
+        )
+    if isinstance(local, NoisedGradients):
+        raise SettingsRefused(
+            "gradients with noise are accounted for as steps one after another; train by one "
+            "process, or share each batch (num_workers)"
+        )
