@@ -12,7 +12,7 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.privacy import spending
+from fedlearn.experiment.spending import spending
 
 LOCAL = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
 #: Slow and fast devices, of which some drop out.

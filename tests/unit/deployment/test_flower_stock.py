@@ -374,6 +374,14 @@ def make_half() -> nn.Module:
 def test_a_coordinator_over_grpc_refuses_other_apps(tmp_path: Path) -> None:
     """They could not reach it."""
     write_config(tmp_path)
-    places = Places.of(load(tmp_path / "run.toml", overrides=()), environ={})
+    config = load(tmp_path / "run.toml", overrides=())
+    places = Places.of(config, environ={})
     with pytest.raises(ConfigError, match=r'flower\.client_apps is "flower".*over gRPC'):
-        coordinate(places, insecure=True, serve_on=False, start=Start.WHERE_IT_IS, progress=Heard())
+        coordinate(
+            config,
+            places,
+            insecure=True,
+            serve_on=False,
+            start=Start.WHERE_IT_IS,
+            progress=Heard(),
+        )

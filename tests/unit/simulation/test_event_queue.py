@@ -19,10 +19,11 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.collecting import Status, unsound
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.core.soundness import unsound
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import Buffering, RoundPlan, ServerState, run_buffered_round
 from fedlearn.simulation.behaviour import DeviceRound
