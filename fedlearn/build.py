@@ -276,7 +276,37 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     pieces = _bounded(_distilling(pieces))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
+    if config.secure_aggregation.is_on:
+        _require_evaluable(pieces)
     return _deployed_privately(pieces) if config.privacy.is_on else pieces
+
+
+def _require_evaluable(pieces: Deployment) -> None:
+    """Check that what clients measure can be had by a sum: one of each measure, over enough.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    config = pieces.config
+    mode, num_clients = config.secure_aggregation.mode, config.evaluation.num_clients
+    if num_clients:
+        try:
+            config.secure_aggregation.evaluation_plan(
+                num_clients, measures=tuple(pieces.directions)
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"evaluation.clients: {num_clients} clients evaluate, and with "
+                f'secure_aggregation.mode "{mode}" in a sum, which cannot hold: {error}; raise it, '
+                "or set it to 0"
+            ) from error
+    watched, part = split(pieces.early_stopping().metric)
+    if part not in (None, "mean"):
+        raise ConfigError(
+            f'early_stopping.metric is "{config.early_stopping.metric}", but with '
+            f'secure_aggregation.mode "{mode}" the coordinator learns the mean over the clients '
+            f'alone; watch "clients/{watched}_mean"'
+        )
 
 
 def _deployed_privately(pieces: Deployment) -> Deployment:

@@ -93,6 +93,7 @@ class Collected:
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples. A secure sum has no lane for them.
         kept: What clients keep after the round; nothing over a channel: they do so themselves.
+        culprits: By whose fault nothing is released; another attempt is better off without them.
     """
 
     aggregate: Aggregate | None
@@ -100,6 +101,7 @@ class Collected:
     duration_s: float
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     kept: Kept = field(default_factory=dict)
+    culprits: frozenset[ClientId] = frozenset()
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""
