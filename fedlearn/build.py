@@ -289,6 +289,8 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
         require_name(name, taken=("loss", *pieces.objective.directions))
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
     pieces = _told(pieces, config.client.extra)
+    if config.secure_aggregation.is_on:
+        _require_evaluable(pieces)
     if config.flower.is_foreign:
         _require_nothing_of_clients(pieces.algorithm)
     return pieces
@@ -309,6 +311,34 @@ def _require_nothing_of_clients(algorithm: Strategy) -> None:
             f"algorithm.name: {type(algorithm).__name__} {problem}, but flower.client_apps is "
             '"flower", whose ClientApps train as they are written and return their model; take '
             'another algorithm (fedavg, fedadam, ...), or set flower.client_apps to "fedlearn"'
+        )
+
+
+def _require_evaluable(pieces: Deployment) -> None:
+    """Check that what clients measure can be had by a sum: one of each measure, over enough.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    config = pieces.config
+    mode, num_clients = config.secure_aggregation.mode, config.evaluation.num_clients
+    if num_clients:
+        try:
+            config.secure_aggregation.evaluation_plan(
+                num_clients, measures=tuple(pieces.directions)
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"evaluation.clients: {num_clients} clients evaluate, and with "
+                f'secure_aggregation.mode "{mode}" in a sum, which cannot hold: {error}; raise it, '
+                "or set it to 0"
+            ) from error
+    watched, part = split(pieces.early_stopping().metric)
+    if part not in (None, "mean"):
+        raise ConfigError(
+            f'early_stopping.metric is "{config.early_stopping.metric}", but with '
+            f'secure_aggregation.mode "{mode}" the coordinator learns the mean over the clients '
+            f'alone; watch "clients/{watched}_mean"'
         )
 
 

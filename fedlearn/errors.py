@@ -4,7 +4,7 @@ A client that fails is not an exception at the coordinator: it is a
 :class:`fedlearn.core.messages.Failure` among the replies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 #: Characters of a tensor's name in a message: a peer chose it.
 _MAX_NAME = 80
@@ -68,11 +68,12 @@ class AggregationAborted(RoundError):
     Attributes:
         stage: Where: ``advertise``, ``share``, ``mask``, ``confirm`` or ``unmask``.
         reason: Why; never a key, a share or a parameter.
+        culprits: Numbers of the clients whose fault it is, as far as that can be told.
     """
 
-    def __init__(self, *, stage: str, reason: str) -> None:
+    def __init__(self, *, stage: str, reason: str, culprits: Iterable[int] = ()) -> None:
         super().__init__(f"secure aggregation ended at the stage `{stage}`: {reason}")
-        self.stage, self.reason = stage, reason
+        self.stage, self.reason, self.culprits = stage, reason, frozenset(culprits)
 
 
 class ModelMismatch(FedlearnError):

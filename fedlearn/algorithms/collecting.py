@@ -99,6 +99,7 @@ class Collected:
         staleness: Of an asynchronous round, how many updates in the aggregate have which
             staleness.
         flight: Of an asynchronous round, who is in flight when it has closed.
+        culprits: By whose fault nothing is released; another attempt is better off without them.
     """
 
     aggregate: Aggregate | None
@@ -108,6 +109,7 @@ class Collected:
     kept: Kept = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     flight: Flight = ()
+    culprits: frozenset[ClientId] = frozenset()
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""

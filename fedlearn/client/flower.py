@@ -18,8 +18,9 @@ from fedlearn.core.messages import Failure, Settings
 from fedlearn.errors import DeploymentError, PolicyViolation, SettingsRefused
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
-from fedlearn.session.secure import after_failure
+from fedlearn.session.secure import after_failure, has_sent_masked
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import (
     LocalEvaluation,
@@ -69,7 +70,8 @@ def client_app(
     """
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
-        judge = Judge(policy_of(node))
+        policy, history_file = policy_of(node), _history_file(keys)
+        judge = Judge(policy)
         trainer = _WhenAsked(node, make_trainer)
         secure = judge.secure_client(
             node.client_id,
@@ -78,12 +80,16 @@ def client_app(
             num_threads=torch.get_num_threads(),
         )
         pin_file = _pin_file(node, keys)
-        session = ClientSession(node.client_id, trainer, secure, pin_file=pin_file)
+        session = ClientSession(
+            node.client_id, trainer, secure, pin_file=pin_file, history_file=history_file
+        )
 
         def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
             try:
                 # Nobody counts days here: who makes a policy for Flower leaves that limit out.
-                judge.encoded(data, num_tasks_today=0, spent=0.0)
+                Judge(policy, is_bound=is_bound(history_file, state)).encoded(
+                    data, num_tasks_today=0, spent=0.0
+                )
             except PolicyViolation as violation:
                 log_refusal(violation)
                 return encode(Failure(str(violation))), after_failure(state)
@@ -128,6 +134,26 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
     else:
         asked.pop("proximal", None)
     return {**settings_of(local), **asked}
+
+
+def is_bound(history_file: HistoryFile | None, state: bytes) -> bool:
+    """Return whether a node's client has sent masked updates to its coordinator before.
+
+    Args:
+        history_file: Where that is kept; ``None``: nowhere but in ``state``.
+        state: What the client keeps of this run.
+
+    Raises:
+        DeploymentError: The file cannot be read.
+    """
+    return has_sent_masked(state) if history_file is None else history_file.read().is_bound
+
+
+def _history_file(keys: Keys) -> HistoryFile | None:
+    """Return where it outlives the run which sums were opened; ``None``: it does not."""
+    if keys.folder is None or not keys.coordinator_key:
+        return None
+    return HistoryFile(path=keys.folder / "history.json", coordinator_key=keys.coordinator_key)
 
 
 def _pin_file(node: Node, keys: Keys) -> PinFile | None:

@@ -27,11 +27,13 @@ _OWN = (
     "identity.new",
     "identity.old",
     "pins.json",
+    "history.json",
     "rotate",
     "state",
     "task",
     "spool",
     "tasks.json",
+    "evaluations.json",
     "privacy.json",
     "lock",  # last: it is held until then
 )
@@ -118,14 +120,16 @@ class ClientFolder:
                     sync_folder(self.folder)
 
     def erase(self) -> None:
-        """Remove state, task and reply; consent, keys, certificate, pins and privacy.json stay.
+        """Remove state, task and reply; consent, keys, certificate, pins, history and ε stay.
 
-        To a user who agrees again, a coordinator could without pins name other keys, and without
-        the rest ask for the day's ε again.
+        To a user who agrees again, a coordinator could without pins name other keys, without the
+        history have another sum of a round opened, and without privacy.json ask for the day's ε
+        again.
         """
-        tasks = self.folder / "tasks.json"
-        remove_all([self._task, self._spool, self.folder / "state", tasks])
-        remove_all(half_written(self.folder, of=(tasks.name,)))
+        counts = ("tasks.json", "evaluations.json")
+        files = [self.folder / name for name in counts]
+        remove_all([self._task, self._spool, self.folder / "state", *files])
+        remove_all(half_written(self.folder, of=counts))
 
     def forget(self) -> None:
         """Remove all that is this client's, keys included: to join again takes a new invitation.

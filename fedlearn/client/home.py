@@ -6,11 +6,12 @@
     lock            held by the one process that works here
     identity/       keys, certificate, the invitation without its token
     pins.json       identity keys of other clients: theirs change only as their owners sign
+    history.json    by coordinator which sums this client has helped to open, over all runs
     rotate          the user wants new keys
     state/<run_id>  what this client remembers of its run from one task to the next
     task/           the request being worked on, and the checkpoint inside it
     spool/<number>/ the finished reply until its receipt or deadline
-    tasks.json      when this client last trained, for its policy
+    tasks.json      when this client last trained, for its policy; evaluations.json likewise
     privacy.json    by session or training of the last day when, and what it took of the day's ε
 """
 
@@ -31,6 +32,8 @@ from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import digest_of
 
 _DAY_S = 86_400.0
+#: What is written beside the folders.
+_FILES = ("pins.json", "history.json", "tasks.json", "evaluations.json", "privacy.json")
 #: What downloads leave free on the user's disk.
 _RESERVE_BYTES = 256 << 20
 
@@ -171,7 +174,7 @@ class Home(ClientFolder):
         # What was half written, keys perhaps among it, but not consent and the wish for new keys:
         # others may be writing them now.
         shutil.rmtree(self._spool / "new", ignore_errors=True)
-        written = half_written(self.folder, of=("pins.json", "tasks.json", "privacy.json"))
+        written = half_written(self.folder, of=_FILES)
         for name in ("identity", "identity.new", "task"):
             written += half_written(self.folder / name)
         remove_all(written)
@@ -195,7 +198,12 @@ class Home(ClientFolder):
 
     def num_tasks_today(self, now_unix_s: float) -> int:
         """Return how many trainings, but that of the task in work, began in the last 24 hours."""
-        times = self._recent(now_unix_s)
+        times = self._recent(self._trainings, now_unix_s)
+        return len(times) - (self._begin_unix_s in times)
+
+    def num_evaluations_today(self, now_unix_s: float) -> int:
+        """Return the same of evaluations."""
+        times = self._recent(self._evaluations, now_unix_s)
         return len(times) - (self._begin_unix_s in times)
 
     @property
@@ -205,14 +213,21 @@ class Home(ClientFolder):
 
     def count_task(self, now_unix_s: float) -> None:
         """Note that training begins in the task in work, once however often it is interrupted."""
+        self._count(self._trainings, now_unix_s)
+
+    def count_evaluation(self, now_unix_s: float) -> None:
+        """Note likewise that an evaluation begins."""
+        self._count(self._evaluations, now_unix_s)
+
+    def _count(self, path: Path, now_unix_s: float) -> None:
         begin_unix_s = self._begin_unix_s
         if begin_unix_s is None:
             begin_unix_s = now_unix_s
             write_private(self._task / "begin", repr(begin_unix_s).encode())
-        times = self._recent(now_unix_s)
+        times = self._recent(path, now_unix_s)
         if begin_unix_s not in times:  # also if a crash came between the two files
             times.append(begin_unix_s)
-            write_private(self.folder / "tasks.json", json.dumps(times).encode())
+            write_private(path, json.dumps(times).encode())
 
     def spent_today(self, now_unix_s: float, *, without: bytes = b"") -> float:
         """Return what :meth:`spend` noted within the last 24 hours, added up.
@@ -249,8 +264,16 @@ class Home(ClientFolder):
         """When training began in the task in work; ``None``: not yet."""
         return _values(self._task / "begin", None)
 
-    def _recent(self, now_unix_s: float) -> list[float]:
-        times = _values(self.folder / "tasks.json", list[float]())
+    @property
+    def _trainings(self) -> Path:
+        return self.folder / "tasks.json"
+
+    @property
+    def _evaluations(self) -> Path:
+        return self.folder / "evaluations.json"
+
+    def _recent(self, path: Path, now_unix_s: float) -> list[float]:
+        times = _values(path, list[float]())
         return [each for each in times if _is_of_today(each, now_unix_s)]
 
     def _state(self, run_id: str) -> Path:

@@ -12,7 +12,9 @@ from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
 from fedlearn.core.messages import (
     ClientId,
     EvaluateRequest,
+    EvaluationNotice,
     Request,
+    SecureEvaluateRequest,
     SecureStageRequest,
     SecureTermsRequest,
     SecureTrainRequest,
@@ -52,7 +54,7 @@ def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
 
     Example:
         >>> terms_policy(SecureAggregationPolicy(required=True)).min_cohort
-        3
+        4
     """
     return TermsPolicy(
         adversary=_ADVERSARIES[policy.adversary],
@@ -81,12 +83,18 @@ def noise_share(settings: Settings) -> float | None:
 class Judge:
     """Refuses what a policy refuses.
 
+    Attributes:
+        policy: Of the client.
+        is_bound: Whether it has sent its coordinator masked updates before
+            (:class:`~fedlearn.session.history.History`), so that readable ones may be out.
+
     Example:
         >>> judge = Judge(Policy(max_epochs=2))
         >>> judge.announced("TrainRequest", settings={"epochs": 2}, num_tasks_today=0)
     """
 
     policy: Policy
+    is_bound: bool = False
 
     def secure_client(
         self,
@@ -120,7 +128,13 @@ class Judge:
         )
 
     def announced(
-        self, kind: str, *, settings: Settings | None, num_tasks_today: int, spent: float = 0.0
+        self,
+        kind: str,
+        *,
+        settings: Settings | None,
+        num_tasks_today: int,
+        num_evaluations_today: int = 0,
+        spent: float = 0.0,
     ) -> None:
         """Check a request before it is worked on; terms of sessions are judged where they are read.
 
@@ -128,31 +142,36 @@ class Judge:
             kind: Of the request, as it is announced.
             settings: How to train, now or later; ``None``: not known yet, or nothing to train.
             num_tasks_today: Trainings within the last 24 hours, without this one.
+            num_evaluations_today: Evaluations likewise.
             spent: Squared distances of what it took part in within 24 hours, without this one.
 
         Raises:
             PolicyViolation: It asks for more than this allows.
         """
-        if kind == EVALUATE_KIND and not self.policy.evaluate:
-            raise PolicyViolation(rule="evaluate", asked="an evaluation", limit="none")
-        if kind in _IN_THE_CLEAR and self.policy.secure_aggregation.required:
-            raise PolicyViolation(
-                rule="secure_aggregation.required",
-                asked=_IN_THE_CLEAR[kind],
-                limit="secure aggregation alone",
-            )
+        if kind == EVALUATE_KIND:
+            self._judge_evaluation(num_evaluations_today)
+        if kind in _IN_THE_CLEAR:
+            self._require_a_sum(_IN_THE_CLEAR[kind])
         self._judge_noise(kind, settings, spent)
         if kind == TRAIN_KIND or (kind == SECURE_KIND and settings is not None):
             self._judge_training(
                 settings, num_tasks_today
             )  # a session's other messages ask for none
 
-    def encoded(self, data: bytes | mmap, *, num_tasks_today: int, spent: float) -> Request | None:
+    def encoded(
+        self,
+        data: bytes | mmap,
+        *,
+        num_tasks_today: int,
+        num_evaluations_today: int = 0,
+        spent: float,
+    ) -> Request | None:
         """Check a whole request, whatever it was announced as, as :meth:`announced` does.
 
         Args:
             data: Its bytes; of a file that is mapped only the header is read.
             num_tasks_today: As for :meth:`announced`.
+            num_evaluations_today: Likewise.
             spent: Likewise.
 
         Returns:
@@ -171,11 +190,43 @@ class Judge:
                 self.announced(
                     request.kind, settings=settings, num_tasks_today=num_tasks_today, spent=spent
                 )
-            case EvaluateRequest() | SecureStageRequest():
+            case SecureEvaluateRequest() | SecureTermsRequest(notice=EvaluationNotice()):
+                self._judge_evaluation(num_evaluations_today)
                 self.announced(request.kind, settings=None, num_tasks_today=num_tasks_today)
+            case EvaluateRequest() | SecureStageRequest():
+                self.announced(
+                    request.kind,
+                    settings=None,
+                    num_tasks_today=num_tasks_today,
+                    num_evaluations_today=num_evaluations_today,
+                )
             case _:
                 return None
         return request
+
+    def _require_a_sum(self, asked: str) -> None:
+        """Refuse what the coordinator could read, where secure aggregation is required."""
+        policy, limit = self.policy.secure_aggregation, "secure aggregation alone"
+        if policy.required:
+            raise PolicyViolation(rule="secure_aggregation.required", asked=asked, limit=limit)
+        if policy.stays_required and self.is_bound:
+            raise PolicyViolation(
+                rule="secure_aggregation.stays_required",
+                asked=f"{asked}, after masked ones",
+                limit=f"{limit}, since this client has taken part in it with this coordinator; its "
+                "user may set policy.secure_aggregation.stays_required to false",
+            )
+
+    def _judge_evaluation(self, num_today: int) -> None:
+        if not self.policy.evaluate:
+            raise PolicyViolation(rule="evaluate", asked="an evaluation", limit="none")
+        most = self.policy.max_evaluations_per_day
+        if most is not None and num_today >= most:
+            raise PolicyViolation(
+                rule="max_evaluations_per_day",
+                asked=f"evaluation {num_today + 1} within 24 hours",
+                limit=f"at most {most}",
+            )
 
     def _judge_noise(self, kind: str, settings: Settings | None, spent: float) -> None:
         mode = self.policy.privacy.mode

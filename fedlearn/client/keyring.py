@@ -13,6 +13,7 @@ from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.identity.identity import Identity, Invitation, expires_unix_s
 from fedlearn.identity.lineage import MAX_SUCCESSIONS, Lineage
 from fedlearn.identity.registry import token_digest
+from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
 
 #: Seconds before its end from which on a certificate is spoken of.
@@ -234,6 +235,13 @@ class Keyring:
         """Return where the identity keys of other clients are kept."""
         return PinFile(
             path=self.folder / "pins.json", coordinator_key=enrolment.invitation.coordinator_key
+        )
+
+    def history_file(self, enrolment: Enrolment) -> HistoryFile:
+        """Return where it is kept what this client has done with its coordinator."""
+        return HistoryFile(
+            path=self.folder / "history.json",
+            coordinator_key=enrolment.invitation.coordinator_key,
         )
 
 

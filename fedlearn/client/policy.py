@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Lt
 
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole, out_of_range
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 
 PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
@@ -26,37 +27,54 @@ class SecureAggregationPolicy:
 
     Attributes:
         required: Whether an update that the coordinator could read is refused, and every
-            evaluation, which it can read: enough of them give the data away.
+            evaluation that it could: enough of them give the data away. In a sum, both will do.
+        stays_required: Whether it is required from the first masked update on that this client has
+            sent to a coordinator, in all of that coordinator's runs.
         adversary: Whom a session must at least hold against: "active" is a coordinator that lies,
             "honest-but-curious" one that keeps to the protocol and keeps what it is sent.
         allow_sparse: Whether sharing masks with some of the cohort will do, or with all of it. With
             some, privacy fails with at most 2^-40.
         corruption: Largest fraction of the clients asked that this client believes in one hand with
             the coordinator, [0, 1): it bounds threshold, quorum and neighbours from below.
-        min_cohort: Fewest clients in a sum that contains this client's update, >= 2.
+        min_cohort: Fewest clients in a sum that contains this client's update, >= 2: what
+            accomplices of the coordinator know of it, they take off.
         max_cohort: Most clients asked: this client's own work and traffic grow with them, >= 2.
         max_clip: Largest L2 norm of its update that a coordinator may ask for, > 0.
         max_upload_bytes: Largest masked update in bytes, >= 1.
-        max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; with 1,
-            a coordinator that crashed late in a round cannot repeat it with the same clients.
+        max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; all are
+            over the same clients.
 
     Raises:
         ConfigError: A value is out of range, or the adversary is unknown.
 
     Example:
         >>> SecureAggregationPolicy(required=True).min_cohort
-        3
+        4
     """
 
     required: bool = False
+    stays_required: bool = True
     adversary: AdversaryName = "active"
     allow_sparse: bool = True
     corruption: BelowOne = 0.1
-    min_cohort: SumSize = 3
+    min_cohort: SumSize = USUAL_MIN_COHORT
     max_cohort: SumSize = 10_000
     max_clip: Positive = 1000.0
     max_upload_bytes: Count = 1 << 34
     max_releases_per_round: Count = 2
+
+    @property
+    def warning(self) -> str | None:
+        """What is too weak in this to protect much; ``None``: nothing."""
+        if self.min_cohort >= USUAL_MIN_COHORT:
+            return None
+        left = max(self.min_cohort - 2, 1)
+        return (
+            f"policy.secure_aggregation.min_cohort is {self.min_cohort}, below {USUAL_MIN_COHORT}: "
+            f"two accomplices of the coordinator in a sum of {self.min_cohort} take off their own "
+            f"part and are left with one of {left}; raise it, unless you know everybody in the "
+            "cohort"
+        )
 
     def __post_init__(self) -> None:
         wrong = out_of_range(self)
@@ -176,8 +194,10 @@ class Policy:
     Attributes:
         max_epochs: Most passes over the data in one training, >= 0; ``None``: any number.
         max_tasks_per_day: Most trainings within 24 hours, >= 0; ``None``: any number.
-        evaluate: Whether to tell how a model does on this client's data; never where secure
-            aggregation or privacy is required.
+        max_evaluations_per_day: Most evaluations within 24 hours, in a sum or not, >= 0; ``None``:
+            any number.
+        evaluate: Whether to tell how a model does on this client's data; in a sum alone where
+            secure aggregation is required, never where privacy is.
         secure_aggregation: Whether it is required, and what is demanded of it.
         privacy: What is demanded of differential privacy.
         extra: Which free-form settings the trainer may be told.
@@ -192,6 +212,7 @@ class Policy:
 
     max_epochs: Whole | None = None
     max_tasks_per_day: Whole | None = None
+    max_evaluations_per_day: Whole | None = None
     evaluate: bool = True
     secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()

@@ -136,6 +136,8 @@ class Runtime:
             # Under what this client takes part; what it refuses is named by these fields.
             policy, conditions = asdict(self._policy), asdict(self._conditions)
             _log.info("policy_in_force", policy=policy, conditions=conditions)
+            if warning := self._policy.secure_aggregation.warning:
+                _log.warning("policy_is_weak", warning=warning)
             self._here = conversation.Conversation(held=self._home.recover())
             is_done = await self._run_jobs()
             if not self._home.has_consent():

@@ -26,6 +26,7 @@ from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
     Request,
+    SecureEvaluateRequest,
     SecureTrainRequest,
     TrainRequest,
 )
@@ -75,7 +76,10 @@ class Worker:
     @property
     def judge(self) -> Judge:
         """What holds a request against the policy."""
-        return Judge(self.policy)
+        enrolment = self.connector.enrolment
+        assert enrolment is not None  # a request came over a session
+        history = self.home.keys.history_file(enrolment).read()
+        return Judge(self.policy, is_bound=history.is_bound)
 
     def close(self) -> None:
         """Take no more work; what is under way is not waited for."""
@@ -96,8 +100,13 @@ class Worker:
         enrolment = self.connector.enrolment
         assert enrolment is not None  # a task came over a session
         num_crashes = self.home.open_task(task)
-        num_today = self.home.num_tasks_today(self.clock.unix_s())
-        self.judge.announced(task.key.kind, settings=None, num_tasks_today=num_today)
+        now_unix_s = self.clock.unix_s()
+        self.judge.announced(
+            task.key.kind,
+            settings=None,
+            num_tasks_today=self.home.num_tasks_today(now_unix_s),
+            num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
+        )
         if num_crashes >= _MAX_CRASHES:
             words = f"the client's process crashed {_MAX_CRASHES} times in this task"
             self._tell_failure(task.key, words)
@@ -106,7 +115,7 @@ class Worker:
             return Ended()
         loop = asyncio.get_running_loop()
         request = await loop.run_in_executor(self.thread, self._judge_in_full)
-        is_evaluation = task.key.kind == EvaluateRequest.kind
+        is_evaluation = isinstance(request, EvaluateRequest | SecureEvaluateRequest)
         kind = EventKind.EVALUATING if is_evaluation else EventKind.TRAINING
         self.on_event(AgentEvent.of(kind, key=task.key))
         if self.connector.live is not None:
@@ -119,6 +128,7 @@ class Worker:
             on_refusal=lambda told: loop.call_soon_threadsafe(self._tell_refusal, task.key, told),
             on_failure=lambda told: loop.call_soon_threadsafe(self._tell_failure, task.key, told),
             pin_file=self.home.keys.pin_file(enrolment),
+            history_file=self.home.keys.history_file(enrolment),
             expanded=self.masks.take,
         )
         work = partial(self._train, task, session, control, request)
@@ -126,7 +136,7 @@ class Worker:
 
     def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
         """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
-        return self.judge.secure_client(
+        return Judge(self.policy).secure_client(
             enrolment.client_id,
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
@@ -140,6 +150,7 @@ class Worker:
         return self.judge.encoded(
             mapped(self.home.request),
             num_tasks_today=self.home.num_tasks_today(now_unix_s),
+            num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
             spent=self.home.spent_today(now_unix_s, without=self.home.training),
         )
 
@@ -186,6 +197,8 @@ class Worker:
             # Whatever comes of it, the data are worked with from here on.
             self.home.count_task(self.clock.unix_s())
             self._count_privacy(request, before)
+        elif isinstance(request, EvaluateRequest | SecureEvaluateRequest):
+            self.home.count_evaluation(self.clock.unix_s())
         self.home.begin_work()
         try:
             reply, state = session.handle(

@@ -10,6 +10,7 @@ from fedlearn.config.pieces import built, declared_by
 from fedlearn.config.section import Problem, Section
 from fedlearn.core.ranges import BelowOne, Positive
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
 from fedlearn.secagg.plan import SecurePlan
@@ -103,6 +104,11 @@ class SecureAggregationSection(Section):
             further=tuple(further),
             noise_multiplier=noise_multiplier,
         )
+
+    def evaluation_plan(self, num_clients: int, *, measures: Sequence[str]) -> EvaluationPlan:
+        """Return what an evaluation by so many clients sums; ConfigError if nothing can hold."""
+        parameters = self.parameters(num_clients)
+        return built(EvaluationPlan, self, parameters=parameters, measures=measures)
 
     def problems_with(
         self, *, num_asked: int, num_wanted: int, min_reports: int | None

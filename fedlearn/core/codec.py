@@ -20,13 +20,16 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from fedlearn.core.messages import (
+    Accusation,
     ClientId,
     EvaluateReply,
     EvaluateRequest,
+    EvaluationNotice,
     Failure,
     Reply,
     Request,
     Scalar,
+    SecureEvaluateRequest,
     SecureReply,
     SecureStageRequest,
     SecureTermsRequest,
@@ -83,13 +86,18 @@ _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
         ("round_num", "attempt", "settings", "rest_hash", "directory"),
     ),
     SecureTrainRequest: ("secure_train_request", _TRAINING),
+    SecureEvaluateRequest: ("secure_evaluate_request", ("round_num",)),
     SecureStageRequest: ("secure_stage_request", ("round_num", "attempt")),
     TrainReply: ("train_reply", ("round_num", "num_examples", "metrics")),
     EvaluateReply: ("evaluate_reply", ("round_num", "num_examples", "metrics")),
     SecureReply: ("secure_reply", ("round_num",)),
     Failure: ("failure", ("reason",)),
+    Accusation: ("accusation", ("reason", "client_id")),
 }
 _FIELDS = dict(_FORMS.values())
+_WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
+    _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
+}
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -137,7 +145,8 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
     Args:
         data: The message, or the part of it that a whole cohort is sent alike.
         personal: The part for one client alone, where it was sent apart from ``data``: the packets
-            of a :class:`~fedlearn.core.messages.SecureTrainRequest` that has none.
+            of a :class:`~fedlearn.core.messages.SecureTrainRequest`, or of its like that evaluates,
+            that has none.
 
     Guarantees:
         For any bytes whatever this returns a message or raises :class:`ProtocolError`. The
@@ -150,7 +159,7 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
     """
     message = peek(data)
     if personal:
-        if not isinstance(message, SecureTrainRequest) or message.message:
+        if not isinstance(message, SecureTrainRequest | SecureEvaluateRequest) or message.message:
             raise ProtocolError(
                 f"{len(personal)} bytes for this client alone beside a {type(message).__name__} "
                 "that has no place for them"
@@ -163,6 +172,9 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
             return replace(request, tensors=_copies(request.tensors))
         case SecureTrainRequest() as request:
             return replace(request, train=_owning(request.train))
+        case SecureEvaluateRequest(evaluate=evaluate) as request:
+            own = replace(evaluate, tensors=_copies(evaluate.tensors))
+            return replace(request, evaluate=own)
         case _:
             return message
 
@@ -290,8 +302,10 @@ def _values_of(message: Request | Reply) -> Mapping[str, object]:
     match message:
         case SecureTrainRequest():
             return vars(message.train)
+        case SecureEvaluateRequest():
+            return vars(message.evaluate)
         case SecureTermsRequest():
-            return vars(message) | vars(message.notice)
+            return vars(message) | {"settings": None} | vars(message.notice)
         case _:
             return vars(message)
 
@@ -312,6 +326,8 @@ def _tensors_of(message: Request | Reply) -> Mapping[str, Tensor]:
             return _training_tensors(message)
         case SecureTrainRequest():
             return _body(message.message) | _training_tensors(message.train)
+        case SecureEvaluateRequest():
+            return _body(message.message) | _model_tensors(message.evaluate.tensors)
         case EvaluateRequest():
             return message.tensors
         case TrainReply():
@@ -323,8 +339,12 @@ def _tensors_of(message: Request | Reply) -> Mapping[str, Tensor]:
 
 
 def _training_tensors(train: TrainRequest) -> dict[str, Tensor]:
-    model = {_MODEL + name: tensor for name, tensor in train.tensors.items()}
-    return model | {_TOLD + name: tensor for name, tensor in train.told.items()}
+    told = {_TOLD + name: tensor for name, tensor in train.told.items()}
+    return _model_tensors(train.tensors) | told
+
+
+def _model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_MODEL + name: tensor for name, tensor in tensors.items()}
 
 
 def _body(message: bytes) -> dict[str, Tensor]:
@@ -339,7 +359,9 @@ def _read(header: Any) -> tuple[str, dict[str, Any]]:
     kind, fields = header.get("kind"), header["fields"]
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ProtocolError(f"unknown message kind {kind!r}")
-    values = {name: _READERS[name](fields.get(name), name) for name in _FIELDS[kind]}
+    if missing := [name for name in _FIELDS[kind] if name not in fields]:
+        raise _malformed(f"the fields {missing} are missing")
+    values = {name: _READERS[name](fields[name], name) for name in _FIELDS[kind]}
     if unknown := sorted(fields.keys() - values.keys()):
         raise _malformed(f"unknown fields {unknown}")
     return kind, values
@@ -356,25 +378,38 @@ def _put_together(
         case "train_reply":
             message = TrainReply(lanes=tensors, **values)
         case "secure_terms_request":
-            told = {name: values.pop(name) for name in ("settings", "rest_hash")}
-            values["notice"] = TrainingNotice(**told)
+            values["notice"] = _notice(values.pop("settings"), values.pop("rest_hash"))
             message = SecureTermsRequest(message=_only_message(tensors), **values)
         case "secure_train_request":
             model = {name: value for name, value in tensors.items() if name != _MESSAGE}
             train = _train_request(values, model)
             message = SecureTrainRequest(message=_message(tensors), train=train)
+        case "secure_evaluate_request":
+            own = _under(_MODEL, tensors)
+            _require_names(tensors, {_MESSAGE} | {_MODEL + name for name in own})
+            evaluate = EvaluateRequest(tensors=own, **values)
+            message = SecureEvaluateRequest(message=_message(tensors), evaluate=evaluate)
         case "secure_stage_request":
             message = SecureStageRequest(message=_only_message(tensors), **values)
         case "secure_reply":
             message = SecureReply(message=_only_message(tensors), **values)
-        case "evaluate_reply":
-            message = EvaluateReply(**values)
         case _:
-            message = Failure(**values)
+            message = _WITHOUT_TENSORS[kind](**values)
     return message
 
 
+def _notice(
+    settings: dict[str, Scalar] | None, rest_hash: bytes
+) -> TrainingNotice | EvaluationNotice:
+    """Return what is told of a session beforehand; without settings, nothing is trained."""
+    if settings is None:
+        return EvaluationNotice(rest_hash=rest_hash)
+    return TrainingNotice(settings=settings, rest_hash=rest_hash)
+
+
 def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
+    if values["settings"] is None:
+        raise _malformed("settings is not a table of plain values")
     model, told = _under(_MODEL, tensors), _under(_TOLD, tensors)
     _require_names(tensors, {_MODEL + name for name in model} | {_TOLD + name for name in told})
     return TrainRequest(tensors=model, told=told, **values)
@@ -452,6 +487,10 @@ def _table(value: Any, name: str, *, of: type | UnionType) -> dict[str, Any]:
     return value
 
 
+def _settings(value: Any, name: str) -> dict[str, Scalar] | None:
+    return None if value is None else _scalars(value, name)
+
+
 def _scalars(value: Any, name: str) -> dict[str, Scalar]:
     return _table(value, name, of=int | float | str | bool | None)
 
@@ -483,9 +522,10 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "seed": _integer,
     "num_examples": _integer,
     "order": _texts,
-    "settings": _scalars,
+    "settings": _settings,  # null: there is no training
     "metrics": _numbers,
     "reason": _text,
+    "client_id": _integer,
     "rest_hash": _octets,
     "directory": _directory,
 }

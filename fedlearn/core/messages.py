@@ -74,13 +74,24 @@ class TrainingNotice:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationNotice:
+    """What a client is told of an evaluation before it agrees to the session that will sum it.
+
+    Attributes:
+        rest_hash: Of the request to evaluate, 32 bytes.
+    """
+
+    rest_hash: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SecureTermsRequest:
     """Begin a session of secure aggregation: agree to its terms and advertise fresh keys.
 
     Attributes:
         message: The signed terms, as :mod:`fedlearn.secagg.messages` encodes them.
-        notice: What will be trained: a client whose policy forbids it says so before others have
-            shared secrets with it.
+        notice: What will be trained, or evaluated: a client whose policy forbids it says so before
+            others have shared secrets with it.
         directory: In a deployment, the cohort's identity keys, for clients to pin: each a lineage
             in bytes (:mod:`fedlearn.identity.lineage`), whose last 32 bytes are the key.
     """
@@ -90,7 +101,7 @@ class SecureTermsRequest:
     round_num: int
     attempt: int
     message: bytes
-    notice: TrainingNotice
+    notice: TrainingNotice | EvaluationNotice
     directory: Mapping[ClientId, bytes] = field(default_factory=dict)
 
 
@@ -118,6 +129,27 @@ class SecureTrainRequest:
     def attempt(self) -> int:
         """That of the training."""
         return self.train.attempt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecureEvaluateRequest:
+    """Evaluate, and send what was measured masked: the stage with the model, as in training.
+
+    Attributes:
+        message: The packets that are addressed to this client, as in :class:`SecureTrainRequest`.
+        evaluate: What to evaluate; the round is its own.
+    """
+
+    kind: ClassVar[str] = SECURE_KIND
+
+    message: bytes
+    evaluate: EvaluateRequest
+    attempt: ClassVar[int] = 0
+
+    @property
+    def round_num(self) -> int:
+        """That of the evaluation."""
+        return self.evaluate.round_num
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -181,6 +213,19 @@ class Failure:
     reason: str
 
 
-SecureRequest: TypeAlias = SecureTermsRequest | SecureTrainRequest | SecureStageRequest
+@dataclass(frozen=True)
+class Accusation(Failure):
+    """A failure that another client is to blame for: what it sent this one was of no use.
+
+    Attributes:
+        client_id: Who; this client says so, and may lie.
+    """
+
+    client_id: ClientId
+
+
+SecureRequest: TypeAlias = (
+    SecureTermsRequest | SecureTrainRequest | SecureEvaluateRequest | SecureStageRequest
+)
 Request: TypeAlias = TrainRequest | EvaluateRequest | SecureRequest
 Reply: TypeAlias = TrainReply | EvaluateReply | SecureReply | Failure

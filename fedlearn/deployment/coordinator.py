@@ -56,6 +56,7 @@ from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.masked_sum import MaskedSumFile
 from fedlearn.store.patience import Patience, PatientJournal
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
@@ -380,6 +381,9 @@ class Coordinator:
                     live_status=self.live_status,
                 ),
                 checkpoint=checkpoint,
+                masked_sum=MaskedSumFile(
+                    path=stored.path / "masked-sum", patiently=self._patiently
+                ),
                 clock=self.interruption,
                 place=Place(
                     kind="deployment",

@@ -45,6 +45,7 @@ from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease
+from fedlearn.store.masked_sum import MaskedSumFile
 from fedlearn.store.patience import Patience
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
@@ -249,6 +250,7 @@ class _Served:
                     live_status=self.live_status,
                 ),
                 checkpoint=checkpoint,
+                masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=self.patiently),
                 clock=self.interruption,
                 place=Place(
                     kind="deployment",

@@ -42,6 +42,7 @@ def node_policy(node: Node) -> Policy:
     policy = config.to_policy(require_secure_aggregation=required)
     limits = {
         "max_tasks_per_day": policy.max_tasks_per_day,
+        "max_evaluations_per_day": policy.max_evaluations_per_day,
         "privacy.max_epsilon_per_day": policy.privacy.max_epsilon_per_day,
     }
     for name, limit in limits.items():

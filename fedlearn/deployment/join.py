@@ -105,9 +105,11 @@ def _find_modules_here() -> None:
 
 def _config_finding(config: Path) -> Finding:
     try:
-        load_client(config)
+        policy = load_client(config).to_policy()
     except ConfigError as error:
         return Finding("config", Verdict.BAD, str(error))
+    if warning := policy.secure_aggregation.warning:
+        return Finding("config", Verdict.WARNING, f"{config}: {warning}")
     return Finding("config", Verdict.OK, f"{config} can be used")
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from fedlearn.algorithms.collecting import Collector
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
@@ -26,6 +27,8 @@ from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
 from fedlearn.rounds.run import RunState, Standing, train
+from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
+from fedlearn.rounds.secure_evaluation import SecureEvaluator
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
@@ -50,6 +53,7 @@ def run_over(
     identities: Identities | None = None,
     standing: Standing = dict,
     note: Callable[[Participations], None] = ignored,
+    masked_sum: MaskedSumStore | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -65,6 +69,8 @@ def run_over(
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
         note: Told what became of the clients of every attempt at a round.
+        masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
+            nowhere.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -74,11 +80,12 @@ def run_over(
         StoreError: The run could not be made durable; its last commit still stands.
     """
     params = initial_params(pieces, _CPU)
+    collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
     plan = run_plan(
         pieces,
         opening=opening,
-        collector=NotedCollector(inner=over_channel(pieces, channel, identities), note=note),
-        evaluators=list(_evaluators(pieces, channel)),
+        collector=NotedCollector(inner=collector, note=note),
+        evaluators=list(_evaluators(pieces, channel, collector)),
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
         place=place,
@@ -94,7 +101,7 @@ def _go_on(*_: object) -> bool:
     return False
 
 
-def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
+def _evaluators(pieces: Deployment, channel: Channel, collector: Collector) -> Iterator[Evaluator]:
     evaluation = pieces.config.evaluation
     if pieces.test is not None:
         model = ResidentModel(
@@ -105,10 +112,21 @@ def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
             metrics=pieces.metrics,
         )
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
-    if evaluation.num_clients:
+    if not evaluation.num_clients:
+        return
+    cohort = partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed)
+    if isinstance(collector, SecureCollector):
+        section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
+        yield SecureEvaluator(
+            sessions=collector,
+            cohort=cohort,
+            plan=partial(section.evaluation_plan, measures=measures),
+            deadline_s=evaluation.deadline_s,
+        )
+    else:
         yield ChannelEvaluator(
             channel=channel,
-            cohort=partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed),
+            cohort=cohort,
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
             weighs=pieces.config.flower.is_foreign,  # as Flower's own strategies tell it

@@ -41,7 +41,7 @@ from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening, Sample
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Buffering, Release, RoundPlan
 from fedlearn.rounds.run import RunPlan, Standing
-from fedlearn.rounds.secure import SecureCollector
+from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.choice import (
@@ -434,8 +434,16 @@ class Identities:
         return cls(run_id=digest[:RUN_BYTES], signer=signer, directory=directory)
 
 
-def over_channel(pieces: Pieces, channel: Channel, identities: Identities | None) -> Collector:
+def over_channel(
+    pieces: Pieces,
+    channel: Channel,
+    identities: Identities | None,
+    *,
+    masked_sum: MaskedSumStore | None = None,
+) -> Collector:
     """Return what collects the updates of clients that are reached by a channel.
+
+    ``masked_sum`` is where that of a round is kept until it is open; ``None``: nowhere.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities.
@@ -456,6 +464,7 @@ def over_channel(pieces: Pieces, channel: Channel, identities: Identities | None
         sends_directory=identities.sends_directory,
         stage_deadline_s=pieces.config.secure_aggregation.stage_deadline_s,
         num_threads=num_cores(),
+        masked_sum=masked_sum or NotKept(),
     )
 
 

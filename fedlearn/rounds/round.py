@@ -12,7 +12,7 @@ function of the state, the plan and what the collector returns, so a simulation 
 deployment differ in the opening and the collector alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import Opening
@@ -159,20 +160,28 @@ class Ran(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def run_round(state: ServerState, plan: RoundPlan, *, attempt: int) -> Ran:
+def run_round(
+    state: ServerState,
+    plan: RoundPlan,
+    *,
+    attempt: int,
+    without: Collection[ClientId] = frozenset(),
+) -> Ran:
     """Run one round.
 
     Args:
         state: Before the round.
         plan: The pieces.
         attempt: 0, or how often this round was tried before; another attempt asks others.
+        without: Who is not asked, though it be in the cohort.
 
     Raises:
         CohortTooSmall: Fewer clients are available than are asked.
         RoundError: The strategy told, aggregated or returned what cannot be used.
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
-    cohort = plan.opening.open(state.round_num, attempt=attempt)
+    opened = plan.opening.open(state.round_num, attempt=attempt)
+    cohort = tuple(each for each in opened if each not in without) if without else opened
     request = _request(state, plan, strategy, attempt=attempt)
     return _stepped(state, plan, plan.collector.collect(cohort, request), request)
 

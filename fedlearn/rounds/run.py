@@ -240,17 +240,21 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
 
 
 def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
-    """Try a round until it succeeds or the policy gives up; add up its virtual time."""
-    duration_s = 0.0
+    """Try a round until it succeeds or the policy gives up; add up its virtual time.
+
+    Whoever was found to have made an attempt fail is not asked in those after it.
+    """
+    duration_s, culprits = 0.0, frozenset[ClientId]()
     if plan.buffering is not None:  # asks others by itself as clients fail
         ran = run_buffered_round(server, plan, plan.buffering)
         if ran.collected.aggregate is None:
             raise _too_few(ran.collected, plan, server.round_num)
         return ran, 0, ran.collected.duration_s
     for attempt in range(first, first + plan.policy.max_retries + 1):
-        ran = run_round(server, plan, attempt=attempt)
+        ran = run_round(server, plan, attempt=attempt, without=culprits)
         server, collected = ran.state, ran.collected
         duration_s += collected.duration_s
+        culprits |= collected.culprits
         if collected.aggregate is not None or plan.policy.below_minimum is BelowMinimum.SKIP:
             return ran, attempt, duration_s
         if plan.policy.below_minimum is BelowMinimum.FAIL:

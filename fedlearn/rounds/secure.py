@@ -14,8 +14,8 @@ below its minimum, and the run tries again with fresh keys or goes on, as its po
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -28,7 +28,9 @@ from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
+    Accusation,
     ClientId,
+    EvaluationNotice,
     Failure,
     Reply,
     SecureReply,
@@ -36,6 +38,7 @@ from fedlearn.core.messages import (
     SecureStageRequest,
     SecureTermsRequest,
     SecureTrainRequest,
+    TrainingNotice,
 )
 from fedlearn.core.params import Layout
 from fedlearn.errors import AggregationAborted, ProtocolError
@@ -49,8 +52,16 @@ from fedlearn.secagg.plan import (
     SecurePlan,
     notice_of,
     noticed_hash,
+    request_hash,
 )
-from fedlearn.secagg.server import Confirming, SessionOutcome, open_session
+from fedlearn.secagg.server import (
+    Confirming,
+    Final,
+    MaskedSum,
+    SessionOutcome,
+    Unmasking,
+    open_session,
+)
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms, Total
 from fedlearn.transport.base import Channel, ask_once
@@ -65,6 +76,37 @@ _FALSE_SHARE = f"at the stage `{Stage.UNMASK}`: a false share: it lied, or who d
 
 def _never() -> bool:
     return False
+
+
+class MaskedSumStore(Protocol):
+    """Keeps the masked sum of a round while its clients are asked to open it.
+
+    A coordinator that crashed in between goes on with it: clients that have opened one sum of a
+    round help with no other over other clients.
+    """
+
+    def read(self) -> bytes:
+        """Return what was kept last; empty if there is nothing."""
+
+    def keep(self, data: bytes) -> None:
+        """Keep a sum durably, in place of the last."""
+
+    def clear(self) -> None:
+        """Forget it: the round is over, or has another."""
+
+
+class NotKept:
+    """Keeps nothing: where clients end with the process that plays them."""
+
+    def read(self) -> bytes:
+        """Return that there is nothing."""
+        return b""
+
+    def keep(self, data: bytes) -> None:
+        """Forget it."""
+
+    def clear(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +134,7 @@ class SecureCollector:
             already, they are not.
         stage_deadline_s: Seconds for each stage without training.
         num_threads: Threads to expand masks on.
+        masked_sum: Where a round's sum is kept until it is open.
     """
 
     channel: Channel
@@ -103,6 +146,7 @@ class SecureCollector:
     sends_directory: bool
     stage_deadline_s: float
     num_threads: int
+    masked_sum: MaskedSumStore = field(default_factory=NotKept)
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -110,13 +154,25 @@ class SecureCollector:
 
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Run one session; a client's failure is data, and so is a session that ended early."""
-        session, aggregate = _Session(self.channel, cohort, request, self.stage_deadline_s), None
+        session, aggregate = self.session(cohort, request.round_num, request.attempt), None
         layout, device = request.params.layout, request.params.vector.device
+        culprits = frozenset[ClientId]()
         try:
-            terms, outcome = self._run(session)
-            released = _released(self.plan, terms, outcome, layout=layout, device=device)
+            terms, outcome = self._resumed(session, request) or self._run(session, request)
+            try:
+                released = _released(self.plan, terms, outcome, layout=layout, device=device)
+            except AggregationAborted:
+                self.masked_sum.clear()  # it is open, and of no use
+                raise
         except AggregationAborted as error:
-            _log.warning("secure_aggregation_ended", round_num=request.round_num, error=str(error))
+            most = self.plan.parameters.num_corrupted
+            culprits = session.found_out(error, most_corrupted=most)
+            _log.warning(
+                "secure_aggregation_ended",
+                round_num=request.round_num,
+                error=str(error),
+                culprits=sorted(culprits),
+            )
             rows = session.aborted(error)
         else:
             for suspect in outcome.suspects:
@@ -131,10 +187,57 @@ class SecureCollector:
             aggregate=aggregate,
             participations=Participations.of(rows),
             duration_s=session.elapsed_s,
+            culprits=culprits,
         )
 
-    def _run(self, session: "_Session") -> tuple[Terms, SessionOutcome]:
-        request, cohort = session.request, session.cohort
+    def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionCourse":
+        """Return the exchanges of a session with a cohort, none of which has begun."""
+        return SessionCourse(self.channel, cohort, round_num, attempt, self.stage_deadline_s)
+
+    def _resumed(
+        self, session: "SessionCourse", request: RoundRequest
+    ) -> tuple[Terms, SessionOutcome] | None:
+        """Open the sum of an earlier attempt that was to be opened; ``None``: there is none.
+
+        A coordinator that crashed, or was told too few shares, needs no second one.
+        """
+        kept = self._kept_sum(request)
+        if kept is None:
+            return None
+        terms = kept.session.terms
+        _log.info("masked_sum_goes_on", round_num=terms.round_num, attempt=terms.attempt)
+        members = replace(session, cohort=kept.survivors)
+        try:
+            outcome = members.open(
+                kept.asked, kept.message, kept.unmasking(), num_threads=self.num_threads
+            )
+        except AggregationAborted as error:
+            _log.warning("masked_sum_stays", round_num=terms.round_num, error=str(error))
+            session.elapsed_s = members.elapsed_s
+            return None
+        session.take_over(members)
+        return terms, outcome
+
+    def _kept_sum(self, request: RoundRequest) -> MaskedSum | None:
+        """Return the masked sum of just this training, in an attempt before, if it was kept."""
+        data = self.masked_sum.read()
+        if not data:
+            return None
+        try:
+            kept = MaskedSum.from_bytes(data)
+            kept.unmasking()
+        except ProtocolError as error:
+            _log.error("masked_sum_unreadable", error=str(error))
+            self.masked_sum.clear()
+            return None
+        terms = kept.session.terms
+        same = replace(request.message(), attempt=terms.attempt)
+        if terms.run_id == self.run_id and terms.request_hash == request_hash(same):
+            return kept
+        self.masked_sum.clear()
+        return None
+
+    def _run(self, session: "SessionCourse", request: RoundRequest) -> tuple[Terms, SessionOutcome]:
         train = request.message()
         notice = notice_of(train)
         terms = self.plan.terms(
@@ -144,13 +247,49 @@ class SecureCollector:
             attempt=request.attempt,
             request_hash=noticed_hash(notice),
         )
-        directory = self.directory()
+        outcome = self.lead(
+            session,
+            terms,
+            notice=notice,
+            work=lambda own: SecureTrainRequest(message=own, train=train),
+            deadline_s=self.policy.deadline_s,
+            num_wanted=self.policy.num_wanted,
+            masked_sum=self.masked_sum,
+        )
+        return terms, outcome
+
+    def lead(
+        self,
+        session: "SessionCourse",
+        terms: Terms,
+        *,
+        notice: TrainingNotice | EvaluationNotice,
+        work: Callable[[bytes], SecureRequest],
+        deadline_s: float,
+        num_wanted: int,
+        masked_sum: MaskedSumStore,
+    ) -> SessionOutcome:
+        """Lead a session through all its stages.
+
+        Args:
+            session: With whom, and which round's.
+            terms: To which they are to agree.
+            notice: What they will be asked to do.
+            work: Returns the request to do it, of one's packets.
+            deadline_s: Seconds for that.
+            num_wanted: After how many masked vectors it closes.
+            masked_sum: Where the sum is kept until it is open.
+
+        Raises:
+            AggregationAborted: Too few clients went through with it.
+        """
+        cohort, directory = session.cohort, self.directory()
         told = {each: directory[each] for each in cohort if each in directory}
         known = {each: newest_key(lineage) for each, lineage in told.items()}
         signed, advertising = open_session(terms, signer=self.signer, directory=known)
         invitation = SecureTermsRequest(
-            round_num=request.round_num,
-            attempt=request.attempt,
+            round_num=session.round_num,
+            attempt=session.attempt,
             message=messages.encode(signed),
             notice=notice,
             directory=told if self.sends_directory else {},
@@ -164,18 +303,15 @@ class SecureCollector:
         session.exchange(
             Stage.MASK,
             # What is the same for all is one object: a channel encodes it once for all.
-            {
-                client_id: SecureTrainRequest(message=messages.encode(own), train=train)
-                for client_id, own in packets.items()
-            },
+            {client_id: work(messages.encode(own)) for client_id, own in packets.items()},
             messages.MaskedVector,
             masking.receive,
-            deadline_s=self.policy.deadline_s,
-            is_enough=lambda: masking.num_received >= self.policy.num_wanted,
+            deadline_s=deadline_s,
+            is_enough=lambda: masking.num_received >= num_wanted,
         )
         survivors, after = masking.close()
         asked: Sequence[ClientId] = survivors.client_ids
-        final: messages.Down = survivors
+        final: Final = survivors
         if isinstance(after, Confirming):
             kind = messages.SurvivorSignature
             session.tell(Stage.CONFIRM, asked, survivors, kind, after.receive)
@@ -183,39 +319,36 @@ class SecureCollector:
             final, unmasking = after.close()
         else:
             unmasking = after
-        session.tell(
-            Stage.UNMASK,
-            asked,
-            final,
-            messages.Release,
-            unmasking.receive,
-            is_enough=lambda: unmasking.is_enough,
-        )
-        return terms, unmasking.close(num_threads=self.num_threads)
+        masked_sum.keep(MaskedSum.of(unmasking, asked=asked, final=final).to_bytes())
+        return session.open(asked, final, unmasking, num_threads=self.num_threads)
 
 
 @dataclass
-class _Session:
+class SessionCourse:
     """The exchanges of a session: who is lost at which stage, and how long it all takes.
 
     Attributes:
         channel: How clients are reached.
         cohort: All that are asked.
-        request: Of the round.
+        round_num: Index, from 0.
+        attempt: Of the round.
         stage_deadline_s: Seconds for each stage without training.
         elapsed_s: Seconds since the first broadcast, up to the stage under way.
         lost: By client why and when; each once. A client is lost to the sum unless its vector is
             in it: then only its shares are missing.
         masked_s: When each client's vector came.
+        accusers: By client who says that its packets are of no use.
     """
 
     channel: Channel
     cohort: Sequence[ClientId]
-    request: RoundRequest
+    round_num: int
+    attempt: int
     stage_deadline_s: float
     elapsed_s: float = 0.0
     lost: dict[ClientId, tuple[Status, float, str]] = field(default_factory=dict)
     masked_s: dict[ClientId, float] = field(default_factory=dict)
+    accusers: dict[ClientId, set[ClientId]] = field(default_factory=dict)
 
     def tell(
         self,
@@ -229,8 +362,8 @@ class _Session:
     ) -> None:
         """Send all the same message, and nothing beside it."""
         request = SecureStageRequest(
-            round_num=self.request.round_num,
-            attempt=self.request.attempt,
+            round_num=self.round_num,
+            attempt=self.attempt,
             message=messages.encode(message),
         )
         self.exchange(stage, dict.fromkeys(asked, request), kind, receive, is_enough=is_enough)
@@ -252,9 +385,11 @@ class _Session:
             client_id, last_s = arrival.client_id, arrival.elapsed_s
             settled.add(client_id)
             try:
-                receive(client_id, _opened(arrival.reply, kind, self.request.round_num))
+                receive(client_id, _opened(arrival.reply, kind, self.round_num))
             except ProtocolError as error:
                 reason = f"at the stage `{stage}`: {error}"
+                if isinstance(arrival.reply, Accusation):
+                    self.accusers.setdefault(arrival.reply.client_id, set()).add(client_id)
                 if not isinstance(arrival.reply, Failure):
                     arrival.refuse(reason[:MAX_REASON])
                 self.lose(client_id, Status.FAILED, last_s, reason)
@@ -269,16 +404,55 @@ class _Session:
         everyone = is_closed or len(settled) == len(requests) or math.isinf(deadline_s)
         self.elapsed_s += last_s if everyone else deadline_s
 
+    def open(
+        self,
+        asked: Sequence[ClientId],
+        final: Final,
+        unmasking: Unmasking,
+        *,
+        num_threads: int,
+    ) -> SessionOutcome:
+        """Run the last stage: ask survivors for their shares and take the masks off the sum."""
+        self.tell(
+            Stage.UNMASK,
+            asked,
+            final,
+            messages.Release,
+            unmasking.receive,
+            is_enough=lambda: unmasking.is_enough,
+        )
+        return unmasking.close(num_threads=num_threads)
+
+    def take_over(self, other: "SessionCourse") -> None:
+        """Be the course of an earlier session that was gone on with in the place of this one."""
+        self.cohort, self.elapsed_s = other.cohort, other.elapsed_s
+        self.lost = other.lost
+
     def lose(self, client_id: ClientId, status: Status, after_s: float, reason: str) -> None:
         """Note that a client has left the session, so long after the stage began."""
         self.lost[client_id] = (status, self.elapsed_s + after_s, reason[:MAX_REASON])
+
+    def found_out(self, error: AggregationAborted, *, most_corrupted: int) -> frozenset[ClientId]:
+        """Return whose fault it is that a session ended, and note it of them.
+
+        What one client says of another counts if so many say it that one of them is honest.
+        """
+        accused = {
+            each: f"its packets are of no use to {len(accusers)} clients"
+            for each, accusers in self.accusers.items()
+            if len(accusers) > most_corrupted and each in self.cohort
+        }
+        found = {ClientId(each): error.reason for each in error.culprits} | accused
+        for client_id, reason in found.items():
+            self.lose(client_id, Status.FAILED, 0.0, f"found out: {reason}")
+        return frozenset(found)
 
     def released(self, outcome: SessionOutcome, means: tuple[int, float]) -> list[Participation]:
         """Return what became of each client: survivors are in the sum, whatever came later."""
         rows = []
         for client_id in outcome.survivors:
             reason = self.lost[client_id][2] if client_id in self.lost else ""
-            masked_s = self.masked_s[client_id]
+            masked_s = self.masked_s.get(client_id, self.elapsed_s)  # of an earlier process
             rows.append(Participation(client_id, Status.REPORTED, masked_s, *means, reason))
         alive = set(outcome.survivors)
         return rows + [self._lost(each) for each in self.cohort if each not in alive]

@@ -23,9 +23,16 @@ import numpy as np
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
-from fedlearn.errors import AggregationAborted, PolicyViolation, ProtocolError
+from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.secagg import keys, masking, messages, shamir
-from fedlearn.secagg.client_state import Advertised, ClientState, Confirmed, Masked, Shared
+from fedlearn.secagg.client_state import (
+    Advertised,
+    ClientState,
+    Confirmed,
+    Masked,
+    Released,
+    Shared,
+)
 from fedlearn.secagg.fixed_point import Words
 from fedlearn.secagg.messages import (
     Advert,
@@ -99,8 +106,8 @@ class SecureClient:
 
         The returned state must be durable before the reply is sent, and no state may be answered
         from twice: two replies from one state share their keys, so their difference shows the
-        difference of the updates, and a release could be repeated. After an exception the session
-        is over for this client; go on with ``state.at(None)``.
+        difference of the updates, and another set of survivors could be signed. After an exception
+        the session is over for this client; go on with ``state.at(None)``.
 
         Args:
             message: What it sent.
@@ -125,9 +132,11 @@ class SecureClient:
             case Survivors(), Masked() as step:
                 if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
                     return self.confirm(message, state, step)
-                return _release(step, self._checked(message, step), state)
+                return _release(step, self._checked(message, step, state), state)
             case Signatures(), Confirmed() as step:
                 return self.release(message, state, step)
+            case ((Signatures() | Survivors()), Released() as step):
+                return self.repeat(message, state, step)
         at = type(state.step).__name__.lower() if state.step else "between sessions"
         raise ProtocolError(
             f"{type(message).__name__} does not follow: this client is {at}; each message of a "
@@ -147,7 +156,7 @@ class SecureClient:
         if terms.run_id != state.run_id:
             raise ProtocolError("the terms are of another run")
         self.policy.judge(terms)
-        self._require_unreleased(terms, state)
+        state.releases.require_open(terms, most=self.policy.max_releases_per_round)
         packet_secret, mask_secret = (SecretBytes.generate(keys.KEY_BYTES) for _ in range(2))
         unsigned = Advert(
             client_id=self.client_id,
@@ -160,24 +169,6 @@ class SecureClient:
         advert = replace(unsigned, signature=signature)
         return advert, state.at(Advertised(terms, advert, packet_secret, mask_secret))
 
-    def _require_unreleased(self, terms: Terms, state: ClientState) -> None:
-        if state.last_release is None:
-            return
-        last_round, last_attempt = state.last_release
-        if (terms.round_num, terms.attempt) <= state.last_release:
-            raise PolicyViolation(
-                rule="one release a session",
-                asked=f"round {terms.round_num}, attempt {terms.attempt}",
-                limit=f"after round {last_round}, attempt {last_attempt}",
-            )
-        most = self.policy.max_releases_per_round
-        if terms.round_num == last_round and state.num_releases >= most:
-            raise PolicyViolation(
-                rule="max_releases_per_round",
-                asked=f"release {state.num_releases + 1} in round {terms.round_num}",
-                limit=f"at most {most}",
-            )
-
     @_ending_at(Stage.SHARE)
     def share(
         self, message: Roster, state: ClientState, step: Advertised
@@ -189,6 +180,7 @@ class SecureClient:
         """
         own, session = self.client_id, Session(step.terms, message.adverts)
         self._check_roster(session, step)
+        state.releases.require_all_invited(step.terms, session.points)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
         holders = session.holders(own)
         shares = shamir.share(
@@ -285,8 +277,13 @@ class SecureClient:
         point = session.points[self.client_id]
         for sender, packet in message.packets.items():
             way = (sender, self.client_id)
-            plain = keys.unseal(step.opening[sender], packet, session=session.id, way=way)
-            held[sender] = messages.open_packet(plain, point=point, sender=sender)
+            try:
+                plain = keys.unseal(step.opening[sender], packet, session=session.id, way=way)
+                held[sender] = messages.open_packet(plain, point=point, sender=sender)
+            except ProtocolError as error:
+                raise AggregationAborted(
+                    stage=Stage.MASK, reason=str(error), culprits=(sender,)
+                ) from error
         return held
 
     def _mask_keys(self, step: Shared, partners: Iterable[ClientId]) -> masking.MaskKeys:
@@ -299,13 +296,15 @@ class SecureClient:
         self, message: Survivors, state: ClientState, step: Masked
     ) -> tuple[SurvivorSignature, ClientState]:
         """R3: sign one set of survivors, and no other."""
-        survivors = self._checked(message, step)
+        survivors = self._checked(message, step, state)
         signature = self.signer.sign(step.session.survivors_text(survivors))
         after = Confirmed(step.session, step.held, survivors)
         return SurvivorSignature(signature=signature), state.at(after)
 
     @_ending_at(Stage.CONFIRM)
-    def _checked(self, message: Survivors, step: Masked) -> tuple[ClientId, ...]:
+    def _checked(
+        self, message: Survivors, step: Masked, state: ClientState
+    ) -> tuple[ClientId, ...]:
         """Return the survivors if they can be the honest ones.
 
         A neighbour whose packet never came cannot have survived: it would be masked with us. And at
@@ -329,6 +328,7 @@ class SecureClient:
                 f"{len(holders)} of this client's holders survive, the threshold is "
                 f"{terms.threshold}"
             )
+        state.releases.require_same(terms, survivors)
         return survivors
 
     @_ending_at(Stage.UNMASK)
@@ -336,6 +336,23 @@ class SecureClient:
         self, message: Signatures, state: ClientState, step: Confirmed
     ) -> tuple[Release, ClientState]:
         """R4: release one share of every owner, if a quorum signed the same survivors."""
+        self._require_quorum(message, step)
+        return _release(step, step.survivors, state)
+
+    @_ending_at(Stage.UNMASK)
+    def repeat(
+        self, message: Signatures | Survivors, state: ClientState, step: Released
+    ) -> tuple[Release, ClientState]:
+        """R4 once more: the shares that were released, if the same is asked; nothing changes."""
+        if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
+            if not isinstance(message, Signatures):
+                raise ProtocolError("this client has released its shares")
+            self._require_quorum(message, step)
+        elif not isinstance(message, Survivors) or message.client_ids != step.survivors:
+            raise ProtocolError("this client has released its shares to other survivors")
+        return Release(session=step.session.id, shares=step.shares), state
+
+    def _require_quorum(self, message: Signatures, step: Confirmed | Released) -> None:
         survivors, text = set(step.survivors), step.session.survivors_text(step.survivors)
         for signer, signature in message.signatures.items():
             if signer not in survivors:
@@ -350,11 +367,10 @@ class SecureClient:
             raise ProtocolError(
                 f"{signed} survivors confirmed the survivors, the quorum is {quorum}"
             )
-        return _release(step, step.survivors, state)
 
 
 def _release(
-    step: Masked | Confirmed, survivors: Iterable[ClientId], state: ClientState
+    step: Masked | Confirmed, survivors: tuple[ClientId, ...], state: ClientState
 ) -> tuple[Release, ClientState]:
     """Release the share of the self-seed of each survivor, of the mask key of each that dropped."""
     alive, half, shares = set(survivors), shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
@@ -362,7 +378,7 @@ def _release(
         data = pair.reveal()
         shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
     reply = Release(session=step.session.id, shares=shares)
-    return reply, state.released(step.session.terms)
+    return reply, state.released(Released(step.session, survivors, shares))
 
 
 def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, bytes]) -> None:

@@ -5,7 +5,7 @@ form. The bytes hold secret keys: whoever stores them does so for their owner al
 0600), before the reply is sent, and replaces them once the session is over.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Annotated, TypeAlias
@@ -15,11 +15,13 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.messages import PAIR_BYTES, Advert, ClientIds
+from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import OwnTerms, Session
-from fedlearn.secagg.terms import RUN_BYTES, Terms
+from fedlearn.secagg.shamir import SHARE_BYTES
+from fedlearn.secagg.terms import RUN_BYTES
 
 #: Magic and version.
-_HEADER = b"FLSS\x01"
+_HEADER = b"FLSS\x02"
 
 _Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
 _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(PAIR_BYTES)]
@@ -76,19 +78,20 @@ class Confirmed:
     survivors: ClientIds
 
 
-Step: TypeAlias = Advertised | Shared | Masked | Confirmed
+@dataclass(frozen=True, eq=False)
+class Released:
+    """R4 is answered: what has left may leave again, to the same survivors, and nothing else.
+
+    So a coordinator that crashed with the sum still masked goes on with it, and needs no second
+    one. The other half of each pair of shares is forgotten.
+    """
+
+    session: Session
+    survivors: ClientIds
+    shares: Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(SHARE_BYTES)]
 
 
-def _release_parts(release: tuple[int, int] | None) -> Iterable[octets.Buffer]:
-    round_num, attempt = release or (0, 0)
-    yield bytes([release is not None])
-    yield round_num.to_bytes(8, "little")
-    yield attempt.to_bytes(4, "little")
-
-
-def _read_release(reader: octets.Reader) -> tuple[int, int] | None:
-    is_any, release = octets.FLAG.read(reader), (reader.integer(8), reader.integer(4))
-    return release if is_any else None
+Step: TypeAlias = Advertised | Shared | Masked | Confirmed | Released
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,42 +100,40 @@ class ClientState:
 
     Attributes:
         run_id: Of the run, 16 bytes.
-        last_release: Round and attempt of the last session in which it released shares.
-        num_releases: How often it released shares in that round.
+        releases: Which sums it has helped to open, of this run and of others.
         step: Where it is in the present session; None between sessions.
 
     Example:
         >>> state = ClientState.fresh(bytes(16))
-        >>> ClientState.from_bytes(state.to_bytes()).last_release is None
-        True
+        >>> ClientState.from_bytes(state.to_bytes()).releases
+        PastReleases(last=())
     """
 
     run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
-    last_release: Annotated[tuple[int, int] | None, octets.Form(_release_parts, _read_release)]
-    num_releases: int
-    step: Annotated[Step | None, octets.one_of(NoneType, Advertised, Shared, Masked, Confirmed)] = (
-        field(repr=False)
-    )
+    releases: PastReleases
+    step: Annotated[
+        Step | None,
+        octets.one_of(NoneType, Advertised, Shared, Masked, Confirmed, Released),
+    ] = field(repr=False)
 
     @classmethod
     def fresh(cls, run_id: bytes) -> "ClientState":
         """Return the state of a client that has taken part in nothing."""
-        return cls(run_id=run_id, last_release=None, num_releases=0, step=None)
+        return cls(run_id=run_id, releases=PastReleases(), step=None)
 
     def at(self, step: Step | None) -> "ClientState":
         """Return the state at ``step``; None ends the session and forgets its secrets."""
         return replace(self, step=step)
 
-    def released(self, terms: Terms) -> "ClientState":
-        """Return the state after shares were released: the session is over."""
-        last = self.last_release
-        again = last is not None and last[0] == terms.round_num
-        return replace(
-            self,
-            last_release=(terms.round_num, terms.attempt),
-            num_releases=self.num_releases + 1 if again else 1,
-            step=None,
-        )
+    def released(self, step: Released) -> "ClientState":
+        """Return the state after shares were released."""
+        releases = self.releases.after(step.session.terms, step.survivors)
+        return replace(self, releases=releases, step=step)
+
+    @property
+    def is_in_session(self) -> bool:
+        """Whether a session is under way: secrets are kept that would be lost with it."""
+        return self.step is not None and not isinstance(self.step, Released)
 
     def to_bytes(self) -> bytes:
         """Return the state with its secrets, for a store that its owner alone reads."""

@@ -45,6 +45,8 @@ MIN_NOISE = 4.0
 
 MAX_NAME_BYTES = 64
 MAX_LANE_SIZE = 1 << 36
+#: A measure of one client, and whether it has one.
+METRIC_SIZE = 2
 
 _CHUNK = 1 << 15  # float64 elements that stay in the cache
 _FEWEST_LEVELS = 8.0  # of a norm, by what rounding may add to it
@@ -99,7 +101,8 @@ class Lane:
             )
         if not 1 <= self.size <= MAX_LANE_SIZE:
             raise ConfigError(f"lane {self.name!r} has {self.size} numbers, not 1 to 2**36")
-        if self.size > 1 and self.role is not LaneRole.VECTOR:
+        most = {LaneRole.METRIC: METRIC_SIZE, LaneRole.WEIGHT: 1}.get(self.role, MAX_LANE_SIZE)
+        if self.size > most:
             raise ConfigError(f"lane {self.name!r} has {self.size} numbers, so it is a vector")
         if not (math.isfinite(self.step) and self.step > 0.0):
             raise ConfigError(f"lane {self.name!r} has a step of {self.step}, not above 0")

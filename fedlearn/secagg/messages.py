@@ -24,7 +24,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.parameters import MAX_CLIENTS
-from fedlearn.secagg.shamir import SHARE_BYTES
+from fedlearn.secagg.shamir import SHARE_BYTES, is_canonical
 from fedlearn.secagg.terms import Terms
 
 _MAGIC = b"FLSA"
@@ -212,10 +212,12 @@ def packet_of(point: int, pair: SecretBytes) -> bytes:
 
 
 def open_packet(plain: bytes, *, point: int, sender: ClientId) -> SecretBytes:
-    """Return the shares in a packet; ProtocolError if they were not evaluated at ``point``."""
+    """Return the shares in a packet; ProtocolError if they are none, or not those at ``point``."""
     reader = octets.Reader(plain, what=f"the packet of client {sender}")
     if reader.integer(_POINT_BYTES) != point:
         raise ProtocolError(f"the packet of client {sender} holds another holder's shares")
     pair = SecretBytes(reader.take(PAIR_BYTES))
     reader.finish()
+    if not is_canonical(pair.reveal()):
+        raise ProtocolError(f"the packet of client {sender} holds shares that are none")
     return pair

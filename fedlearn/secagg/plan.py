@@ -32,10 +32,16 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import TrainingNotice, TrainRequest
+from fedlearn.core.messages import (
+    EvaluateRequest,
+    EvaluationNotice,
+    TrainingNotice,
+    TrainRequest,
+)
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.errors import ConfigError
+from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 from fedlearn.secagg.fixed_point import Lane, LaneRole, noisy_lane, vector_lane, weight_lane
 from fedlearn.secagg.keys import digest
 from fedlearn.secagg.parameters import Parameters
@@ -178,6 +184,7 @@ class SecurePlan:
         lines = [
             self.parameters.explain(),
             f"released     with at least {self.min_survivors} clients in the sum",
+            self._hides,
         ]
         if self.noise_multiplier is not None:
             lines.append(
@@ -194,6 +201,22 @@ class SecurePlan:
             f"{lane.largest_error(n):.3g}, rms sqrt(n) step / 2 = {rms:.3g}"
         )
         return "\n".join(lines)
+
+    @property
+    def _hides(self) -> str:
+        """Against whom a sum of so many hides an update, in one line."""
+        corrupted = self.parameters.num_corrupted
+        others = self.min_survivors - corrupted - 1
+        words = (
+            f"hides        an update behind those of {others} others, where the coordinator knows "
+            f"the parts of A = {corrupted}"
+            if others > 0
+            else f"hides        nothing, where the coordinator knows the parts of A = {corrupted}"
+        )
+        if self.min_survivors < USUAL_MIN_COHORT:
+            words += f"; clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort) if left"
+            words += " at the default"
+        return words
 
     def _lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
         num_clients = self.parameters.num_clients
@@ -241,18 +264,22 @@ def clipped(values: Tensor, bound: float) -> Tensor:
     return values if norm <= bound else values * (bound / norm)
 
 
-def request_hash(train: TrainRequest) -> bytes:
-    """Return the hash by which terms name what is trained on, whatever else is sent with it."""
-    return noticed_hash(notice_of(train))
+def request_hash(work: TrainRequest | EvaluateRequest) -> bytes:
+    """Return the hash by which terms name what is worked on, whatever else is sent with it."""
+    return noticed_hash(notice_of(work))
 
 
-def noticed_hash(notice: TrainingNotice) -> bytes:
+def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
     """Return :func:`request_hash` of the request that a notice is about."""
+    if isinstance(notice, EvaluationNotice):
+        return digest(b"evaluation", notice.rest_hash)
     settings = json.dumps(dict(notice.settings), sort_keys=True).encode()
     return digest(b"training settings and request", settings, notice.rest_hash)
 
 
-def notice_of(train: TrainRequest) -> TrainingNotice:
-    """Return what clients are told of a request to train before they are sent the model."""
-    rest = encode(replace(train, settings={}))
-    return TrainingNotice(settings=train.settings, rest_hash=digest(b"training request", rest))
+def notice_of(work: TrainRequest | EvaluateRequest) -> TrainingNotice | EvaluationNotice:
+    """Return what clients are told of a request before they are sent the model."""
+    if isinstance(work, EvaluateRequest):
+        return EvaluationNotice(rest_hash=digest(b"evaluation request", encode(work)))
+    rest = encode(replace(work, settings={}))
+    return TrainingNotice(settings=work.settings, rest_hash=digest(b"training request", rest))

@@ -12,19 +12,22 @@ changes nothing. Every ``close`` raises :class:`fedlearn.errors.AggregationAbort
 little is left, and nothing has been released.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
+
+import numpy as np
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, ProtocolError
-from fedlearn.secagg import keys, masking
+from fedlearn.secagg import keys, masking, messages, octets, shamir
 from fedlearn.secagg.client import check_advert
 from fedlearn.secagg.fixed_point import Words
 from fedlearn.secagg.messages import (
     Advert,
+    ClientIds,
     MaskedVector,
     Packets,
     Release,
@@ -41,6 +44,76 @@ from fedlearn.secagg.terms import Terms, Total, from_words
 from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 
 T = TypeVar("T")
+
+
+#: What ends a session: survivors, or their signatures.
+Final: TypeAlias = Survivors | Signatures
+
+_Commitments: TypeAlias = Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedSum:
+    """A sum that only its survivors' shares will open, as it outlives the coordinator's process.
+
+    Attributes:
+        session: Terms and roster.
+        commitments: To the self-seeds of all that shared.
+        survivors: Whose vectors are in it.
+        asked: Who is asked for shares.
+        final: What they are asked with, encoded.
+        packed: The sum, lane after lane as its words lie in memory.
+    """
+
+    session: Session
+    commitments: _Commitments
+    survivors: ClientIds
+    asked: ClientIds
+    final: Annotated[bytes, octets.sized(4)]
+    packed: Annotated[bytes | memoryview, octets.REST]
+
+    @classmethod
+    def of(cls, unmasking: "Unmasking", *, asked: Sequence[ClientId], final: Final) -> "MaskedSum":
+        """Return the sum of a session whose last stage is about to begin."""
+        return cls(
+            session=unmasking.session,
+            commitments=unmasking.commitments,
+            survivors=unmasking.survivors,
+            asked=tuple(asked),
+            final=messages.encode(final),
+            packed=b"".join(words.data for words in unmasking.sums),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return it as bytes; they hold no secret that the coordinator does not have."""
+        return _MASKED_SUM.to_bytes(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "MaskedSum":
+        """Return what :meth:`to_bytes` wrote; ProtocolError if it is damaged."""
+        return _MASKED_SUM.from_bytes(data, what="a masked sum")
+
+    @property
+    def message(self) -> Final:
+        """What survivors are asked with; ProtocolError if it is damaged."""
+        final = messages.decode(self.final)
+        if not isinstance(final, Survivors | Signatures):
+            raise ProtocolError(f"{type(final).__name__} opens no sum")
+        return final
+
+    def unmasking(self) -> "Unmasking":
+        """Return the stage that asks for shares once more; ProtocolError if it is damaged."""
+        _ = self.message
+        sums, begin = masking.zeros(self.session.terms.lanes), 0
+        if sum(words.nbytes for words in sums) != len(self.packed):
+            raise ProtocolError("a masked sum is not as long as its terms say")
+        for words in sums:
+            words[:] = np.frombuffer(self.packed, words.dtype, words.size, begin)
+            begin += words.nbytes
+        return Unmasking(self.session, self.commitments, self.survivors, sums)
+
+
+_MASKED_SUM = octets.record(MaskedSum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +337,8 @@ class Unmasking(_Stage[None]):
                 f"client {client_id} released shares of {len(release.shares)} clients, not of the "
                 f"{len(expected)} that it holds shares of"
             )
+        if not all(shamir.is_canonical(share.reveal()) for share in release.shares.values()):
+            raise ProtocolError(f"client {client_id} released shares that are none of the field's")
         self._box.put(client_id, release.shares)
         self._received[client_id] = None
 

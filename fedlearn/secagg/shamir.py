@@ -60,7 +60,7 @@ def evaluate(limbs: Field, coefficients: Field, *, points: Sequence[int]) -> NDA
     rows = np.concatenate([limbs.reshape(1, -1), coefficients])
     powers = np.ones((x.size, len(rows)), np.uint64)
     for degree in range(1, len(rows)):
-        powers[:, degree] = _reduce(powers[:, degree - 1] * x)
+        powers[:, degree] = reduce(powers[:, degree - 1] * x)
     return _matmul(powers, rows).astype(np.uint32).reshape(x.size, *limbs.shape)
 
 
@@ -69,12 +69,13 @@ def combine(
 ) -> list[SecretBytes | None]:
     """Return the secret that the shares of t holders give at their points, for each of M rows.
 
-    None where they are of no 32 bytes, so that one of them is false.
+    The shares are canonical: below p. None where they are of no 32 bytes, so that one of them is
+    false.
     """
     rows, which = np.unique(points_MT, axis=0, return_inverse=True)
     weights = _lagrange_at_zero(rows)[which.reshape(-1)]
-    terms = _reduce(weights[:, :, None] * (shares_MTL.astype(np.uint64) % _P))
-    return [_from_limbs(limbs) for limbs in _reduce(terms.sum(axis=1))]
+    terms = reduce(weights[:, :, None] * shares_MTL.astype(np.uint64))
+    return [_from_limbs(limbs) for limbs in reduce(terms.sum(axis=1))]
 
 
 def to_bytes(shares: NDArray[np.uint32]) -> bytes:
@@ -85,6 +86,11 @@ def to_bytes(shares: NDArray[np.uint32]) -> bytes:
 def from_bytes(data: bytes) -> NDArray[np.uint32]:
     """Return the limbs in ``data``; they may be of no secret at all."""
     return np.frombuffer(data, "<u4").astype(np.uint32)
+
+
+def is_canonical(data: bytes) -> bool:
+    """Return whether the limbs in ``data`` are elements of the field, each below p."""
+    return bool((np.frombuffer(data, "<u4") < PRIME).all())
 
 
 def uniform_field(shape: tuple[int, ...]) -> Field:
@@ -120,7 +126,7 @@ def _from_limbs(limbs: Field) -> SecretBytes | None:
     return SecretBytes(number.to_bytes(SECRET_BYTES, "little"))
 
 
-def _reduce(x: Field) -> Field:
+def reduce(x: Field) -> Field:
     """Return x mod p for x < 2**64."""
     x = (x & _P) + (x >> _31)
     x = (x & _P) + (x >> _31)
@@ -131,10 +137,10 @@ def _matmul(a: Field, b: Field) -> Field:
     """Return a @ b mod p, exact: four float64 products of 16-bit halves."""
     a_low, a_high = (a & _LOW).astype(np.float64), (a >> _16).astype(np.float64)
     b_low, b_high = (b & _LOW).astype(np.float64), (b >> _16).astype(np.float64)
-    low = _reduce((a_low @ b_low).astype(np.uint64))
-    high = _reduce((a_high @ b_high).astype(np.uint64))
-    middle = _reduce((a_low @ b_high + a_high @ b_low).astype(np.uint64))
-    return _reduce(low + _reduce(middle << _16) + _reduce(high << _32))
+    low = reduce((a_low @ b_low).astype(np.uint64))
+    high = reduce((a_high @ b_high).astype(np.uint64))
+    middle = reduce((a_low @ b_high + a_high @ b_low).astype(np.uint64))
+    return reduce(low + reduce(middle << _16) + reduce(high << _32))
 
 
 def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
@@ -144,18 +150,18 @@ def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
     for j in range(x.shape[1]):
         others = np.arange(x.shape[1]) != j
         other = x[:, j : j + 1]
-        numerator = np.where(others, _reduce(numerator * other), numerator)
-        difference = _reduce(other + _P - x)
-        denominator = np.where(others, _reduce(denominator * difference), denominator)
-    return _reduce(numerator * _inverse(denominator))
+        numerator = np.where(others, reduce(numerator * other), numerator)
+        difference = reduce(other + _P - x)
+        denominator = np.where(others, reduce(denominator * difference), denominator)
+    return reduce(numerator * inverse(denominator))
 
 
-def _inverse(x: Field) -> Field:
+def inverse(x: Field) -> Field:
     """Return x**(p - 2), by Fermat."""
     result, square, exponent = np.ones_like(x), x, PRIME - 2
     while exponent:
         if exponent & 1:
-            result = _reduce(result * square)
-        square = _reduce(square * square)
+            result = reduce(result * square)
+        square = reduce(square * square)
         exponent >>= 1
     return result

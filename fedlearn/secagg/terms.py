@@ -110,6 +110,11 @@ class Terms:
         """Size of one client's masked vector."""
         return sum(lane.num_bytes for lane in self.lanes)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether nothing is trained: what is summed are metrics alone."""
+        return all(lane.role is LaneRole.METRIC for lane in self.lanes)
+
     @cached_property
     def session(self) -> bytes:
         """The hash that every advert is signed under."""

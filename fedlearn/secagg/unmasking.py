@@ -1,7 +1,8 @@
 """From released shares to secrets, each checked against what its owner published.
 
 Masking gives no integrity, so nothing is believed: a self-seed must open its commitment, a
-mask key must have the advertised public half. One false share is found by leaving it out.
+mask key must have the advertised public half. Where one does not, false shares are found by
+decoding: up to (M - t) / 2 among M. While nobody lies, that costs nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,19 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted
 from fedlearn.secagg import keys, masking, shamir
 from fedlearn.secagg.client import pair_keys
+from fedlearn.secagg.error_correction import false_shares
 from fedlearn.secagg.session import Session, Stage
+
+#: Owners whose shares are decoded until false ones are found: who lies about one lies about many,
+#: and nobody's lies shall keep the coordinator busy.
+_MOST_DECODED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +72,8 @@ class ShareBox:
     def recover(self) -> Recovered:
         """Return the secrets; abort if they are not what their owners published.
 
-        That is so where an owner has fewer than t shares, or false ones of more than one holder.
+        That is so where an owner has fewer than t shares, or more false ones than can be told. If
+        others' secrets come out, it is the owner who is named: it dealt them, or published another.
         """
         found: dict[ClientId, SecretBytes] = {}
         suspects: set[ClientId] = set()
@@ -79,7 +87,11 @@ class ShareBox:
             }
             left = [owner for owner in left if owner not in found]
             if left:
-                suspects.add(self._suspect(left[0], suspects))
+                decoded = (self._false_holders(owner, suspects) for owner in left[:_MOST_DECODED])
+                more = next(filter(None, decoded), None)
+                if more is None:
+                    raise self._abortion(left, is_alone=bool(found))
+                suspects |= more
         return Recovered(
             seeds={owner: found[owner] for owner in self._shares if owner in self.survivors},
             mask_keys={
@@ -106,33 +118,45 @@ class ShareBox:
             )
         return held[:threshold]
 
-    def _suspect(self, owner: ClientId, suspects: AbstractSet[ClientId]) -> ClientId:
-        """Return the holder without whose share an owner's secret is genuine."""
-        used = self._holders(owner, suspects)
-        if len(self._shares[owner].keys() - suspects) > len(used):
-            trials = [self._holders(owner, {*suspects, holder}) for holder in used]
+    def _false_holders(self, owner: ClientId, suspects: AbstractSet[ClientId]) -> set[ClientId]:
+        """Return whose shares of an owner's secret are false; empty: that cannot be told."""
+        threshold = self.session.terms.threshold
+        held = sorted(self._shares[owner].keys() - suspects)
+        points = [self.session.points[holder] for holder in held]
+        if found := false_shares(points, self._limbs(owner, held), threshold=threshold):
+            return {held[place] for place in found}
+        if len(held) == threshold + 1:  # too few to decode; but what is published tells as well
+            trials = [[each for each in held if each != holder] for holder in held]
             secrets = self._combine([owner] * len(trials), trials)
-            for holder, secret in zip(used, secrets, strict=True):
+            for holder, secret in zip(held, secrets, strict=True):
                 if secret is not None and self._is_genuine(owner, secret):
-                    return holder
-        raise AggregationAborted(
+                    return {holder}
+        return set()
+
+    def _abortion(self, failed: Sequence[ClientId], *, is_alone: bool) -> AggregationAborted:
+        """Return why nothing is released; the owners' fault ``is_alone`` where others' came out."""
+        owners = ", ".join(map(str, failed))
+        received = min(len(self._shares[owner]) for owner in failed)
+        most = (received - self.session.terms.threshold) // 2
+        return AggregationAborted(
             stage=Stage.UNMASK,
-            reason=f"the shares of client {owner} do not give the secret it published: it, or "
-            "more than one holder, lied",
+            reason=f"the shares of client {owners} do not give the secret it published: it lied, "
+            f"or more than {most} of {received} holders did",
+            culprits=failed if is_alone else (),
         )
+
+    def _limbs(self, owner: ClientId, holders: Sequence[ClientId]) -> NDArray[np.uint32]:
+        """Return shares of one owner's secret: shape [holders, limbs]."""
+        joined = b"".join(self._shares[owner][holder].reveal() for holder in holders)
+        return shamir.from_bytes(joined).reshape(len(holders), shamir.NUM_LIMBS)
 
     def _combine(
         self, owners: Sequence[ClientId], holders: Sequence[Sequence[ClientId]]
     ) -> list[SecretBytes | None]:
         points = self.session.points
         at = np.array([[points[holder] for holder in row] for row in holders], np.int64)
-        joined = b"".join(
-            self._shares[owner][holder].reveal()
-            for owner, row in zip(owners, holders, strict=True)
-            for holder in row
-        )
-        shares = shamir.from_bytes(joined).reshape(*at.shape, shamir.NUM_LIMBS)
-        return shamir.combine(at, shares)
+        rows = zip(owners, holders, strict=True)
+        return shamir.combine(at, np.stack([self._limbs(owner, row) for owner, row in rows]))
 
 
 def leftover_masks(recovered: Recovered, *, session: Session) -> masking.MaskKeys:

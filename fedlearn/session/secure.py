@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
+    EvaluateReply,
+    SecureEvaluateRequest,
     SecureRequest,
     SecureStageRequest,
     SecureTermsRequest,
@@ -20,7 +22,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
-from fedlearn.secagg.client_state import ClientState, Shared
+from fedlearn.secagg.client_state import ClientState, Confirmed, Masked, Released, Shared
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.plan import (
     HAS_LOSS,
@@ -101,7 +103,19 @@ def is_in_session(data: bytes) -> bool:
         kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return False  # nothing that could be answered from
-    return kept.session is not None and kept.session.step is not None
+    return kept.session is not None and kept.session.is_in_session
+
+
+def has_sent_masked(data: bytes) -> bool:
+    """Return whether a client has been in a sum that it helped to open, by its state alone."""
+    try:
+        kept = KeptState.of(data)
+    except (ProtocolError, safetensors.SafetensorError):
+        return False  # nothing that could be answered from
+    if kept.session is None:
+        return False
+    is_in_a_sum = isinstance(kept.session.step, Masked | Confirmed | Released)
+    return is_in_a_sum or bool(kept.session.releases.last)
 
 
 def terms_to_mask_for(data: bytes) -> Terms | None:
@@ -129,8 +143,8 @@ def message_in(request: SecureRequest) -> messages.Message:
     match request, message:
         case SecureTermsRequest(), messages.SignedTerms():
             if noticed_hash(request.notice) != message.terms.request_hash:
-                raise ProtocolError("the terms name another training than the one announced")
-        case SecureTrainRequest(), messages.Packets():
+                raise ProtocolError("the terms name other work than what is announced")
+        case SecureTrainRequest() | SecureEvaluateRequest(), messages.Packets():
             pass
         case SecureStageRequest(), messages.Roster() | messages.Survivors() | messages.Signatures():
             pass
@@ -171,6 +185,23 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
             values[lane.name] = np.array([bounded])
     weight = min(update.num_examples, terms.max_weight)
     return Contribution(values=values, weight=weight, request_hash=terms.request_hash)
+
+
+def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
+    """Return what an evaluation adds to the sum: by measure its value, cut off, and whether it has.
+
+    Raises:
+        ValueError: The terms ask for more than metrics.
+    """
+    if not terms.evaluates:
+        raise ValueError("the terms of an evaluation ask for more than metrics")
+    values = dict[str, NDArray[np.floating]]()
+    for lane in terms.lanes:
+        value = reply.metrics.get(lane.name, math.nan)
+        has_value = math.isfinite(value)
+        bounded = min(max(value, -lane.bound), lane.bound) if has_value else 0.0
+        values[lane.name] = np.array([bounded, float(has_value)])
+    return Contribution(values=values, weight=0, request_hash=terms.request_hash)
 
 
 def _vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:

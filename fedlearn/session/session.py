@@ -10,10 +10,13 @@ from torch import Tensor
 from fedlearn.algorithms.extra_settings import divided
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
+    Accusation,
     ClientId,
+    EvaluateReply,
     EvaluateRequest,
     Failure,
     Reply,
+    SecureEvaluateRequest,
     SecureReply,
     SecureRequest,
     SecureStageRequest,
@@ -36,13 +39,15 @@ from fedlearn.errors import (
 )
 from fedlearn.secagg import messages
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
+from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.plan import request_hash
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import described
+from fedlearn.session.history import History, HistoryFile
 from fedlearn.session.pins import PinFile
 from fedlearn.session.results import evaluate_reply, trained
-from fedlearn.session.secure import KeptState, after_failure, contribution, message_in
+from fedlearn.session.secure import KeptState, after_failure, contribution, measured, message_in
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 
 
@@ -79,6 +84,7 @@ class ClientSession:
         on_failure: Told what went wrong and where, for this device alone: it may quote the data.
         pin_file: Where the identity keys of other clients outlive the run; ``None``: with the rest
             of what the client keeps.
+        history_file: Likewise where it is kept which sums this client has helped to open.
         expanded: Masks that were expanded while the network waited.
     """
 
@@ -88,6 +94,7 @@ class ClientSession:
     on_refusal: Callable[[PolicyViolation], object] = log_refusal
     on_failure: Callable[[str], object] = tell_nobody
     pin_file: PinFile | None = None
+    history_file: HistoryFile | None = None
     expanded: Expanded = nothing_expanded
 
     def handle(
@@ -126,10 +133,12 @@ class ClientSession:
                     reply, tensors = self._train(request, kept.trainer, control)
                     return encode(reply), replace(kept, trainer=tensors).to_bytes()
                 case EvaluateRequest() as request:
-                    result = self.trainer.evaluate(request.tensors, control=control)
-                    return encode(evaluate_reply(result, round_num=request.round_num)), state
+                    return encode(self._evaluate(request, control)), state
                 case (
-                    SecureTermsRequest() | SecureTrainRequest() | SecureStageRequest()
+                    SecureTermsRequest()
+                    | SecureTrainRequest()
+                    | SecureEvaluateRequest()
+                    | SecureStageRequest()
                 ) as request:
                     answer, kept = self._take_part(request, KeptState.of(state), control)
                     return encode(answer), kept.to_bytes()
@@ -142,7 +151,7 @@ class ClientSession:
             return encode(Failure(reason=str(violation))), after_failure(state)
         except Exception as error:  # noqa: BLE001 - the client boundary: one of three in the project
             self._tell_failure(error)
-            return encode(Failure(reason=_reason(error))), after_failure(state)
+            return encode(_failure(error)), after_failure(state)
 
     def _tell_failure(self, error: Exception) -> None:
         # Without the values of local variables, which are the data.
@@ -164,13 +173,17 @@ class ClientSession:
         trainer_state = dict(kept.trainer)
 
         def contribute(terms: Terms) -> Contribution:
-            train = request.train if isinstance(request, SecureTrainRequest) else None
-            if train is None or request_hash(train) != terms.request_hash:
-                raise ProtocolError("the request to train is not the one that the terms name")
-            update, trainer = self._train(train, kept.trainer, control)
-            trainer_state.clear()
-            trainer_state.update(trainer)
-            return contribution(terms, update)
+            match request:
+                case SecureTrainRequest(train=train) if request_hash(train) == terms.request_hash:
+                    update, trainer = self._train(train, kept.trainer, control)
+                    trainer_state.clear()
+                    trainer_state.update(trainer)
+                    return contribution(terms, update)
+                case SecureEvaluateRequest(evaluate=evaluate) if (
+                    request_hash(evaluate) == terms.request_hash
+                ):
+                    return measured(terms, self._evaluate(evaluate, control))
+            raise ProtocolError("the request to work on is not the one that the terms name")
 
         asked = message_in(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
@@ -180,15 +193,32 @@ class ClientSession:
         # What the client was given beforehand counts more than what it is told.
         directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory)
+        state = kept.session_for(asked)
+        history = None if self.history_file is None else self.history_file.read()
+        if history is not None:
+            state = replace(state, releases=history.releases)
         answered, session = secure.handle(
-            asked, kept.session_for(asked), contribute=contribute, expanded=self.expanded
+            asked, state, contribute=contribute, expanded=self.expanded
         )
         reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
         if self.pin_file is None:
             kept = replace(kept, pins=pins)
         elif pins != before:
             self.pin_file.write(pins)
+        self._note(answered, session, history)
         return reply, replace(kept, trainer=trainer_state, session=session)
+
+    def _note(self, answered: messages.Up, session: ClientState, before: History | None) -> None:
+        """Keep what an answer makes of the history, before it leaves."""
+        if self.history_file is None or before is None:
+            return
+        after = before.after(answered, session.releases)
+        if after != before:
+            self.history_file.write(after)
+
+    def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> EvaluateReply:
+        result = self.trainer.evaluate(request.tensors, control=control)
+        return evaluate_reply(result, round_num=request.round_num)
 
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
@@ -205,6 +235,14 @@ class ClientSession:
             control=control,
         )
         return trained(self.trainer, request, context=context)
+
+
+def _failure(error: Exception) -> Failure:
+    """Return what the coordinator is told, and whose fault it is if that is another client."""
+    reason = _reason(error)
+    if isinstance(error, AggregationAborted) and error.culprits:
+        return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
+    return Failure(reason=reason)
 
 
 def _reason(error: Exception) -> str:

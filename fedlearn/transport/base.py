@@ -16,6 +16,7 @@ from fedlearn.core.messages import (
     Failure,
     Reply,
     Request,
+    SecureEvaluateRequest,
     SecureReply,
     SecureTrainRequest,
     TrainReply,
@@ -122,14 +123,15 @@ class Asked:
 
     @classmethod
     def of(cls, requests: Mapping[ClientId, Request]) -> "Asked":
-        """Take requests apart; those that are one object, or have one to train on, are alike."""
+        """Take requests apart; those that are one object, or work on one, are alike."""
         shared: dict[tuple[type[Request], int], tuple[int, Request]] = {}
         places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
         for client_id, request in requests.items():
             common, same = request, id(request)
-            if isinstance(request, SecureTrainRequest):
-                personal[client_id] = request.message
-                common, same = replace(request, message=b""), id(request.train)
+            match request:
+                case SecureTrainRequest(train=work) | SecureEvaluateRequest(evaluate=work):
+                    personal[client_id] = request.message
+                    common, same = replace(request, message=b""), id(work)
             place, _ = shared.setdefault((type(request), same), (len(shared), common))
             places[client_id] = place
         return cls([request for _, request in shared.values()], places, personal)

@@ -40,6 +40,10 @@ SECURE = (
 )
 
 
+#: A client's file for cohorts of a few, whom it knows.
+SMALL = "[policy.secure_aggregation]\nmin_cohort = 2\n"
+
+
 def hurry(_: Function) -> Function:
     """Look for the coordinator several times a second; a client's patience is not the test's."""
     return lambda backoff: 0.3 * backoff.jitter()
@@ -179,13 +183,21 @@ class Site:
         process = self.start(
             name,
             *("join", str(self._invitation(number)), "--home", str(self.folder / name)),
-            *("--task", task or self.task, *options),
+            *("--task", task or self.task, *self._own(options)),
             crash=crash,
             changes=[*([HURRY] if self.hurries else []), *changes],
             variables={part.CLIENT: str(number), **variables},
         )
         until(lambda: self.home(number).keys.enrolment() is not None, told=process.tail)
         return process
+
+    def _own(self, options: Sequence[str]) -> Sequence[str]:
+        """Return options with a file by which a client takes part in sums as small as here."""
+        if "--config" in options:
+            return options
+        path = self.folder / "small.toml"
+        path.write_text(SMALL)
+        return (*options, "--config", str(path))
 
     def invite(self, name: str) -> None:
         """Do what the command does, in no process of its own."""

@@ -198,7 +198,7 @@ def test_a_client_counts_what_a_day_costs_it_over_its_restarts(site: Site) -> No
     policy = site.folder / "policy.toml"
     affordable = gaussian_epsilon(math.sqrt(2 * (2 / 8) ** 2), 1e-6) * 1.001
     policy.write_text(
-        "[policy.secure_aggregation]\ncorruption = 0.0\n[policy.privacy]\n"
+        "[policy.secure_aggregation]\ncorruption = 0.0\nmin_cohort = 3\n[policy.privacy]\n"
         f'mode = "distributed"\nmax_epsilon_per_day = {affordable}\n'
     )
     coordinator = site.serving()

@@ -34,7 +34,7 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 from fedlearn.transport.flower import FlowerChannel
 from tests.grid import RUN, LocalGrid
 
-NUM_CLIENTS = 4
+NUM_CLIENTS = 5
 COHORT = [ClientId(client) for client in range(NUM_CLIENTS)]
 VICTIM = ClientId(2)
 PARAMS = Params.of(torch.nn.Linear(2, 1))
@@ -50,7 +50,7 @@ PLAN = SecurePlan(
             eta_bits=30,
         ),
     ),
-    min_survivors=3,
+    min_survivors=4,
     clip_norm=10.0,
     statistics_norm=10.0,
     max_loss=1.0,
@@ -62,7 +62,7 @@ STRAGGLERS = StragglerPolicy(
     num_wanted=NUM_CLIENTS,
     over_selection=1.0,
     deadline_s=30.0,
-    min_reports=3,
+    min_reports=4,
     below_minimum=BelowMinimum.FAIL,
     max_retries=0,
 )
@@ -356,17 +356,26 @@ def test_a_coordinator_that_was_believed_once_is_remembered_in_the_folder(tmp_pa
 # ---- Once a session -----------------------------------------------------------------------
 
 
+def payload_of(reply: Message) -> bytes:
+    return reply.content.array_records["fedlearn.payload"]["message"].data
+
+
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: bool) -> None:
-    """Every message of a session that is over, sent once more; from the folder or with Flower."""
+    """Every message of a session that is over, sent once more; from the folder or with Flower.
+
+    The last one gets the shares that it got before, which tell nothing new.
+    """
     superlink = Superlink(folder_of=folders(tmp_path) if in_folder else {})
     coordinator = Coordinator(superlink)
     assert not reasons(coordinator.collect(round_num=3))
     if in_folder:
         superlink.restart_nodes()
-    for message in superlink.seen[VICTIM][1:]:
+    _, *before, last = superlink.seen[VICTIM]
+    assert "SecureReply" in str(decode(payload_of(superlink.answer(VICTIM, last))))
+    for message in before:
         reply = superlink.answer(VICTIM, message)
-        data = reply.content.array_records["fedlearn.payload"]["message"].data
+        data = payload_of(reply)
         words = "one release" if isinstance(sent_in(message), messages.SignedTerms) else ""
         assert words in str(decode(data))
         assert "Failure" in str(decode(data))

@@ -695,11 +695,16 @@ def test_two_sets_of_survivors_never_both_get_a_quorum() -> None:
 
 
 def test_shares_are_released_once_in_a_session() -> None:
-    """Not to the same request again, nor from a session begun anew under the same terms."""
+    """The same request gets the same shares again; a session begun anew gets none."""
     paused = until(Stage.UNMASK)
-    _, after = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
-    with pytest.raises(ProtocolError, match="between sessions"):
-        answer(VICTIM, paused.down[VICTIM], after)
+    said, after = answer(VICTIM, paused.down[VICTIM], paused.states[VICTIM])
+    again, unchanged = answer(VICTIM, paused.down[VICTIM], after)
+    assert messages.encode(again) == messages.encode(said)
+    assert unchanged is after
+    with pytest.raises(AggregationAborted, match="quorum"):
+        answer(VICTIM, Signatures(signatures={}), after)
+    with pytest.raises(AggregationAborted, match="has released its shares"):
+        answer(VICTIM, Survivors(client_ids=tuple(IDS[:-1])), after)
     restarted = ClientState.from_bytes(after.to_bytes())
     with pytest.raises(PolicyViolation, match="one release a session"):
         answer(VICTIM, sign(TERMS), restarted)
@@ -1016,8 +1021,71 @@ def test_too_many_false_shares_abort() -> None:
         false = {i: spoiled(share, limb=limb) for i, share in release.shares.items()}
         return messages.encode(replace(release, shares=false))
 
-    with pytest.raises(AggregationAborted, match="or more than one holder, lied"):
+    with pytest.raises(AggregationAborted, match="or more than 1 of 7 holders did"):
         run(spoil_two)
+
+
+@pytest.mark.parametrize("num_liars", [2, 6])
+def test_half_of_the_spare_holders_may_lie_and_are_named(num_liars: int) -> None:
+    """Of 30 with t = 17 six, each about every client in a way of its own; two broke it before."""
+    ids = [ClientId(each) for each in range(1, 31)]
+    cast = Cast.of(ids, policy=replace(POLICY, max_cohort=30, corruption=0.1), num_threads=1)
+    terms = propose(
+        derive(
+            30,
+            assumptions=Assumptions(
+                adversary=ACTIVE,
+                topology=Topology.COMPLETE,
+                corruption=0.1,
+                dropout=0.3,
+                sigma_bits=40,
+                eta_bits=30,
+            ),
+        ),
+        run_id=RUN,
+        round_num=3,
+        attempt=0,
+        request_hash=REQUEST,
+        max_weight=0,
+        lanes=(
+            vector_lane(
+                "delta", size=4, bound=1.0, modulus_bits=32, num_clients=30, weighted=False
+            ),
+        ),
+    )
+    liars = set(ids[::4][:num_liars])
+
+    def lie(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes:
+        if stage is not Stage.UNMASK or way is not Way.UP or client_id not in liars:
+            return data
+        release = messages.decode(data)
+        assert isinstance(release, Release)
+        false = {i: spoiled(share, limb=int(i) % 9) for i, share in release.shares.items()}
+        return messages.encode(replace(release, shares=false))
+
+    one = Contribution(values={"delta": np.full(4, 0.5)}, weight=0, request_hash=REQUEST)
+    result = rehearse(
+        terms,
+        cast=cast,
+        contributions=dict.fromkeys(ids, one),
+        states=dict.fromkeys(ids, ClientState.fresh(RUN)),
+        post=lie,
+        num_threads=1,
+    )
+    assert terms.threshold == 17
+    assert result.outcome.suspects == liars
+    assert float(np.abs(result.outcome.total.sums["delta"] - 15.0).max()) < 1e-4
+
+
+def test_shares_that_are_none_of_the_field_are_refused_by_name() -> None:
+    """One encoding a share: p is 0 by another name."""
+    other = (shamir.PRIME).to_bytes(4, "little") * shamir.NUM_LIMBS
+    result = cheating(
+        Stage.UNMASK,
+        lambda r: replace(r, shares={**r.shares, VICTIM: SecretBytes(other)}),
+    )
+    assert "none of the field's" in str(result.refusals[OTHER])
+    assert result.outcome.suspects == frozenset()
 
 
 def test_a_commitment_to_another_seed_aborts() -> None:

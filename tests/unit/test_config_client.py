@@ -16,6 +16,7 @@ WHOLE = """\
 [policy]
 max_epochs = 5
 max_tasks_per_day = 50
+max_evaluations_per_day = 20
 evaluate = false
 
 [policy.secure_aggregation]
@@ -28,6 +29,7 @@ max_cohort = 100
 max_clip = 2.5
 max_upload_bytes = 1_000_000
 max_releases_per_round = 1
+stays_required = false
 
 [policy.privacy]
 mode = "distributed"
@@ -85,6 +87,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         max_clip=2.5,
         max_upload_bytes=1_000_000,
         max_releases_per_round=1,
+        stays_required=False,
     )
     privacy = PrivacyPolicy(
         mode="distributed", min_noise_share=0.1, max_epsilon_per_day=4.0, target_delta=1e-5
@@ -95,6 +98,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     policy = Policy(
         max_epochs=5,
         max_tasks_per_day=50,
+        max_evaluations_per_day=20,
         evaluate=False,
         secure_aggregation=secure,
         privacy=privacy,

@@ -6,6 +6,7 @@ With ``identity="/path"`` in the node's configuration::
     coordinator.key  the coordinator's key in hexadecimal, as it was seen first; remove the file to
                      take part under another one
     pins.json        the identity keys of other clients, as the client has pinned them
+    history.json     by coordinator which sums the client has helped to open, over all runs
     lock             held while a message is answered
     state/<run_id>   what trainer and sessions keep of a run, until somebody removes it: a SuperNode
                      may have several runs at once, and does not say which of them are over

@@ -15,7 +15,9 @@ from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
     EvaluateRequest,
+    EvaluationNotice,
     Failure,
+    SecureEvaluateRequest,
     SecureReply,
     SecureStageRequest,
     SecureTermsRequest,
@@ -76,6 +78,19 @@ def _codec() -> Mapping[str, bytes]:
             )
         ),
         "secure_train_request": encode(SecureTrainRequest(message=b"message", train=train)),
+        "secure_terms_of_evaluation": encode(
+            SecureTermsRequest(
+                round_num=1,
+                attempt=0,
+                message=b"message",
+                notice=EvaluationNotice(rest_hash=bytes(32)),
+            )
+        ),
+        "secure_evaluate_request": encode(
+            SecureEvaluateRequest(
+                message=b"message", evaluate=EvaluateRequest(round_num=1, tensors=_TENSORS)
+            )
+        ),
         "secure_stage_request": encode(
             SecureStageRequest(round_num=1, attempt=0, message=b"message")
         ),

@@ -354,6 +354,9 @@ def test_a_commitment_to_another_seed_releases_nothing() -> None:
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
     assert f"the shares of client {CHEAT} do not give the secret" in row_of(collected, 0).reason
+    assert collected.culprits == {CHEAT}
+    assert "found out" in row_of(collected, CHEAT).reason
+    assert "found out" not in row_of(collected, OTHER).reason
     assert stand.require_exact(stand.collect(round_num=CHEATED + 1)) == EVERYONE
 
 
@@ -371,6 +374,7 @@ def test_shares_that_do_not_give_the_key_of_a_dropped_client_release_nothing(
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
     assert f"the shares of client {CHEAT} do not give the secret" in row_of(collected, 0).reason
+    assert collected.culprits == {CHEAT}
     assert stand.require_exact(stand.collect(round_num=CHEATED + 1)) == EVERYONE
 
 
@@ -389,11 +393,14 @@ def test_packets_that_do_not_open_are_found_by_whom_they_were_sent_to() -> None:
     collected = one.collect(round_num=CHEATED)
     assert f"the packet of client {CHEAT} does not open" in row_of(collected, 0).reason
     assert one.require_exact(collected) == EVERYONE[1:]
+    assert not collected.culprits, "one client may say what it likes of another"
     every = cheating(Stage.SHARE, shares(lambda s: replace(s, packets=(garbage,) * 5)))
     collected = every.collect(round_num=CHEATED)
     require_nothing(collected)
     for each in OTHERS:
         assert f"the packet of client {CHEAT} does not open" in row_of(collected, each).reason
+    assert collected.culprits == {CHEAT}
+    assert "of no use to 5 clients" in row_of(collected, CHEAT).reason
 
 
 def spoiling(owners: Sequence[ClientId], *, limb: int = 0) -> Change:
@@ -431,7 +438,8 @@ def test_more_false_shares_than_can_be_told_from_true_ones_release_nothing() -> 
     stand = honest_before(Stand.in_memory(victim=CHEAT, plan=PLAN, sabotage=sabotage))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
-    assert "or more than one holder, lied" in row_of(collected, 5).reason
+    assert "or more than 1 of 6 holders did" in row_of(collected, 5).reason
+    assert not collected.culprits, "whose fault it is cannot be told"
     assert stand.require_exact(stand.collect(round_num=CHEATED + 1)) == EVERYONE
 
 

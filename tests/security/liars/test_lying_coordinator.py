@@ -153,8 +153,9 @@ def test_survivors_that_only_one_client_was_told_are_signed_in_vain() -> None:
 def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversary) -> None:
     """After an honest session the liar asks everybody again, now as if one had dropped out.
 
-    No holder gives two shares of a client. And against an active server nobody gives a share of
-    the other secret at all: honest-but-curious is the name of one that does not ask.
+    No holder gives two shares of a client, only the same one again to the same question. And
+    against an active server nobody gives a share of the other secret at all: honest-but-curious is
+    the name of one that does not ask.
     """
     made = Stand.in_memory(
         victim=VICTIM,
@@ -185,7 +186,8 @@ def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversar
         request = replace(honest, message=message)
         for holder in (ClientId(each) for each in EVERYONE):
             gives = note(holder, answer_of(made.liar.ask(holder, request, deadline_s=60.0)))
-            assert not gives or holder not in asked
+            is_the_same = message == made.liar.requests[last].message
+            assert not gives or holder not in asked or is_the_same
     assert {len(found) for found in shares.values()} == {1}
     assert len({holder for holder, _ in shares}) >= len(asked)
 

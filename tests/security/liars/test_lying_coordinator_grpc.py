@@ -137,7 +137,10 @@ def test_a_lie_over_grpc_ends_the_session_and_nothing_is_released(
 def test_what_was_released_is_not_released_again_by_a_client_that_was_started_again(
     deployed: Deployed,
 ) -> None:
-    """It knows from its disk: not for other survivors, nor the same, nor in another session."""
+    """It knows from its disk: not for other survivors, nor in another session.
+
+    The same question gets the same shares, which tell nothing new.
+    """
     deployed.honest()
     liar = deployed.stand.liar
     released = answer_of(liar.replies[VICTIM, Stage.UNMASK])
@@ -149,11 +152,13 @@ def test_what_was_released_is_not_released_again_by_a_client_that_was_started_ag
     others = replace(liar.requests[Stage.CONFIRM], message=messages.encode(dropped))
     for request in (
         others,
-        liar.requests[Stage.UNMASK],
         liar.requests[Stage.CONFIRM],
         liar.requests[Stage.ADVERTISE],
     ):
         assert isinstance(liar.ask(VICTIM, request, deadline_s=LONG_S), Failure)
+    again = answer_of(liar.ask(VICTIM, liar.requests[Stage.UNMASK], deadline_s=LONG_S))
+    assert isinstance(again, messages.Release)
+    assert messages.encode(again) == messages.encode(released)
     deployed.honest()
 
 

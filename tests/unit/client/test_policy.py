@@ -130,7 +130,7 @@ def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None
 def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() -> None:
     """By default a session must hold against an active coordinator, with three clients."""
     floor = terms_policy(Policy().secure_aggregation)
-    assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 3)
+    assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 4)
     assert floor.max_releases_per_round == 2
     assert floor.allow_sparse
     lowered = SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=False)

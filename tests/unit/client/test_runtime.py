@@ -50,13 +50,14 @@ from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.secagg import keys, messages
-from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import verify
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash
+from fedlearn.secagg.releases import PastRelease, PastReleases
 from fedlearn.secagg.server import open_session
-from fedlearn.session.secure import KeptState
+from fedlearn.session.history import History, HistoryFile
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
@@ -666,6 +667,27 @@ def local(**changes: Any) -> Policy:  # Any: of the fields
     return Policy(privacy=PrivacyPolicy(**{"mode": "local", **changes}))
 
 
+def advert_to_evaluate() -> SecureTermsRequest:
+    """Return the first message of a session that evaluates."""
+    assumed = Assumptions(
+        adversary=Adversary.HONEST_BUT_CURIOUS,
+        topology=Topology.COMPLETE,
+        corruption=0.0,
+        dropout=0.0,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    plan = EvaluationPlan(
+        parameters=derive(3, assumptions=assumed), measures=("loss",), max_loss=10.0
+    )
+    notice = notice_of(EVALUATION)
+    terms = plan.terms(run_id=bytes(16), round_num=0, request_hash=noticed_hash(notice))
+    signed, _ = open_session(terms, signer=SIGNER, directory={})
+    return SecureTermsRequest(
+        round_num=0, attempt=0, message=messages.encode(signed), notice=notice
+    )
+
+
 CURIOUS = "honest-but-curious"
 EVALUATION = EvaluateRequest(round_num=0, tensors={})
 TRAINING = train_request(epochs=3)
@@ -677,6 +699,30 @@ RULES = [
     Rule("max_epochs", "epochs = 3", "at most 2", TWO, TRAINING, ANY),
     Rule("max_tasks_per_day", "training 1 within 24 hours", "at most 0", NONE, TRAINING, ONE),
     Rule("evaluate", "an evaluation", "none", Policy(evaluate=False), EVALUATION, Policy()),
+    Rule(
+        "evaluate",
+        "an evaluation",
+        "none",
+        replace(secure(adversary=CURIOUS), evaluate=False),
+        advert_to_evaluate(),
+        secure(adversary=CURIOUS, required=True),
+    ),
+    Rule(
+        "max_evaluations_per_day",
+        "evaluation 1 within 24 hours",
+        "at most 0",
+        Policy(max_evaluations_per_day=0),
+        EVALUATION,
+        Policy(max_evaluations_per_day=1),
+    ),
+    Rule(
+        "max_evaluations_per_day",
+        "evaluation 1 within 24 hours",
+        "at most 0",
+        replace(secure(adversary=CURIOUS), max_evaluations_per_day=0),
+        advert_to_evaluate(),
+        replace(secure(adversary=CURIOUS), max_evaluations_per_day=1),
+    ),
     Rule(
         "secure_aggregation.required",
         "an update that the coordinator could read",
@@ -907,6 +953,55 @@ def test_the_same_is_taken_where_the_rule_allows_it(
     assert refused(logs) == []
 
 
+@pytest.mark.parametrize("request_", [TRAINING, EVALUATION], ids=["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("key", "policy", "is_refused"),
+    [
+        (COORDINATOR_KEY, Policy(), True),
+        (COORDINATOR_KEY, secure(stays_required=False), False),
+        (bytes(32), Policy(), False),
+    ],
+    ids=["bound", "its user says otherwise", "to another coordinator"],
+)
+def test_who_has_sent_masked_updates_sends_no_readable_ones(
+    *,
+    secure_home: Home,
+    door: ScriptedDoor,
+    key: bytes,
+    policy: Policy,
+    is_refused: bool,
+    request_: Request,
+) -> None:
+    """To the same coordinator, in whatever run; its user can allow it again."""
+    HistoryFile(path=secure_home.folder / "history.json", coordinator_key=key).write(
+        History(is_bound=True)
+    )
+    with (
+        structlog.testing.capture_logs() as logs,
+        client(secure_home, Quick(), policy=policy) as running,
+    ):
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(request_)
+        reply = decode(door.hear("result").data)
+    assert isinstance(reply, Failure) == is_refused
+    rules = [each["rule"] for each in refused(logs)]
+    assert rules == ["secure_aggregation.stays_required"] * is_refused
+
+
+def test_evaluations_are_counted_by_the_day(home: Home, door: ScriptedDoor) -> None:
+    with client(home, Quick(), policy=Policy(max_evaluations_per_day=2)) as running:
+        running.wait_for(EventKind.CONNECTED)
+        replies = []
+        for number in range(3):
+            door.offer(EVALUATION, round_num=number)
+            replies.append(decode(door.hear("result").data))
+            door.settle(EVALUATION, round_num=number)
+    *taken, last = replies
+    assert not any(isinstance(reply, Failure) for reply in taken)
+    assert isinstance(last, Failure)
+    assert "max_evaluations_per_day" in last.reason
+
+
 @pytest.mark.parametrize(("limit", "is_refused"), [(1, True), (2, False)])
 def test_a_second_release_in_a_round_is_as_the_policy_says(
     secure_home: Home,
@@ -914,12 +1009,19 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
     limit: int,
     is_refused: bool,  # noqa: FBT001 - a case
 ) -> None:
-    """The client remembers the first over its restarts."""
-    once = ClientState(run_id=bytes(16), last_release=(0, 0), num_releases=1, step=None)
-    (secure_home.folder / "state").mkdir()
-    (secure_home.folder / "state" / "run").write_bytes(
-        KeptState(trainer={}, session=once).to_bytes()
+    """The client remembers the first over its restarts, and over other runs."""
+    once = PastRelease(
+        run_id=bytes(16),
+        evaluates=False,
+        round_num=0,
+        attempt=0,
+        num_releases=1,
+        survivors=(ClientId(1),),
     )
+    enrolment = secure_home.keys.enrolment()
+    assert enrolment is not None
+    file = secure_home.keys.history_file(enrolment)
+    file.write(History(releases=PastReleases((once,))))
     policy = secure(adversary=CURIOUS, max_releases_per_round=limit)
     with (
         structlog.testing.capture_logs() as logs,

@@ -4,7 +4,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
     EvaluateRequest,
+    EvaluationNotice,
     Failure,
+    SecureEvaluateRequest,
     SecureReply,
     SecureRequest,
     SecureStageRequest,
@@ -242,12 +244,23 @@ def beginning(message: bytes) -> SecureTermsRequest:
     )
 
 
+def measuring(message: bytes) -> SecureEvaluateRequest:
+    tensors = {"message": torch.ones(3), "w": torch.zeros(1, dtype=torch.int8)}
+    return SecureEvaluateRequest(
+        message=message, evaluate=EvaluateRequest(round_num=2, tensors=tensors)
+    )
+
+
+def beginning_to_measure(message: bytes) -> SecureTermsRequest:
+    return replace(beginning(message), notice=EvaluationNotice(rest_hash=b"12"))
+
+
 def going_on(message: bytes) -> SecureStageRequest:
     return SecureStageRequest(round_num=2, attempt=1, message=message)
 
 
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256))])
-@pytest.mark.parametrize("made", [beginning, masking, going_on])
+@pytest.mark.parametrize("made", [beginning, beginning_to_measure, masking, measuring, going_on])
 def test_a_message_of_secure_aggregation_travels(
     body: bytes, made: Callable[[bytes], SecureRequest]
 ) -> None:
@@ -255,12 +268,17 @@ def test_a_message_of_secure_aggregation_travels(
     sent = made(body)
     found = decode(encode(sent))
     assert isinstance(found, type(sent))
-    assert (found.round_num, found.attempt, found.message) == (2, 1, body)
+    attempt = 0 if isinstance(sent, SecureEvaluateRequest) else 1
+    assert (found.round_num, found.attempt, found.message) == (2, attempt, body)
     assert encode(found) == encode(sent)
     match sent, found:
         case SecureTermsRequest(), SecureTermsRequest():
             assert found.directory == sent.directory
+            assert type(found.notice) is type(sent.notice)
             assert vars(found.notice) == vars(sent.notice)
+        case SecureEvaluateRequest(), SecureEvaluateRequest():
+            measured = found.evaluate.tensors
+            assert all(torch.equal(measured[n], t) for n, t in sent.evaluate.tensors.items())
         case SecureTrainRequest(), SecureTrainRequest():
             assert (found.train.settings, found.train.seed) == ({"epochs": 2}, 9)
             model = found.train.tensors
@@ -269,6 +287,9 @@ def test_a_message_of_secure_aggregation_travels(
 
 def test_what_is_for_one_client_alone_may_travel_apart() -> None:
     """The cohort's part is the request without its packets."""
+    assert encode(decode(encode(measuring(b"")), personal=b"packets")) == encode(
+        measuring(b"packets")
+    )
     found = decode(encode(masking(b"")), personal=b"packets")
     assert encode(found) == encode(masking(b"packets"))
 
@@ -310,6 +331,10 @@ MASKING: Mapping[str, Any] = {**STAGE, "settings": {}, "seed": 1, "order": []}
         ("train", MASKING, {"order": "w"}, OCTETS),
         ("train", MASKING, {"order": [1]}, OCTETS),
         ("train", MASKING, {"order": None}, OCTETS),
+        ("train", MASKING, {"settings": None}, OCTETS),
+        ("evaluate", {"round_num": 1}, {}, {}),
+        ("evaluate", {"round_num": 1}, {}, {**OCTETS, "w": torch.zeros(1)}),
+        ("evaluate", {"round_num": 1}, {"settings": {}}, OCTETS),
         ("train", MASKING, {"attempt": -1}, OCTETS),
         ("terms", TERMS, {}, {}),
         ("terms", TERMS, {}, {**OCTETS, "model/w": torch.zeros(1)}),

@@ -176,11 +176,18 @@ def test_a_run_that_is_alive_is_not_run_twice(tmp_path: Path) -> None:
 ON = 'secure_aggregation.mode="complete"'
 
 
+def of_three(folder: Path, **node_config: bool | float | str) -> LocalGrid:
+    """Return three nodes whose owners take part in sums of three: fewer than by default."""
+    folder.mkdir(exist_ok=True)
+    (folder / "client.toml").write_text("[policy.secure_aggregation]\nmin_cohort = 3\n")
+    return grid_of(3, policy=str(folder / "client.toml"), **node_config)
+
+
 def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> None:
     """The example's file as it is; the run says by which key nodes may know the coordinator."""
     heard = Heard()
     settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": ON}
-    run_of(federation(3, **settings), tmp_path, heard)
+    run_of(federation(of_three(tmp_path), **settings), tmp_path, heard)
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [3, 3]
     assert heard.rounds[-1].metrics["accuracy"] > 0.85
     assert coordinator_identity(tmp_path).public_key.hex() in heard.notes[-1]
@@ -218,7 +225,8 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
         'privacy={mode="distributed", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
         "num_users=3}"
     )
-    run_of(federation(3, **settings, overrides=by_clients), tmp_path / "others", heard)
+    nodes = of_three(tmp_path)
+    run_of(federation(nodes, **settings, overrides=by_clients), tmp_path / "others", heard)
     assert heard.rounds[-1].metrics["accuracy"] > 0.8
     assert heard.summary.privacy.num_charged == 2
     weighted = "cohort.sampling=poisson; algorithm.weight_by_examples=true"
@@ -235,10 +243,10 @@ def test_nodes_that_know_the_coordinator_take_part_in_its_next_run_and_in_no_oth
     settings["overrides"] = f'{ON};stragglers.below_minimum="fail"'
     for _ in range(2):
         heard = Heard()
-        nodes = grid_of(3, **{"coordinator-key": key})
+        nodes = of_three(tmp_path, **{"coordinator-key": key})
         run_of(federation(nodes, **settings), tmp_path / "a", heard)
         assert heard.rounds[0].count(Status.REPORTED) == 3
-    nodes, heard = grid_of(3, **{"coordinator-key": key}), Heard()
+    nodes, heard = of_three(tmp_path, **{"coordinator-key": key}), Heard()
     with pytest.raises(RoundError):
         run_of(federation(nodes, **settings), tmp_path / "b", heard)
     assert statuses(tmp_path / "b") == [RunStatus.FAILED]
@@ -250,9 +258,10 @@ def test_a_node_that_requires_secure_aggregation_refuses_a_plain_run(tmp_path: P
     required = {"require-secure-aggregation": True}
     plain = settings | {"overrides": 'stragglers.below_minimum="fail"'}
     with pytest.raises(RoundError):
-        run_of(federation(grid_of(3, **required), **plain), tmp_path, Heard())
+        run_of(federation(of_three(tmp_path, **required), **plain), tmp_path, Heard())
     heard = Heard()
-    run_of(federation(grid_of(3, **required), **settings, overrides=ON), tmp_path, heard)
+    nodes = of_three(tmp_path, **required)
+    run_of(federation(nodes, **settings, overrides=ON), tmp_path, heard)
     assert heard.rounds[0].count(Status.REPORTED) == 3
 
 
@@ -264,9 +273,9 @@ def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path
     """Nothing said: the defaults."""
     assert policy_of() == Policy()
     file = tmp_path / "client.toml"
-    file.write_text("[policy]\nmax_epochs = 3\n[policy.secure_aggregation]\nmin_cohort = 5\n")
+    file.write_text("[policy]\nmax_epochs = 3\n[policy.secure_aggregation]\nmin_cohort = 7\n")
     found = policy_of(policy=str(file), **{"require-secure-aggregation": True})
-    assert (found.max_epochs, found.secure_aggregation.min_cohort) == (3, 5)
+    assert (found.max_epochs, found.secure_aggregation.min_cohort) == (3, 7)
     assert found.secure_aggregation.required
     assert not policy_of(policy=str(file)).secure_aggregation.required
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -258,6 +258,33 @@ def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
     assert state.virtual_s == 10.0
     assert state.server.params.vector.tolist() == [3.0, 3.0]
     assert asked == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
+    """And again in the next round, since a fault is of a round."""
+    asked: list[tuple[int, int]] = []
+
+    def fails(client_id: int, round_num: int, attempt: int) -> bool:
+        if client_id == 1:
+            asked.append((round_num, attempt))
+        return (round_num, attempt) == (1, 0)
+
+    @dataclass(frozen=True)
+    class Blaming:
+        inner: Collector
+
+        def available(self) -> Sequence[ClientId]:
+            return self.inner.available()
+
+        def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+            found = self.inner.collect(cohort, request)
+            is_over = found.aggregate is None
+            return replace(found, culprits=frozenset([ClientId(1)] if is_over else []))
+
+    scripted = scripted_round(fails, policy=replace(POLICY, num_wanted=3))
+    state, _ = run(run_plan(replace(scripted, collector=Blaming(scripted.collector)), num_rounds=3))
+    assert asked == [(0, 0), (1, 0), (2, 0)]
+    assert state.server.params.vector.tolist() == [3.0, 3.0]
 
 
 def test_each_attempt_asks_a_fresh_cohort() -> None:

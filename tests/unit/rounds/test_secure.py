@@ -28,6 +28,7 @@ from fedlearn.core.messages import (
     SecureRequest,
     SecureTermsRequest,
     SecureTrainRequest,
+    TrainingNotice,
     TrainReply,
 )
 from fedlearn.core.params import Params
@@ -351,6 +352,7 @@ def test_clients_are_told_how_they_will_train_before_they_agree() -> None:
     first, masking = seen[Stage.ADVERTISE], seen[Stage.MASK]
     assert isinstance(first, SecureTermsRequest)
     assert isinstance(masking, SecureTrainRequest)
+    assert isinstance(first.notice, TrainingNotice)
     assert first.notice.settings == settings_of(LOCAL)
     assert noticed_hash(first.notice) == request_hash(masking.train)
 

@@ -142,7 +142,7 @@ def test_a_policy_may_allow_a_second_release_in_a_round() -> None:
             num_threads=1,
         )
         states = dict(result.states)
-        assert {state.num_releases for state in states.values()} == {attempt + 1}
+        assert {state.releases.last[0].num_releases for state in states.values()} == {attempt + 1}
     signed, _ = open_session(
         replace(TERMS, attempt=2), signer=CAST.signer, directory=CAST.clients[IDS[0]].directory
     )
@@ -165,5 +165,5 @@ def test_a_lost_reply_to_the_last_message_does_not_open_the_session_again() -> N
         post=lose,
         num_threads=1,
     )
-    assert result.states[IDS[0]].num_releases == 1
+    assert result.states[IDS[0]].releases.last[0].num_releases == 1
     assert IDS[0] in result.outcome.survivors

@@ -12,6 +12,7 @@ from fedlearn.secagg.client_state import (
     ClientState,
     Confirmed,
     Masked,
+    Released,
     Shared,
     Step,
 )
@@ -51,12 +52,14 @@ SESSION = Session(TERMS, ADVERTS)
 SECRETS = [SecretBytes.generate(32) for _ in range(3)]
 HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate(72)}
 OPENING = {ClientId(5): SECRETS[0]}
+SURVIVORS = (ClientId(1), ClientId(5))
 STEPS: list[Step] = [
     Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
     Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], None),
     Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], HELD[ClientId(1)]),
     Masked(SESSION, HELD),
-    Confirmed(SESSION, HELD, (ClientId(1), ClientId(5))),
+    Confirmed(SESSION, HELD, SURVIVORS),
+    Released(SESSION, SURVIVORS, {ClientId(1): SecretBytes.generate(36)}),
 ]
 FRESH = ClientState.fresh(b"r" * 16)
 
@@ -64,12 +67,12 @@ FRESH = ClientState.fresh(b"r" * 16)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
     """Bytes for bytes, since sessions and secrets have no equality of their own."""
-    state = replace(FRESH.released(TERMS), step=step)
+    state = replace(FRESH.released(released(TERMS)), step=step)
     data = state.to_bytes()
     again = ClientState.from_bytes(data)
     assert again.to_bytes() == data
     assert type(again.step) is type(step)
-    assert again.last_release == (2, 1)
+    assert again.releases == state.releases
     if isinstance(step, Masked | Confirmed) and isinstance(again.step, Masked | Confirmed):
         assert again.step.session.id == SESSION.id
         assert again.step.held == HELD
@@ -80,21 +83,33 @@ def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_state_is_refused(step: Step) -> None:
     data = FRESH.at(step).to_bytes()
-    for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x02" + data[5:]):
+    for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x03" + data[5:]):
         with pytest.raises(ProtocolError):
             ClientState.from_bytes(bad)
 
 
+def released(terms: Terms) -> Released:
+    return Released(Session(terms, ADVERTS), SURVIVORS, {})
+
+
+def last_of(state: ClientState) -> tuple[int, int, int]:
+    (last,) = state.releases.last
+    assert last.survivors == SURVIVORS
+    return last.round_num, last.attempt, last.num_releases
+
+
 def test_releases_are_counted_by_round_and_end_the_session() -> None:
-    first = FRESH.at(STEPS[-1]).released(TERMS)
-    assert (first.step, first.last_release, first.num_releases) == (None, (2, 1), 1)
-    assert first.released(replace(TERMS, attempt=2)).num_releases == 2
-    assert first.released(replace(TERMS, round_num=3)).num_releases == 1
+    first = FRESH.at(STEPS[0]).released(released(TERMS))
+    assert not first.is_in_session
+    assert FRESH.at(STEPS[0]).is_in_session, "the control"
+    assert last_of(first) == (2, 1, 1)
+    assert last_of(first.released(released(replace(TERMS, attempt=2)))) == (2, 2, 2)
+    assert last_of(first.released(released(replace(TERMS, round_num=3)))) == (3, 1, 1)
 
 
 def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
-    state = FRESH.released(TERMS).at(STEPS[1])
+    state = FRESH.released(released(TERMS)).at(STEPS[1])
     assert SECRETS[2].reveal() in state.to_bytes()
     ended = state.at(None)
     assert SECRETS[2].reveal() not in ended.to_bytes()
-    assert ended.last_release == (2, 1)
+    assert last_of(ended) == (2, 1, 1)

@@ -1,0 +1,69 @@
+"""Federated evaluation in a sum: the coordinator learns the clients' means and nothing else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from fedlearn.core.messages import ClientId, EvaluateRequest, SecureEvaluateRequest
+from fedlearn.core.params import Params
+from fedlearn.errors import AggregationAborted, ConfigError
+from fedlearn.rounds.secure import NotKept, SecureCollector
+from fedlearn.secagg.evaluation import EvaluationPlan
+from fedlearn.secagg.plan import notice_of, noticed_hash
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureEvaluator:
+    """Has clients measure the model, each on its own data, and learns the means.
+
+    It is a session of secure aggregation like one that trains, whose lanes are the measures. Where
+    too few clients are there, or go through with it, nothing is measured after that round. A
+    coordinator that crashed in between measures no second time: two sums over cohorts that differ
+    by one client would tell that client's measures.
+
+    Attributes:
+        sessions: Who leads sessions: the channel, and the coordinator's identity.
+        cohort: Returns who is asked, after how many finished rounds.
+        plan: Returns what is summed, of so many clients asked.
+        deadline_s: Seconds that the clients get to measure.
+    """
+
+    sessions: SecureCollector
+    cohort: Callable[[int], Sequence[ClientId]]
+    plan: Callable[[int], EvaluationPlan]
+    deadline_s: float
+
+    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+        """Return ``clients/NAME_mean`` of each measure that any client has."""
+        cohort = self.cohort(round_num)
+        try:
+            plan = self.plan(len(cohort))
+        except ConfigError as error:
+            return _nothing(round_num, str(error))
+        request = EvaluateRequest(round_num=round_num, tensors=params.named())
+        notice = notice_of(request)
+        terms = plan.terms(
+            run_id=self.sessions.run_id, round_num=round_num, request_hash=noticed_hash(notice)
+        )
+        try:
+            outcome = self.sessions.lead(
+                self.sessions.session(cohort, round_num, attempt=0),
+                terms,
+                notice=notice,
+                work=lambda own: SecureEvaluateRequest(message=own, evaluate=request),
+                deadline_s=self.deadline_s,
+                num_wanted=len(cohort),
+                masked_sum=NotKept(),
+            )
+            means = plan.means(outcome.total)
+        except (AggregationAborted, ValueError) as error:
+            return _nothing(round_num, str(error))
+        return {f"clients/{name}_mean": value for name, value in means.items()}
+
+
+def _nothing(round_num: int, reason: str) -> Mapping[str, float]:
+    _log.warning("nothing_evaluated", round_num=round_num, reason=reason)
+    return {}

@@ -1,0 +1,135 @@
+"""Which shares of a secret are false: shares are a Reed-Solomon code word, and decode as one.
+
+The shares of one limb are the values of a polynomial of degree below t at M points. Whatever at
+most (M - t) / 2 holders say instead, there is one such polynomial that all others lie on, and Gao's
+algorithm finds it in O(M²). The limbs of a share are false together, so one random combination of
+them is decoded: a false share is on the polynomial of the combination with probability 1 / p.
+
+References:
+    Gao, 2003, `A New Algorithm for Decoding Reed-Solomon Codes
+    <https://doi.org/10.1007/978-1-4757-3789-9_5>`_.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.secagg.shamir import PRIME, Field, inverse, reduce, uniform_field
+
+_P = np.uint64(PRIME)
+
+
+def false_shares(
+    points: Sequence[int], shares_ML: NDArray[np.uint32], *, threshold: int
+) -> list[int] | None:
+    """Return the places of the shares that are false; ``None``: they are too many to tell.
+
+    Args:
+        points: Where each was evaluated, M of them, distinct and in [1, p).
+        shares_ML: The shares, each of L limbs below p.
+        threshold: t.
+
+    Example:
+        >>> from fedlearn.core.secret_bytes import SecretBytes
+        >>> from fedlearn.secagg.shamir import share
+        >>> points = [1, 2, 3, 4, 5, 6]
+        >>> shares = share([SecretBytes.generate(32)], threshold=2, points=points)[:, 0]
+        >>> shares[[1, 4]] = 7
+        >>> false_shares(points, shares, threshold=2)
+        [1, 4]
+    """
+    x_M = np.array(points, np.uint64)
+    limbs_ML = shares_ML.astype(np.uint64)
+    weights_L = uniform_field((limbs_ML.shape[1],))
+    y_M = reduce(reduce(limbs_ML * weights_L).sum(axis=1))
+    polynomial = _decoded(x_M, y_M, threshold=threshold)
+    if polynomial is None:
+        return None
+    return np.flatnonzero(_values(polynomial, x_M) != y_M).tolist()
+
+
+def _decoded(x_M: Field, y_M: Field, *, threshold: int) -> Field | None:
+    """Return the polynomial of degree below t on which all but (M - t) / 2 values lie, if any.
+
+    Coefficients here and below are from the constant on, without zeros at the end.
+    """
+    master = _vanishing_on(x_M)
+    before, now = master, _interpolated(x_M, y_M, master)
+    u_before, u_now = np.zeros(0, np.uint64), np.ones(1, np.uint64)
+    # The extended Euclidean algorithm, ended halfway: where now = u * interpolated (mod master).
+    while 2 * (len(now) - 1) >= len(x_M) + threshold:
+        quotient, rest = _divided(before, now)
+        before, now = now, rest
+        u_before, u_now = u_now, _minus(u_before, _times(quotient, u_now))
+    polynomial, rest = _divided(now, u_now)
+    return polynomial if not len(rest) and len(polynomial) <= threshold else None
+
+
+def _vanishing_on(x_M: Field) -> Field:
+    """Return the product of (X - x) over all x."""
+    product = np.zeros(len(x_M) + 1, np.uint64)
+    product[0] = 1
+    for degree, x in enumerate(x_M):
+        shifted = np.roll(product[: degree + 2], 1)
+        product[: degree + 2] = reduce(shifted + reduce(product[: degree + 2] * (_P - x)))
+    return product
+
+
+def _interpolated(x_M: Field, y_M: Field, master: Field) -> Field:
+    """Return the polynomial of degree below M through all values.
+
+    By Lagrange: the sum of y / master'(x) times master / (X - x), which Horner's rule divides for
+    all x at once.
+    """
+    quotients_M, slopes_M = np.zeros_like(x_M), np.zeros_like(x_M)
+    rows = []
+    for coefficient in master[:0:-1]:
+        quotients_M = reduce(quotients_M * x_M + coefficient)
+        slopes_M = reduce(slopes_M * x_M + quotients_M)
+        rows.append(quotients_M)
+    weights_M = reduce(y_M * inverse(slopes_M))
+    sums = [reduce(reduce(row * weights_M).sum(keepdims=True))[0] for row in reversed(rows)]
+    return _trimmed(np.array(sums, np.uint64))
+
+
+def _values(polynomial: Field, x_M: Field) -> Field:
+    found = np.zeros_like(x_M)
+    for coefficient in polynomial[::-1]:
+        found = reduce(found * x_M + coefficient)
+    return found
+
+
+def _divided(numerator: Field, denominator: Field) -> tuple[Field, Field]:
+    """Return quotient and remainder; the denominator is not zero."""
+    rest, size = numerator.copy(), len(denominator)
+    quotient = np.zeros(max(len(numerator) - size + 1, 0), np.uint64)
+    lead = inverse(denominator[-1:])
+    for at in range(len(quotient) - 1, -1, -1):
+        factor = reduce(rest[at + size - 1] * lead)
+        quotient[at : at + 1] = factor
+        rest[at : at + size] = reduce(rest[at : at + size] + reduce(denominator * (_P - factor)))
+    return quotient, _trimmed(rest[: size - 1])
+
+
+def _times(a: Field, b: Field) -> Field:
+    product = np.zeros(max(len(a) + len(b) - 1, 0), np.uint64)
+    for at, factor in enumerate(a):
+        product[at : at + len(b)] = reduce(product[at : at + len(b)] + reduce(b * factor))
+    return product
+
+
+def _minus(a: Field, b: Field) -> Field:
+    difference = np.zeros(max(len(a), len(b)), np.uint64)
+    difference[: len(a)] = a
+    difference[: len(b)] = reduce(difference[: len(b)] + _P - b)
+    return _trimmed(difference)
+
+
+def _trimmed(polynomial: Field) -> Field:
+    """Return the polynomial without zeros above its degree; that of zero is empty."""
+    return (
+        polynomial[: int(np.flatnonzero(polynomial)[-1]) + 1]
+        if polynomial.any()
+        else polynomial[:0]
+    )

@@ -1,0 +1,360 @@
+"""Two sums of one round whose cohorts differ by one client: refused by whoever was in the first.
+
+Real clients over a channel, each with a folder for its history; the coordinator is the product's
+own, told to do what a curious or a lying one would.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import ClientId, Failure, Request, SecureRequest
+from fedlearn.core.params import Params
+from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
+from fedlearn.rounds.secure_evaluation import SecureEvaluator
+from fedlearn.secagg.evaluation import EvaluationPlan
+from fedlearn.secagg.parameters import derive
+from fedlearn.secagg.releases import ONE_RELEASE, ONE_SET
+from fedlearn.secagg.session import Stage
+from fedlearn.session.history import HistoryFile
+from fedlearn.session.session import ClientSession
+from fedlearn.simulation.secure import SimulatedIdentities
+from fedlearn.training.trainer import LocalEvaluation, TaskControl
+from fedlearn.transport.memory import Handler, MemoryChannel
+from tests.security.liars.harness import (
+    PARAMS,
+    RUN,
+    Fixed,
+    delta_of,
+    plan_for,
+    policy_of,
+    reporters,
+    stage_of,
+)
+
+N = 6
+PLAN = plan_for(N, corruption=1 / 6, dropout=2 / 6)
+EVERYONE = [ClientId(each) for each in range(N)]
+VICTIM = EVERYONE[-1]
+OTHERS = EVERYONE[:-1]
+#: By whose shares a sum is open.
+LAST_NEEDED = EVERYONE[PLAN.parameters.threshold - 1]
+
+
+@dataclass
+class Counting(Fixed):
+    """Counts its trainings, and measures what follows from its number."""
+
+    client_id: ClientId
+    num_evaluations: int = 0
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        self.num_evaluations += 1
+        metrics = {"loss": loss_of(self.client_id)}
+        if self.client_id % 2:
+            metrics["recall"] = self.client_id / 10
+        return LocalEvaluation(num_examples=self.client_id + 1, metrics=metrics)
+
+
+def loss_of(client_id: ClientId) -> float:
+    return 0.25 * client_id
+
+
+@dataclass
+class Federation:
+    """Clients that outlive runs: with their keys and, in a folder each, their history.
+
+    Attributes:
+        folder: Of their folders; ``None``: they remember a run for as long as it is the last.
+        asked: At which stages clients were asked.
+        dies_at: At which stage the coordinator's process ends, all but one share short of the end.
+        silent: Who does not get through with training.
+    """
+
+    folder: Path | None
+    identities: SimulatedIdentities = field(default_factory=lambda: SimulatedIdentities(N, PLAN))
+    asked: list[Stage] = field(default_factory=list)
+    dies_at: Stage | None = None
+    silent: frozenset[ClientId] = frozenset()
+
+    def channel(self) -> MemoryChannel:
+        """Return a channel to clients that have forgotten their state of other runs."""
+
+        def latency(asked: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
+            return np.array([float(each) for each in asked])
+
+        handlers = {client_id: self._handler(client_id) for client_id in EVERYONE}
+        return MemoryChannel(handlers, latency, VirtualClock())
+
+    def collector(
+        self,
+        channel: MemoryChannel,
+        *,
+        run_id: bytes = RUN,
+        masked_sum: MaskedSumStore | None = None,
+    ) -> SecureCollector:
+        return SecureCollector(
+            channel=channel,
+            policy=policy_of(PLAN, deadline_s=60.0),
+            plan=PLAN,
+            run_id=run_id,
+            signer=self.identities.coordinator[0],
+            directory=lambda: self.identities,
+            sends_directory=False,
+            stage_deadline_s=60.0,
+            num_threads=1,
+            masked_sum=masked_sum or NotKept(),
+        )
+
+    def _handler(self, client_id: ClientId) -> Handler:
+        secure = self.identities.client(client_id)
+        secure = replace(secure, policy=replace(secure.policy, max_releases_per_round=2))
+        history = None
+        if self.folder is not None:
+            history = HistoryFile(
+                path=self.folder / f"{client_id}.json", coordinator_key=secure.coordinator_key
+            )
+        session = ClientSession(client_id, Counting(client_id), secure, history_file=history)
+
+        def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+            request = decode(data)
+            assert isinstance(request, SecureRequest)
+            stage = stage_of(request)
+            self.asked.append(stage)
+            if client_id in self.silent and stage is Stage.MASK:
+                return encode(Failure("the battery is low")), state
+            if stage is self.dies_at and client_id == LAST_NEEDED:
+                raise Crash
+            return session.handle(data, state)
+
+        return handle
+
+
+class Crash(BaseException):
+    """The end of the coordinator's process, on whatever thread."""
+
+
+def request(*, attempt: int = 0, round_num: int = 0, params: Params = PARAMS) -> RoundRequest:
+    return RoundRequest(
+        round_num=round_num,
+        attempt=attempt,
+        params=params,
+        strategy=FedAvg(LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)),
+        told={},
+        seed=0,
+    )
+
+
+def sum_of(collected: Collected) -> Tensor:
+    """Return the weighted sum, of a cohort whose weights are one more than their numbers."""
+    assert collected.aggregate is not None
+    weight = sum(each + 1 for each in reporters(collected))
+    return collected.aggregate.lanes[DELTA.name].double() * weight
+
+
+def reasons(collected: Collected) -> set[str]:
+    return {row.reason for row in collected.participations}
+
+
+def test_without_a_memory_two_sums_of_a_round_give_the_client_away_that_differs(
+    tmp_path: Path,
+) -> None:
+    """What the mend prevents: such clients forget a run as soon as another is named."""
+    forgetful = Federation(None)
+    with_victim = forgetful.collector(forgetful.channel()).collect(EVERYONE, request())
+    without = forgetful.collector(forgetful.channel()).collect(OTHERS, request())
+    found = (sum_of(with_victim) - sum_of(without)) / (VICTIM + 1)
+    assert float((found - delta_of(VICTIM)).abs().max()) < 1e-4
+
+
+def test_a_second_sum_of_a_round_over_other_clients_is_refused(tmp_path: Path) -> None:
+    """By all that were in the first, before they train."""
+    federation = Federation(tmp_path)
+    collector = federation.collector(federation.channel())
+    assert reporters(collector.collect(EVERYONE, request())) == EVERYONE
+    federation.asked.clear()
+    refused = collector.collect(OTHERS, request(attempt=1))
+    assert refused.aggregate is None
+    assert any(ONE_SET in reason for reason in reasons(refused))
+    assert Stage.MASK not in federation.asked
+
+
+def test_a_second_sum_over_the_same_clients_is_opened(tmp_path: Path) -> None:
+    """The control: it tells what the first one told."""
+    federation = Federation(tmp_path)
+    collector = federation.collector(federation.channel())
+    first = collector.collect(EVERYONE, request())
+    again = collector.collect(EVERYONE, request(attempt=1))
+    torch.testing.assert_close(sum_of(again), sum_of(first), atol=1e-4, rtol=0.0)
+    third = collector.collect(EVERYONE, request(attempt=2))
+    assert any("max_releases_per_round" in reason for reason in reasons(third))
+
+
+def test_a_client_that_drops_out_of_the_second_sum_keeps_it_closed(tmp_path: Path) -> None:
+    """Who was invited is the same; who survives is not, and that is what counts."""
+    federation = Federation(tmp_path)
+    collector = federation.collector(federation.channel())
+    collector.collect(EVERYONE, request())
+    federation.silent = frozenset([VICTIM])
+    refused = collector.collect(EVERYONE, request(attempt=1))
+    assert refused.aggregate is None
+    assert any(f"a sum over others, client {VICTIM}" in reason for reason in reasons(refused))
+
+
+def test_naming_another_run_in_between_makes_nothing_forgotten(tmp_path: Path) -> None:
+    """Clients drop what they keep of a run when another is named, but not their history."""
+    federation = Federation(tmp_path)
+    federation.collector(federation.channel()).collect(EVERYONE, request())
+    other = federation.collector(federation.channel(), run_id=b"o" * 16)
+    assert reporters(other.collect(EVERYONE, request())) == EVERYONE, (
+        "a run of its own may open one"
+    )
+    for attempt, rule in ((0, ONE_RELEASE), (1, ONE_SET)):
+        back = federation.collector(federation.channel())
+        refused = back.collect(OTHERS, request(attempt=attempt))
+        assert refused.aggregate is None
+        assert any(rule in reason for reason in reasons(refused))
+
+
+def test_the_next_round_is_open_to_any_cohort(tmp_path: Path) -> None:
+    """The control of all the above: another round has another model."""
+    federation = Federation(tmp_path)
+    collector = federation.collector(federation.channel())
+    collector.collect(EVERYONE, request())
+    assert reporters(collector.collect(OTHERS, request(round_num=1))) == OTHERS
+
+
+@dataclass
+class Kept:
+    """A store in memory, which outlives the coordinator's process."""
+
+    data: bytes = b""
+
+    def read(self) -> bytes:
+        return self.data
+
+    def keep(self, data: bytes) -> None:
+        self.data = data
+
+    def clear(self) -> None:
+        self.data = b""
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> tuple[Federation, MemoryChannel, Kept]:
+    """Return a federation whose coordinator crashed when nearly all had given their shares."""
+    federation, kept = Federation(tmp_path, dies_at=Stage.UNMASK), Kept()
+    channel = federation.channel()
+    with pytest.raises(Crash):
+        federation.collector(channel, masked_sum=kept).collect(EVERYONE, request())
+    federation.dies_at = None
+    federation.asked.clear()
+    return federation, channel, kept
+
+
+def test_a_coordinator_that_crashed_before_its_commit_opens_the_same_sum(
+    crashed: tuple[Federation, MemoryChannel, Kept],
+) -> None:
+    """In another attempt, for which others were drawn: nobody trains again, nothing is new."""
+    federation, channel, kept = crashed
+    collected = federation.collector(channel, masked_sum=kept).collect(OTHERS, request(attempt=1))
+    assert reporters(collected) == EVERYONE
+    assert set(federation.asked) == {Stage.UNMASK}
+    expected = sum((each + 1) * delta_of(each) for each in EVERYONE)
+    assert float((sum_of(collected) - expected).abs().max()) < 1e-3
+
+
+def test_without_the_kept_sum_those_that_gave_their_shares_refuse_another(
+    crashed: tuple[Federation, MemoryChannel, Kept],
+) -> None:
+    """The control: so a coordinator that lost it goes on with the same clients, or a new round."""
+    federation, channel, _ = crashed
+    refused = federation.collector(channel).collect(OTHERS, request(attempt=1))
+    assert refused.aggregate is None
+    assert any(ONE_SET in reason for reason in reasons(refused))
+    same = federation.collector(channel).collect(EVERYONE, request(attempt=2))
+    assert reporters(same) == EVERYONE
+
+
+@pytest.mark.parametrize(
+    ("damage", "params"),
+    [
+        (lambda data: data[:-1], PARAMS),
+        (lambda data: data[:0], PARAMS),
+        (lambda data: data, PARAMS.with_vector(PARAMS.vector + 1)),
+    ],
+    ids=["cut off", "lost", "of another model"],
+)
+def test_a_kept_sum_of_no_use_is_not_gone_on_with(
+    crashed: tuple[Federation, MemoryChannel, Kept],
+    damage: Callable[[bytes], bytes],
+    params: Params,
+) -> None:
+    federation, channel, kept = crashed
+    kept.data = damage(kept.data)
+    collected = federation.collector(channel, masked_sum=kept).collect(
+        EVERYONE, request(attempt=1, params=params)
+    )
+    assert reporters(collected) == EVERYONE
+    assert Stage.MASK in federation.asked
+
+
+def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvaluator:
+    def plan(num_clients: int) -> EvaluationPlan:
+        parameters = derive(num_clients, assumptions=PLAN.parameters.assumptions)
+        return EvaluationPlan(parameters=parameters, measures=("loss", "recall"), max_loss=10.0)
+
+    return SecureEvaluator(
+        sessions=federation.collector(federation.channel()),
+        cohort=lambda _: cohort,
+        plan=plan,
+        deadline_s=60.0,
+    )
+
+
+def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) -> None:
+    """Of those that measure it; no client's own value leaves it but masked."""
+    found = evaluator(Federation(tmp_path), EVERYONE).evaluate(PARAMS, round_num=1)
+    plain = MemoryChannel(
+        {i: ClientSession(i, Counting(i)).handle for i in EVERYONE},
+        lambda asked, _: np.zeros(len(asked)),
+        VirtualClock(),
+    )
+    wanted = ChannelEvaluator(
+        channel=plain, cohort=lambda _: EVERYONE, directions={}, deadline_s=60.0
+    ).evaluate(PARAMS, round_num=1)
+    assert found["clients/loss_mean"] == pytest.approx(wanted["clients/loss_mean"], abs=1e-6)
+    assert found["clients/recall_mean"] == pytest.approx(0.3, abs=1e-6), "of clients 1, 3 and 5"
+    assert set(found) == {"clients/loss_mean", "clients/recall_mean"}
+
+
+def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path: Path) -> None:
+    """An evaluation of one round is opened once; its difference would be that client's loss."""
+    federation = Federation(tmp_path)
+    assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=1)
+    assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=1) == {}
+    assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=2), "the control"
+
+
+def test_trainings_and_evaluations_of_a_round_do_not_stand_in_each_others_way(
+    tmp_path: Path,
+) -> None:
+    federation = Federation(tmp_path)
+    collector = federation.collector(federation.channel())
+    for round_num in range(3):
+        collected = collector.collect(EVERYONE, request(round_num=round_num))
+        assert reporters(collected) == EVERYONE
+        assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=round_num + 1)
