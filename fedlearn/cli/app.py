@@ -114,7 +114,7 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a federated simulation and record it."""
-    from fedlearn.cli.surroundings import followed, site
+    from fedlearn.cli.surroundings import followed, interruptible, site
     from fedlearn.config import load
     from fedlearn.experiment.simulate import run_config
 
@@ -126,7 +126,7 @@ def simulate(
     }
     given = (f"{key}={value}" for key, value in settings.items() if value is not None)
     config = load(experiment, overrides=[*(overrides or ()), *given])
-    with followed(as_json=as_json) as progress:
+    with interruptible(), followed(as_json=as_json) as progress:
         run_config(config, site(config, progress, runs_dir=runs_dir, data_dir=data_dir))
 
 
@@ -347,10 +347,10 @@ def resume(
     if run is None:
         deployed.control(config, "run")
         return
-    from fedlearn.cli.surroundings import followed, require_runs, site
+    from fedlearn.cli.surroundings import followed, interruptible, require_runs, site
     from fedlearn.experiment.simulate import resume
 
-    with followed(as_json=as_json) as progress:
+    with interruptible(), followed(as_json=as_json) as progress:
         here = require_runs(site(None, progress, runs_dir=runs_dir, data_dir=data_dir))
         resume(run, here, from_previous=from_previous)
 

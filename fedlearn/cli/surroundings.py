@@ -1,11 +1,13 @@
 """What surrounds a command: its site, its store, and the run that it follows."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
+from types import FrameType
 
 from fedlearn.cli.failures import RunEnded
 from fedlearn.config import Served, resolve_addresses
@@ -57,6 +59,24 @@ def opened(names: Sequence[str], *, runs_dir: Path | None) -> Iterator[list[Run]
     """Yield the runs of these names from a store that is open meanwhile."""
     with require_runs(site(runs_dir=runs_dir)).database() as database:
         yield [Run(database.run(name)) for name in names]
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: what runs in it is recorded as interrupted.
+
+    In the main thread only. A second SIGTERM does not disturb the end.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

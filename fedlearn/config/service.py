@@ -95,6 +95,12 @@ class ServiceSection(Section):
         description="Seconds of silence after which another coordinator on the same database "
         "takes over, > 0.",
     )
+    stuck_after_s: Positive = Field(
+        600.0,
+        description="Seconds without a sign of life from the thread of the rounds, or from the one "
+        "that speaks to the database, after which /livez says that the coordinator is stuck, so "
+        "that its supervisor restarts it, > 0; more than an evaluation or a step of yours takes.",
+    )
     shutdown_grace_s: NotNegative = Field(
         5.0,
         description="Seconds that a stop gives uploads on their way, >= 0; then the round is "

@@ -9,6 +9,7 @@ next start goes on inside the same round.
 """
 
 import os
+import platform
 import resource
 import shutil
 import threading
@@ -17,9 +18,11 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import structlog
+import torch
 
 from fedlearn import build
 from fedlearn.config import Config
@@ -30,6 +33,7 @@ from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.opening import DurableOpening, present_in, waited_on
 from fedlearn.deployment.places import Places, host_of
 from fedlearn.deployment.record import (
@@ -39,6 +43,7 @@ from fedlearn.deployment.record import (
     first_attempts,
 )
 from fedlearn.deployment.rounds import run_over
+from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
@@ -67,6 +72,11 @@ _DATABASE_AWAY_S = 3600.0
 
 #: What is told of a run that was done before.
 _ANOTHER_RUN = "this run is done; another run needs another `name`"
+
+_DAY_S = 86400.0
+
+#: Threads that must go on, as operators read of them.
+_ROUNDS, _DATABASE = "rounds", "database"
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -188,7 +198,12 @@ class Coordinator:
     def __post_init__(self) -> None:
         """Prepare what its threads share."""
         policy = self.pieces.policy
-        self.interruption = Interruption()
+        self._signs = SignsOfLife(
+            stuck_after_s=self.places.config.coordinator.stuck_after_s, clock=SystemClock()
+        )
+        self.interruption = Interruption(
+            lambda seconds: self._signs.show(_ROUNDS, sleeps_s=seconds),
+        )
         self.live_status = LiveStatus(
             num_rounds=self.pieces.config.num_rounds,
             num_wanted=policy.num_wanted,
@@ -200,6 +215,7 @@ class Coordinator:
         self._failing: FailingClients | None = None
         self._lease: Lease | None = None
         self._door: Door | None = None
+        self._authority: Authority | None = None
         self._door_lock = threading.Lock()  # nobody asks a door that is being closed
         self._log = structlog.get_logger(__name__)
         self._patiently = Patience(
@@ -212,7 +228,10 @@ class Coordinator:
         """Wait for the lease, then serve and run; see :func:`coordinate`."""
         section, name = self.places.config.coordinator, self.places.run_name
         with ExitStack() as stack:
-            telemetry = stack.enter_context(Telemetry(section.http_address, self.snapshot))
+            telemetry = stack.enter_context(
+                Telemetry(section.http_address, self.snapshot, stuck=self._signs.stuck)
+            )
+            self._signs.show(_ROUNDS)
             self._log.info("http", address=telemetry.address)
             database = stack.enter_context(self._patiently(self.places.database))
             self._patiently(
@@ -231,6 +250,7 @@ class Coordinator:
             status=self.status,
             paused=self._paused,
             interruption=self.interruption,
+            alive=partial(self._signs.show, _DATABASE),
             patiently=self._patiently,
             stand_by=self._stand_by,
         )
@@ -293,12 +313,14 @@ class Coordinator:
     def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
         """Keep the door open."""
         section = self.places.config.coordinator
+        if not self.insecure:
+            self._authority = self.places.authority()
         door = Door(
             built(DoorSettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
             spool_dir=self._spool(run_id),
-            authority=None if self.insecure else self.places.authority(),
+            authority=self._authority,
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
             clock=SystemClock(),
@@ -333,7 +355,9 @@ class Coordinator:
         policy = self.pieces.policy
         begins_anew = self.pieces.secure is not None or isinstance(self.pieces.privacy, BandedPlan)
         first = first_attempts(journal.last(), record.status, policy, begins_anew=begins_anew)
-        channel = door.channel(check=self.interruption.check)
+        channel = door.channel(
+            check=self.interruption.check, waiting=self.live_status.round_times.waiting
+        )
         notes, charging, num_lost = self._patiently(
             lambda: promise(
                 self.pieces,
@@ -424,13 +448,43 @@ class Coordinator:
         """Return what monitors are told."""
         lease, door = self._lease, self._door
         counters, gauges = self.live_status.counters(), self.live_status.gauges()
+        gauges |= self._surroundings()
         gauges["lease_held"] = float(lease is not None and lease.is_held())
+        histograms = self.live_status.histograms()
         if door is not None:
             counters |= door.counters.values()
+            histograms |= door.counters.histograms()
         for name, value in self._door_status().items():
             if isinstance(value, int | float):
                 gauges[name] = float(value)
-        return Snapshot(not_ready=self._not_ready(), counters=counters, gauges=gauges)
+        return Snapshot(
+            run=self.places.run_name,
+            not_ready=self._not_ready(),
+            counters=counters,
+            gauges=gauges,
+            histograms=histograms,
+        )
+
+    def _surroundings(self) -> dict[str, float]:
+        """Return what may run out, and what runs here."""
+        runs = {"version": version("fedlearn"), "python": platform.python_version()}
+        labels = ",".join(f"{k}={v}" for k, v in {**runs, "torch": torch.__version__}.items())
+        folders = {"coordinator": self.places.folder, "runs": self.places.addresses.runs_dir}
+        free = {
+            f"disk_free_bytes{{folder={name}}}": float(shutil.disk_usage(folder).free)
+            for name, folder in folders.items()
+            if folder.is_dir()
+        }
+        ends = {} if self._authority is None else self._authority.ends()
+        with self._door_lock:
+            first = None if self._door is None or not ends else self._door.client_ends()
+        ends |= {} if first is None else {"client": first}
+        now_s = SystemClock().unix_s()
+        days = {
+            f"certificate_days{{of={who}}}": (end.timestamp() - now_s) / _DAY_S
+            for who, end in ends.items()
+        }
+        return {f"build_info{{{labels}}}": 1.0} | free | days
 
     def _door_status(self) -> dict[str, object]:
         with self._door_lock:

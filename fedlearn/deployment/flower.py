@@ -203,6 +203,7 @@ class _Served:
             status=self.status,
             paused=self.paused,
             interruption=self.interruption,
+            alive=lambda: None,  # nobody asks the app
             patiently=self.patiently,
             stand_by=self._stand_by,
         ) as lease:

@@ -25,6 +25,7 @@ class Heartbeat:
         paused: Set and cleared as the operator says.
         interruption: Given the reason when the operator aborts the run, another coordinator
             has taken over, or the thread dies.
+        alive: Told after every beat, however it went: the thread goes on.
         clock: Real time.
     """
 
@@ -33,6 +34,7 @@ class Heartbeat:
     status: Callable[[], Mapping[str, object]]
     paused: threading.Event
     interruption: Interruption
+    alive: Callable[[], None]
     clock: Clock
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class Heartbeat:
     def __enter__(self) -> Self:
         """Begin to beat; the first beat is heard before this returns."""
         self._beat()
+        self.alive()
         self._thread.start()
         return self
 
@@ -58,6 +61,7 @@ class Heartbeat:
         try:
             while not self._stopped.wait(every_s):
                 self._beat()
+                self.alive()
             self._beat()
         finally:
             if not self._stopped.is_set():  # whatever the thread dies of

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -16,9 +16,14 @@ class Interruption(SystemClock):
     """A reason to stop that any thread may give, once; the run loop looks for it.
 
     It is a clock as well, whose sleep ends early where there is a reason.
+
+    Args:
+        alive: Told, each time that the run loop looks or sleeps, for how many seconds it will sleep
+            now: as long as it does so, it goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Callable[[float], None] = lambda _: None) -> None:
+        self._alive = alive
         self._given = threading.Event()
         self._lock = threading.Lock()
         self._reason: FedlearnError | None = None
@@ -34,12 +39,14 @@ class Interruption(SystemClock):
         return self._given.is_set()
 
     def check(self) -> None:
-        """Raise the reason, if there is one."""
+        """Raise the reason, if there is one; for the run loop's thread."""
+        self._alive(0.0)
         if self._reason is not None:
             raise self._reason
 
     def sleep(self, seconds: float) -> None:
-        """Let ``seconds`` pass, or raise the reason as soon as there is one."""
+        """Let ``seconds`` pass, or raise the reason as soon as there is one; likewise."""
+        self._alive(seconds)
         self._given.wait(seconds)
         self.check()
 

@@ -29,6 +29,7 @@ def leading(
     status: Callable[[], Mapping[str, object]],
     paused: threading.Event,
     interruption: Interruption,
+    alive: Callable[[], None],
     patiently: Patience,
     stand_by: Callable[[], None],
 ) -> Iterator[Lease]:
@@ -41,6 +42,7 @@ def leading(
         status: Returns what operators are told, JSON values only.
         paused: Set and cleared as the operator says.
         interruption: Ends the waiting; given what shall end the run.
+        alive: Told by the thread that renews the lease that it goes on.
         patiently: Waits for a database that is away.
         stand_by: Called before another coordinator is waited for.
 
@@ -51,7 +53,12 @@ def leading(
     log = structlog.get_logger(__name__)
     lease = Lease(database, name, holder=_holder(), ttl_s=ttl_s, clock=interruption)
     heartbeat = Heartbeat(
-        lease, status=status, paused=paused, interruption=interruption, clock=SystemClock()
+        lease,
+        status=status,
+        paused=paused,
+        interruption=interruption,
+        alive=alive,
+        clock=SystemClock(),
     )
     try:
         if not patiently(lease.try_acquire):

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
+from fedlearn.deployment.round_times import RoundTimes
+from fedlearn.door.counters import Histogram
 from fedlearn.experiment.comparison import json_values
 from fedlearn.rounds.records import RoundRecord
 
@@ -41,6 +44,7 @@ class LiveStatus:
         epsilon: Of the privacy that was spent, when it was last found; NaN before.
         training: By kind how far the coordinator's own training is, or the last one was.
         counts: Of all rounds in this process: clients by how they ended.
+        round_times: How long they took without waiting.
     """
 
     num_rounds: int = 0
@@ -57,6 +61,7 @@ class LiveStatus:
     epsilon: float = math.nan
     training: "dict[str, Progress]" = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
+    round_times: RoundTimes = field(default_factory=lambda: RoundTimes(clock=SystemClock()))
 
     def finished(self, record: RoundRecord) -> None:
         """Take note of a finished round; what follows is its commit."""
@@ -118,6 +123,10 @@ class LiveStatus:
                 ("skipped_steps", progress.num_skipped),
             )
         }
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Return what is measured of each round, by name."""
+        return {"round_work_seconds": self.round_times.histogram}
 
     def counters(self) -> dict[str, float]:
         """Return how many clients ended how, by name."""

@@ -84,9 +84,11 @@ class DurableOpening:
             StoreError: The journal cannot be read or written.
         """
         self.live_status.attempt = attempt
+        self.live_status.round_times.begin()
         opened = self.journal.find(round_num, attempt)
         if opened is None:
-            present = self._awaited(round_num)  # not while the run is paused
+            with self.live_status.round_times.waiting():
+                present = self._awaited(round_num)  # not while the run is paused
             self.check()  # an early fence; what counts is that of the journal's transaction
             cohort = self.sampler.sample(
                 present,

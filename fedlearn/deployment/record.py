@@ -144,6 +144,7 @@ class ForgettingStore:
         self.patiently(lambda: self.store.commit(checkpoint))
         self.journal.forget(checkpoint.round_num)
         self.forget(checkpoint.round_num)
+        self.live_status.round_times.finish()
 
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended."""

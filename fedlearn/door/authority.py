@@ -105,6 +105,11 @@ class Authority:
                 self._certificate_pem, self._renew_after = self._renewed()
             return private_pem(self._server_key), self._certificate_pem + self.ca_pem
 
+    def ends(self) -> dict[str, datetime]:
+        """Return when the authority's own certificate ends, and when the server's."""
+        server_end = load_certificate(self._certificate_pem).not_valid_after_utc
+        return {"authority": self._ca.not_valid_after_utc, "server": server_end}
+
     def sign(self, csr_pem: bytes, *, name: str, client_id: int, valid_days: int) -> bytes:
         """Return a certificate, PEM, for the key of a client's signing request.
 

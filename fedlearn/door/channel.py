@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite, nan
@@ -34,6 +34,8 @@ _log = structlog.get_logger(__name__)
 
 #: Raises what shall end waiting: :class:`~fedlearn.errors.Parked`, for one.
 Check = Callable[[], None]
+#: Surrounds each wait for replies.
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,6 +53,7 @@ class DoorChannel:
         recovery_grace_s: How long clients have at least to come back to an exchange that goes on.
         changed: Set by the door when a client comes, goes, or becomes eligible or not.
         check: Called often while the channel waits.
+        waiting: Surrounds each wait for replies.
     """
 
     loop: LoopThread
@@ -61,6 +64,7 @@ class DoorChannel:
     recovery_grace_s: float
     changed: threading.Event
     check: Check
+    waiting: Waiting
     clock: RealClock
     _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
     _open: list[LiveQuestion] = field(default_factory=list)
@@ -354,7 +358,8 @@ class DoorExchange:
                 break
             left_s = min(self._started_s + until_s, ends_s) - now_s
             try:
-                return self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
+                with self._channel.waiting():
+                    return self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
             except Empty:
                 if left_s <= 0.0:
                     return None

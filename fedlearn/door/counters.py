@@ -1,14 +1,54 @@
 """What the door counts; telemetry reads it from any thread."""
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Histogram:
+    """How often a value fell where, written by one thread.
+
+    Attributes:
+        bounds: Upper ends of all buckets but the last, which has none; ascending.
+
+    Example:
+        >>> seconds = Histogram((0.1, 1.0))
+        >>> for each in (0.05, 0.1, 0.5, 7.0):
+        ...     seconds.observe(each)
+        >>> seconds.cumulated(), round(seconds.total, 2)
+        ([2, 3, 4], 7.65)
+    """
+
+    bounds: Sequence[float]
+    total: float = 0.0
+    _counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulated(self) -> list[int]:
+        """Return how many values were at most each bound, and last how many there were."""
+        counts = self._counts.copy()
+        return [sum(counts[: place + 1]) for place in range(len(counts))]
+
+
+#: From a local network to a phone far away, and from a table's model to a language model's.
+_UPLOAD_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_UPLOAD_BYTES = tuple(10.0**power for power in range(3, 12))
 
 
 @dataclass
 class DoorCounters:
     """Numbers that only grow, written by the door's thread alone.
 
-    What each counts stands in the operator's reference, ``docs/reference/metrics.md``.
+    What each counts stands in :mod:`fedlearn.door.meanings`.
     """
 
     connections: int = 0
@@ -32,9 +72,16 @@ class DoorCounters:
     replies_late: int = 0
     enrolled: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    upload_seconds: Histogram = field(default_factory=lambda: Histogram(_UPLOAD_S))
+    upload_bytes: Histogram = field(default_factory=lambda: Histogram(_UPLOAD_BYTES))
 
     def values(self) -> dict[str, float]:
-        """Return all by name; ``refused`` once for each cause: ``refused{reason=revoked}``."""
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
-        refused = named.pop("refused")
-        return named | {f"refused{{reason={cause}}}": n for cause, n in dict(refused).items()}
+        """Return the counters by name; ``refused`` by its cause: ``refused{reason=revoked}``."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        named = {name: float(value) for name, value in values.items() if isinstance(value, int)}
+        refused = dict(self.refused)
+        return named | {f"refused{{reason={cause}}}": n for cause, n in refused.items()}
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Return the others by name."""
+        return {"upload_seconds": self.upload_seconds, "upload_bytes": self.upload_bytes}

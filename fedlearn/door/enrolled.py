@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from datetime import datetime
 
 import structlog
 
@@ -86,6 +87,12 @@ class EnrolledClients:
         if name not in self._by_name:
             await self.renew()
         return self._by_name.get(name)
+
+    def first_end(self) -> datetime | None:
+        """Return when the certificate of an active client ends, the first to."""
+        active = (each for each in self._by_id.values() if each.status == "active")
+        ends = [datetime.fromisoformat(each.certificate_expires_utc) for each in active]
+        return min(ends, default=None)
 
     def by_id(self, client_id: ClientId) -> EnrolledClient | None:
         """Return the client with this number."""

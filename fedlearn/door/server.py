@@ -12,8 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ import structlog
 from fedlearn.core.clock import RealClock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
-from fedlearn.door.channel import Check, DoorChannel
+from fedlearn.door.channel import Check, DoorChannel, Waiting
 from fedlearn.door.connections import (
     Context,
     Ended,
@@ -173,6 +174,7 @@ class Door:
             objection=self._objection,
             stall_timeout_s=self.settings.stall_timeout_s,
             counters=self.counters,
+            clock=self.clock,
         )
         try:
             self._loop.call(self._serve()).result()
@@ -185,8 +187,15 @@ class Door:
         self._loop.call(self._close(grace_s, reason)).result()
         self._end()
 
-    def channel(self, *, check: Check = lambda: None) -> DoorChannel:
-        """Return the run loop's side, whose waiting ends by what ``check`` raises, asked often."""
+    def channel(
+        self, *, check: Check = lambda: None, waiting: Waiting = nullcontext
+    ) -> DoorChannel:
+        """Return the run loop's side.
+
+        Args:
+            check: Asked often; what it raises ends waiting.
+            waiting: Surrounds each wait for replies.
+        """
         return DoorChannel(
             loop=self._loop,
             exchanges=self._exchanges,
@@ -196,6 +205,7 @@ class Door:
             recovery_grace_s=self.settings.recovery_grace_s,
             changed=self._changed,
             check=check,
+            waiting=waiting,
             clock=self.clock,
         )
 
@@ -235,6 +245,10 @@ class Door:
             "set_aside": len(set_aside),
             "clients_set_aside": set_aside[:_MAX_TOLD],
         }
+
+    def client_ends(self) -> datetime | None:
+        """Return when the first certificate of an active client ends; ``None``: there is none."""
+        return self._loop.ask(self._enrolled.first_end)
 
     def _end(self) -> None:
         self._writer.stop()

@@ -2,9 +2,12 @@
 
 HTTP without TLS and without a secret in it, in a thread of its own: a coordinator that waits for
 its turn has no door yet. Whoever reaches the port cannot keep a supervisor from its answer.
+
+What each metric means stands in :mod:`fedlearn.door.meanings`.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +15,13 @@ from typing import Self
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from prometheus_client import ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from fedlearn.door.counters import Histogram
 from fedlearn.door.loop import LoopThread
+from fedlearn.door.meanings import MEANINGS, OF_THE_RUN
 from fedlearn.errors import DeploymentError
 
 _STEP_S = 30.0  # to start or to stop; a bound, not a wait
@@ -29,14 +35,19 @@ class Snapshot:
     """What is told of a coordinator at one moment.
 
     Attributes:
+        run: Name of the run: a label of all metrics.
         not_ready: Why it serves no clients now; empty: it does.
-        counters: By name without prefix and ``_total``, or with a label: ``refused{reason=rate}``.
+        counters: By name without prefix and ``_total``, or with labels:
+            ``refused{reason=rate}``, ``build_info{version=1.0,python=3.11}``.
         gauges: By name in the same way.
+        histograms: By name in the same way.
     """
 
+    run: str
     not_ready: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
 
 class Telemetry:
@@ -45,11 +56,17 @@ class Telemetry:
     Args:
         address: ``host:port``; port 0 takes any free one.
         snapshot: Asked at each request, in this server's thread.
+        stuck: Likewise: what in this process stands still and must not; empty: nothing does. It
+            waits for nothing.
     """
 
-    def __init__(self, address: str, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, address: str, snapshot: Callable[[], Snapshot], *, stuck: Callable[[], str]
+    ) -> None:
         self.address = address
         self._snapshot = snapshot
+        self._stuck = stuck
+        self._process = ProcessCollector(registry=None)
 
     def __enter__(self) -> Self:
         """Serve.
@@ -85,11 +102,11 @@ class Telemetry:
             return web.Response(status=web.HTTPMethodNotAllowed.status_code)
         match request.path:
             case "/livez":
-                return _verdict("")
+                return _verdict(self._stuck())
             case "/readyz":
                 return _verdict(self._snapshot().not_ready)
             case "/metrics":
-                body = generate_latest(_Families(self._snapshot()))
+                body = generate_latest(_Families(self._snapshot(), self._process))
                 return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
         return web.Response(status=web.HTTPNotFound.status_code)
 
@@ -125,21 +142,41 @@ def _verdict(problem: str) -> web.Response:
 
 @dataclass(frozen=True)
 class _Families:
-    """What Prometheus reads of a snapshot."""
+    """What Prometheus reads of a snapshot, and of the process."""
 
     taken: Snapshot
+    process: ProcessCollector
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every counter and gauge."""
-        gauges = {**self.taken.gauges, "ready": float(not self.taken.not_ready)}
-        counters = ("counter", "_total", self.taken.counters)
-        for kind, suffix, values in (counters, ("gauge", "", gauges)):
-            families: dict[str, Metric] = {}
+        """Yield every counter, gauge and histogram."""
+        taken, families = self.taken, dict[str, Metric]()
+        gauges = {**taken.gauges, "ready": float(not taken.not_ready)}
+        for suffix, values in (("_total", taken.counters), ("", gauges)):
             for text, value in values.items():
-                name, _, rest = text.rstrip("}").partition("{")
-                label, _, labelled = rest.partition("=")
-                family = Metric(f"fedlearn_{name}", f"{name.replace('_', ' ')}.", kind)
-                families.setdefault(name, family).add_sample(
-                    f"fedlearn_{name}{suffix}", {label: labelled} if label else {}, value
-                )
-            yield from families.values()
+                name, labels = self._named(text)
+                _family(families, name).add_sample(f"fedlearn_{name}{suffix}", labels, value)
+        for text, histogram in taken.histograms.items():
+            name, labels = self._named(text)
+            family, counts = _family(families, name), histogram.cumulated()
+            for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
+                ends = labels | {"le": _bound(bound)}
+                family.add_sample(f"fedlearn_{name}_bucket", ends, count)
+            family.add_sample(f"fedlearn_{name}_count", labels, counts[-1])
+            family.add_sample(f"fedlearn_{name}_sum", labels, histogram.total)
+        yield from families.values()
+        yield from self.process.collect()
+
+    def _named(self, text: str) -> tuple[str, dict[str, str]]:
+        name, _, rest = text.rstrip("}").partition("{")
+        pairs = (each.partition("=") for each in rest.split(",") if each)
+        return name.replace("/", "_"), {"run": self.taken.run} | {k: value for k, _, value in pairs}
+
+
+def _bound(value: float) -> str:
+    """Return the upper end of a bucket, as Prometheus writes it."""
+    return "+Inf" if math.isinf(value) else repr(value)
+
+
+def _family(families: dict[str, Metric], name: str) -> Metric:
+    meaning = MEANINGS.get(name, OF_THE_RUN)
+    return families.setdefault(name, Metric(f"fedlearn_{name}", meaning.text, meaning.kind))

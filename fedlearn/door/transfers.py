@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 import structlog
 
+from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.door.connections import Context, Ended, counted, parsed, read
 from fedlearn.door.counters import DoorCounters
@@ -57,6 +58,7 @@ class Transfers:
     objection: Callable[[EnrolledClient], tuple[str, str] | None]
     stall_timeout_s: float
     counters: DoorCounters
+    clock: Clock
     _running: Counter[ClientId] = field(default_factory=Counter)
     _uploads: dict[ClientId, asyncio.Task[Ruling]] = field(default_factory=dict)
 
@@ -172,6 +174,7 @@ class Transfers:
         upload = await self._on_disk(opened, undo=PartialUpload.close)
         is_taken = False
         try:
+            begun_s = self.clock.now_s()
             self.counters.uploads += 1
             self.counters.uploads_resumed += upload.was_resumed
             self.exchanges.moved(client.client_id, ClientPhase.UPLOADING)
@@ -183,6 +186,8 @@ class Transfers:
                 if judgement is not Standing.OPEN:
                     return judgement
                 self.exchanges.take(client.client_id, envelope, upload)
+                self.counters.upload_seconds.observe(self.clock.now_s() - begun_s)
+                self.counters.upload_bytes.observe(upload.num_bytes)
                 is_taken = True  # and the file is the log's
                 return Standing.TAKEN
             upload.discard()

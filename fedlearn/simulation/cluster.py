@@ -283,7 +283,8 @@ def _be_worker(
     """Run in a fork; never returns into the caller's code."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, the lifeline tells
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, the lifeline tells
+            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=exit_with_parent, args=(lifeline_end,), daemon=True).start()
         body(Forked(rank, _kept(pairs, rank=rank), rows))
         status = 0

@@ -368,8 +368,12 @@ def status_of(shell: Shell, name: str, *options: str) -> object:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
-    """Ctrl-C is 130; the command it prints goes on from there. Before, it was refused."""
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(shell: Shell, stop: signal.Signals) -> None:
+    """Ctrl-C is 130, and so is SIGTERM; the command it prints goes on from there.
+
+    Before, it was refused.
+    """
     here = ("--runs-dir", "here")
     with shell.popen("simulate", "--json", "--name", "stopped", "--runs-dir", "here", *LONG) as run:
         assert run.stdout is not None
@@ -379,7 +383,7 @@ def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
                 assert f"process {run.pid}" in shell.type("resume", "stopped", *here, code=2).err
                 assert status_of(shell, "stopped", *here) == "running"
                 run.send_signal(signal.SIGCONT)
-                run.send_signal(signal.SIGINT)
+                run.send_signal(stop)
                 break
         out, err = run.communicate(timeout=300)
     assert run.returncode == 130
@@ -390,6 +394,24 @@ def test_an_interrupted_run_says_how_to_go_on(shell: Shell) -> None:
     assert interrupted["status"] == "interrupted"
     assert number >= 4  # the one that was told last may have been on its way to the disk
     shell.kill_after_round(number + 1, "resume", "stopped", "--runs-dir", "here")
+
+
+@pytest.mark.slow
+def test_a_stop_of_the_whole_group_interrupts_a_run_of_several_processes(shell: Shell) -> None:
+    """As a service manager sends it: the workers leave it to the first process."""
+    with shell.popen("simulate", "--json", "--name", "group", *LONG, "--workers", "2") as run:
+        assert run.stdout is not None
+        rounds = (json.loads(line).get("round", 0) for line in run.stdout)
+        assert any(number >= 5 for number in rounds)
+        workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        for worker in workers:
+            os.kill(int(worker), signal.SIGTERM)
+        assert workers
+        assert any(number >= 10 for number in rounds), "it went on"
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=300)
+    assert run.returncode == 130
+    assert status_of(shell, "group") == "interrupted"
 
 
 # ---- Starting -----------------------------------------------------------------------------

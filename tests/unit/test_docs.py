@@ -30,6 +30,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
+from fedlearn.door.meanings import MEANINGS
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.fixed_point import Lane
@@ -489,17 +490,30 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
             num_skipped=0,
         ),
     )
-    gauges = {*live_status.gauges(), "lease_held", "ready", "connected", "eligible"}
-    gauges.add("set_aside")
-    counters = {*live_status.counters(), *DoorCounters().values(), "refused"}
-    said = {_metric(each) for each in gauges} | {f"{_metric(each)}_total" for each in counters}
+    of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
+    of_door = {"connected", "eligible", "set_aside"}
+    kinds = {
+        "gauge": {*live_status.gauges(), *of_coordinator, *of_door},
+        "counter": {*live_status.counters(), *DoorCounters().values(), "refused"},
+        "histogram": {*live_status.histograms(), *DoorCounters().histograms()},
+    }
+    said = {_metric(name): kind for kind, names in kinds.items() for name in names}
+    assert said == {name: meaning.kind for name, meaning in MEANINGS.items()}
     reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    assert set(METRIC.findall(reference)) == said
-    assert set(METRIC.findall((GUIDES / "operate.md").read_text())) <= said
+    rows = re.findall(r"^\| `(fedlearn_\w+)` \| (.+) \| (.+) \| (.+) \|$", reference, re.MULTILINE)
+    assert rows == [(_full(name), *meaning) for name, meaning in MEANINGS.items()]
+    names = {_full(name) for name in MEANINGS}
+    assert set(METRIC.findall(reference)) - {"fedlearn_"} == names
+    used = set(METRIC.findall((GUIDES / "operate.md").read_text()))
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= names
 
 
 def _metric(name: str) -> str:
-    return "fedlearn_" + name.partition("{")[0].replace("/", "_")
+    return name.partition("{")[0].replace("/", "_")
+
+
+def _full(name: str) -> str:
+    return f"fedlearn_{name}" + ("_total" if MEANINGS[name].kind == "counter" else "")
 
 
 def test_yaml_of_the_documentation_parses() -> None:

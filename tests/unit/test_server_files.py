@@ -388,12 +388,15 @@ def test_health_checks_ask_the_coordinator() -> None:
     """A live one that waits for its turn is healthy to Docker and not ready to Compose."""
     ready = services()["coordinator"]["healthcheck"]["test"]
     assert ready[:2] == ["CMD", "python"]
-    snapshot = Snapshot(not_ready="another coordinator leads")
-    with Telemetry("127.0.0.1:0", lambda: snapshot) as telemetry:
+    snapshot = Snapshot(run="clinics", not_ready="another coordinator leads")
+    with Telemetry("127.0.0.1:0", lambda: snapshot, stuck=lambda: "") as telemetry:
         assert ask(health_check(), telemetry.address) == 0
         assert ask(ready[2:], telemetry.address) == 1
-    with Telemetry("127.0.0.1:0", Snapshot) as telemetry:
+    serves = Snapshot(run="clinics")
+    with Telemetry("127.0.0.1:0", lambda: serves, stuck=lambda: "") as telemetry:
         assert ask(ready[2:], telemetry.address) == 0
+    with Telemetry("127.0.0.1:0", lambda: serves, stuck=lambda: "the rounds") as telemetry:
+        assert ask(health_check(), telemetry.address) == 1
     assert ask(health_check(), telemetry.address) == 1
 
 

@@ -231,7 +231,7 @@ OLDEST_S = 5.0
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
-    with Telemetry("127.0.0.1:0", Snapshot) as telemetry:
+    with Telemetry("127.0.0.1:0", lambda: Snapshot(run="clinics"), stuck=lambda: "") as telemetry:
         yield telemetry
 
 

@@ -1,7 +1,7 @@
 """The beat of a coordinator: what it hears, and what becomes of a run without it."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,12 @@ class Told:
         return {"beats": self.num_beats}
 
 
-def a_heart(database: Database, told: Told, interruption: Interruption) -> Heartbeat:
+def a_heart(
+    database: Database,
+    told: Told,
+    interruption: Interruption,
+    alive: Callable[[], None] = lambda: None,
+) -> Heartbeat:
     lease = Lease(database, RUN.name, holder="a", ttl_s=0.2, clock=SystemClock())
     assert lease.try_acquire()
     return Heartbeat(
@@ -49,6 +54,7 @@ def a_heart(database: Database, told: Told, interruption: Interruption) -> Heart
         status=told,
         paused=threading.Event(),
         interruption=interruption,
+        alive=alive,
         clock=SystemClock(),
     )
 

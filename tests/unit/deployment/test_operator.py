@@ -299,6 +299,7 @@ def beating(
         status=lambda: live_status.values() | (more or {}),
         paused=paused,
         interruption=interruption,
+        alive=lambda: None,
         clock=SystemClock(),
     )
 

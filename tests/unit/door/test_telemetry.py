@@ -6,6 +6,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from fedlearn.door.counters import Histogram
+from fedlearn.door.meanings import OF_THE_RUN
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import DeploymentError
 
@@ -14,10 +16,15 @@ from fedlearn.errors import DeploymentError
 class Told:
     """A coordinator whose state the test sets."""
 
-    now: Snapshot = field(default_factory=Snapshot)
+    now: Snapshot = field(default_factory=lambda: Snapshot(run="clinics"))
+    stuck: str = ""
 
     def __call__(self) -> Snapshot:
         return self.now
+
+
+def serving(told: Told, address: str = "127.0.0.1:0") -> Telemetry:
+    return Telemetry(address, told, stuck=lambda: told.stuck)
 
 
 def got(telemetry: Telemetry, path: str) -> tuple[int, str]:
@@ -31,55 +38,103 @@ def got(telemetry: Telemetry, path: str) -> tuple[int, str]:
 
 def test_a_coordinator_that_waits_for_its_turn_lives_but_is_not_ready() -> None:
     """And is once it serves: the verdict is of the moment."""
-    told = Told(Snapshot(not_ready="another coordinator holds the lease"))
-    with Telemetry("127.0.0.1:0", told) as telemetry:
+    told = Told(Snapshot(run="clinics", not_ready="another coordinator holds the lease"))
+    with serving(told) as telemetry:
         assert got(telemetry, "/livez") == (200, "ok\n")
         assert got(telemetry, "/readyz") == (503, "another coordinator holds the lease\n")
-        told.now = Snapshot()
+        told.now = Snapshot(run="clinics")
         assert got(telemetry, "/readyz") == (200, "ok\n")
 
 
+def test_a_coordinator_in_which_a_thread_is_stuck_does_not_live() -> None:
+    """Ready or not: a supervisor restarts it."""
+    told = Told()
+    with serving(told) as telemetry:
+        told.stuck = "the thread of the rounds has shown no sign of life for 700 s"
+        assert got(telemetry, "/livez") == (503, f"{told.stuck}\n")
+        assert got(telemetry, "/readyz") == (200, "ok\n")
+        told.stuck = ""
+        assert got(telemetry, "/livez") == (200, "ok\n")
+
+
+def exported(page: str) -> set[str]:
+    """Return the lines about this coordinator, without comments."""
+    return {line for line in page.splitlines() if line.startswith("fedlearn_")}
+
+
 def test_metrics_are_what_prometheus_reads() -> None:
-    """Counters end in _total, a label stands in braces, and nothing else is exported."""
+    """Counters end in _total, labels stand in braces, and that of the run at all of them."""
     told = Told(
         Snapshot(
+            run="clinics",
             counters={"messages": 7, "refused{reason=revoked}": 2, "refused{reason=expired}": 1},
-            gauges={"round": 3, "accuracy": 0.9},
+            gauges={"round": 3, "clients/accuracy_mean": 0.9, "build_info{python=3,torch=2}": 1},
         )
     )
-    with Telemetry("127.0.0.1:0", told) as telemetry:
+    with serving(told) as telemetry:
         status, page = got(telemetry, "/metrics")
-    lines = {line for line in page.splitlines() if not line.startswith("#")}
     assert status == 200
-    assert lines == {
-        "fedlearn_messages_total 7.0",
-        'fedlearn_refused_total{reason="revoked"} 2.0',
-        'fedlearn_refused_total{reason="expired"} 1.0',
-        "fedlearn_round 3.0",
-        "fedlearn_accuracy 0.9",
-        "fedlearn_ready 1.0",
+    assert exported(page) == {
+        'fedlearn_messages_total{run="clinics"} 7.0',
+        'fedlearn_refused_total{reason="revoked",run="clinics"} 2.0',
+        'fedlearn_refused_total{reason="expired",run="clinics"} 1.0',
+        'fedlearn_round{run="clinics"} 3.0',
+        'fedlearn_clients_accuracy_mean{run="clinics"} 0.9',
+        'fedlearn_build_info{python="3",run="clinics",torch="2"} 1.0',
+        'fedlearn_ready{run="clinics"} 1.0',
     }
+    assert "# HELP fedlearn_messages_total Messages of sessions received.\n" in page
+    assert "# TYPE fedlearn_messages_total counter\n" in page
+    assert "# HELP process_resident_memory_bytes Resident memory size in bytes.\n" in page
+
+
+def test_a_histogram_is_what_prometheus_reads() -> None:
+    """Buckets add up, the last one has no bound, and there are a count and a sum."""
+    seconds = Histogram((0.5, 10.0))
+    for value in (0.25, 0.5, 4.0, 100.0):
+        seconds.observe(value)
+    with serving(Told(Snapshot(run="a", histograms={"upload_seconds": seconds}))) as telemetry:
+        _, page = got(telemetry, "/metrics")
+    assert "# TYPE fedlearn_upload_seconds histogram\n" in page
+    assert {line for line in exported(page) if "upload" in line} == {
+        'fedlearn_upload_seconds_bucket{le="0.5",run="a"} 2.0',
+        'fedlearn_upload_seconds_bucket{le="10.0",run="a"} 3.0',
+        'fedlearn_upload_seconds_bucket{le="+Inf",run="a"} 4.0',
+        'fedlearn_upload_seconds_count{run="a"} 4.0',
+        'fedlearn_upload_seconds_sum{run="a"} 104.75',
+    }
+
+
+def test_a_measure_of_the_runs_own_is_said_to_be_one() -> None:
+    """Nobody else knows what it means."""
+    told = Told(Snapshot(run="a", gauges={"dose_error": 0.1}))
+    with serving(told) as telemetry:
+        _, page = got(telemetry, "/metrics")
+    assert f"# HELP fedlearn_dose_error {OF_THE_RUN.text}\n" in page
 
 
 def test_two_coordinators_in_one_process_have_metrics_of_their_own() -> None:
     """There is no registry of the process."""
-    first, second = Told(Snapshot(gauges={"round": 1})), Told(Snapshot(gauges={"round": 2}))
-    with Telemetry("127.0.0.1:0", first) as a, Telemetry("127.0.0.1:0", second) as b:
-        assert "fedlearn_round 1.0" in got(a, "/metrics")[1]
-        assert "fedlearn_round 2.0" in got(b, "/metrics")[1]
+    first, second = (
+        Told(Snapshot(run="clinics", gauges={"round": 1})),
+        Told(Snapshot(run="clinics", gauges={"round": 2})),
+    )
+    with serving(first) as a, serving(second) as b:
+        assert 'fedlearn_round{run="clinics"} 1.0' in got(a, "/metrics")[1]
+        assert 'fedlearn_round{run="clinics"} 2.0' in got(b, "/metrics")[1]
 
 
 def test_nothing_else_is_served() -> None:
     """An unknown path is not found."""
-    with Telemetry("127.0.0.1:0", Told()) as telemetry:
+    with serving(Told()) as telemetry:
         assert got(telemetry, "/")[0] == 404
 
 
 def test_an_address_in_use_is_an_error_with_the_key_to_change() -> None:
     """Two coordinators with one configuration on one machine."""
     with (
-        Telemetry("127.0.0.1:0", Told()) as first,
+        serving(Told()) as first,
         pytest.raises(DeploymentError, match=r"coordinator\.http_address.*name a free port"),
-        Telemetry(first.address, Told()),
+        serving(Told(), first.address),
     ):
         pass

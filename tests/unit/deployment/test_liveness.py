@@ -1,0 +1,55 @@
+"""Which threads stand still."""
+
+import pytest
+
+from fedlearn.core.clock import VirtualClock
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.liveness import SignsOfLife
+from fedlearn.deployment.round_times import RoundTimes
+from fedlearn.errors import Parked
+
+
+def test_every_thread_that_is_stuck_is_named() -> None:
+    """One that sleeps as long as it said is not, nor one of which nobody has heard."""
+    clock = VirtualClock()
+    signs = SignsOfLife(stuck_after_s=10.0, clock=clock)
+    assert signs.stuck() == ""
+    signs.show("rounds")
+    signs.show("database", sleeps_s=100.0)
+    clock.sleep(10.0)
+    assert signs.stuck() == ""
+    clock.sleep(1.0)
+    assert signs.stuck() == "the thread of the rounds has shown no sign of life for 11 s"
+    clock.sleep(100.0)
+    assert signs.stuck().count("no sign of life") == 2
+    signs.show("rounds")
+    signs.show("database")
+    assert signs.stuck() == ""
+
+
+def test_a_run_loop_that_looks_or_sleeps_shows_that_it_goes_on() -> None:
+    """Also with a look that ends it: it goes on to its end."""
+    shown = list[float]()
+    interruption = Interruption(shown.append)
+    interruption.check()
+    interruption.sleep(0.001)
+    interruption.give(Parked("told to stop"))
+    with pytest.raises(Parked):
+        interruption.check()
+    assert shown[:2] == [0.0, 0.001]
+    assert len(shown) > 2
+
+
+def test_the_attempts_at_a_round_are_one_round() -> None:
+    """And no round is what follows the last commit."""
+    clock = VirtualClock()
+    times = RoundTimes(clock=clock)
+    for _ in range(2):
+        times.begin()
+        clock.sleep(1.0)
+        with times.waiting():
+            clock.sleep(50.0)
+    times.finish()
+    clock.sleep(7.0)
+    times.finish()
+    assert (times.histogram.cumulated()[-1], times.histogram.total) == (1, 2.0)
