@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -42,6 +44,7 @@ APP = Path(__file__).parents[2] / "server" / "flower"
 BIN = Path(sys.executable).parent
 NUM_NODES = 3
 RUN_TIMEOUT_S = 900
+PATIENT = f"patience-s={RUN_TIMEOUT_S}"
 
 
 @dataclass
@@ -85,7 +88,12 @@ class Federation:
 
     @contextmanager
     def nodes(
-        self, folder: Path, num_nodes: int, *, folder_of: Container[int] = ()
+        self,
+        folder: Path,
+        num_nodes: int,
+        *,
+        folder_of: Container[int] = (),
+        refusing: Container[int] = (),
     ) -> Iterator[list["subprocess.Popen[str]"]]:
         """Have nodes, which log to files of theirs, until the block ends.
 
@@ -93,6 +101,7 @@ class Federation:
             folder: Of the files.
             num_nodes: How many.
             folder_of: Which nodes have a folder for their identity, ``client-N``.
+            refusing: Which nodes require secure aggregation.
         """
         running: list[subprocess.Popen[str]] = []
         try:
@@ -102,6 +111,8 @@ class Federation:
                 config += f' policy="{folder}/client.toml"'
                 if number in folder_of:
                     config += f' identity="{folder}/client-{number}"'
+                if number in refusing:
+                    config += " require-secure-aggregation=true"
                 node = self.start(
                     folder / f"node{number}.log",
                     *("flower-supernode", "--insecure"),
@@ -115,11 +126,13 @@ class Federation:
             end(*running)
 
     @contextmanager
-    def flwr_run(self, *options: str) -> Iterator["subprocess.Popen[str]"]:
-        """Start ``flwr run`` on the app; it has ended when the block has."""
-        command = [str(BIN / "flwr"), "run", str(APP), "lab", "--stream", *options]
+    def flwr_run(
+        self, *options: str, app: Path = APP, settings: Sequence[str] = (PATIENT,)
+    ) -> Iterator["subprocess.Popen[str]"]:
+        """Start ``flwr run`` on an app; it has ended when the block has."""
+        given = [part for each in settings for part in ("-c", each)]
         with subprocess.Popen(
-            [*command, "-c", f"patience-s={RUN_TIMEOUT_S}"],
+            [BIN / "flwr", "run", app, "lab", "--stream", *options, *given],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -414,3 +427,68 @@ def test_flowers_simulation_runtime_adds_up_in_secret(simulated: Federation) -> 
         stored = simulated.finished(run)
     assert [record.count(Status.REPORTED) for record in stored.rounds()] == [4, 4]
     assert_equals_plain(stored)
+
+
+# ---- Apps that were written for Flower alone ----------------------------------------------
+
+QUICKSTART = Path(__file__).parent / "quickstart"
+GUIDE = APP.parents[1] / "docs" / "how-to" / "migrate-from-flower.md"
+
+
+def files_in(guide: str) -> dict[str, str]:
+    """Return what a guide has one write, by the name of the file."""
+    named = r"`([a-z_]+\.(?:py|toml))`[^`\n]*:\n\n```[a-z]+\n(.*?)```"
+    return dict(re.findall(named, guide, re.DOTALL))
+
+
+def migrated(folder: Path, half: int) -> Path:
+    """Return a copy of the app with its server's half (0) or its client's (1) as the guide says."""
+    app = folder / "app"
+    shutil.copytree(QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__"))
+    files = files_in(GUIDE.read_text().split("## Keep your ServerApp", maxsplit=1)[half])
+    project = app / "pyproject.toml"
+    lines = project.read_text().splitlines()
+    for line in files.pop("pyproject.toml").splitlines():
+        name, has_value, _ = line.partition(" = ")
+        if has_value:
+            lines = [each for each in lines if not each.startswith(f"{name} =")]
+            table = "components" if name.endswith("app") else "config"
+            lines.insert(lines.index(f"[tool.flwr.app.{table}]") + 1, line)
+    project.write_text("\n".join(lines))
+    for name, text in files.items():
+        (app / "quickstart" / name).write_text(text)
+    return app
+
+
+def test_our_server_app_drives_an_app_of_flowers(deployed: Federation, tmp_path: Path) -> None:
+    """As the guide to migration says: the ClientApp is as it was, and imports nothing of ours."""
+    app = migrated(tmp_path, 0)
+    assert (app / "quickstart" / "client_app.py").read_text().count("fedlearn") == 0
+    options = ("-c", "num-rounds=2", "-c", 'overrides="stragglers.deadline_s=150"')
+    with (
+        deployed.nodes(tmp_path, NUM_NODES),
+        deployed.flwr_run(*options, app=app) as run,
+    ):
+        stored = deployed.finished(run)
+    rounds = stored.rounds()
+    assert [record.count(Status.REPORTED) for record in rounds] == [3, 3]
+    assert rounds[-1].metrics["clients/eval_acc_by_examples"] > 0.8
+    assert rounds[-1].train_metrics["train_loss"] < rounds[0].train_metrics["train_loss"]
+    examples = rounds[0].participations.num_examples
+    assert sorted(examples.tolist()) == [479, 479, 479]
+
+
+def test_our_client_app_answers_a_strategy_of_flowers(deployed: Federation, tmp_path: Path) -> None:
+    """FedAvg as it ships, as the guide says; a node that requires secure aggregation refuses."""
+    app = migrated(tmp_path, 1)
+    with (
+        deployed.nodes(tmp_path, NUM_NODES, refusing=(2,)),
+        deployed.flwr_run("-c", "num-server-rounds=2", app=app, settings=()) as run,
+    ):
+        output, _ = run.communicate(timeout=RUN_TIMEOUT_S)
+    assert run.returncode == 0, output
+    assert output.count("aggregate_train: Received 2 results and 1 failures") == 2, output
+    assert output.count("secure_aggregation.required") >= 2
+    last = re.search(r"after round 2: .*'accuracy': ([0-9.]+)", output)
+    assert last is not None, output
+    assert float(last[1]) > 0.8

@@ -249,7 +249,7 @@ def securely_in_memory(algorithm: Strategy) -> Collector:
     )
 
 
-def in_memory(algorithm: Strategy) -> Collector:
+def in_memory(algorithm: Strategy) -> PlainCollector:
     return PlainCollector(
         channel=SimulatedSessions(
             population(), Spread(), trainers_on(resident()), work=algorithm.local.work
@@ -270,22 +270,26 @@ def by_the_engine(algorithm: Strategy) -> Collector:
     )
 
 
-def run(algorithm: Strategy, collector: Collector) -> tuple[Params, list[int]]:
+def run(
+    algorithm: Strategy, collector: Collector, *, policy: StragglerPolicy = POLICY
+) -> tuple[Params, list[int]]:
     """Return the model after some rounds, and who reported, in order."""
-    state, reported = ran(algorithm, collector)
+    state, reported = ran(algorithm, collector, policy=policy)
     return state.params, reported
 
 
-def ran(algorithm: Strategy, collector: Collector) -> tuple[ServerState, list[int]]:
+def ran(
+    algorithm: Strategy, collector: Collector, *, policy: StragglerPolicy = POLICY
+) -> tuple[ServerState, list[int]]:
     """Return all that passes on after some rounds, and who reported, in order."""
     plan: RoundPlan = RoundPlan(
         opening=SampledOpening(
             sampler=UniformSampler(),
             available=collector.available,
-            policy=POLICY,
+            policy=policy,
             seed=Seed(5),
         ),
-        policy=POLICY,
+        policy=policy,
         collector=collector,
         strategy=algorithm,
         seed=Seed(5),

@@ -51,6 +51,9 @@ _NPY_HEADER = re.compile(
     rb"'shape': \((?P<shape>(?:[0-9]{1,18}(?:, [0-9]{1,18}){0,31},?)?)\), \} *\n"
 )
 
+#: What torch calls the batches that a BatchNorm has seen: a count, which is not averaged.
+_COUNTER = "num_batches_tracked"
+
 #: What makes settings to train with of a config.
 SettingsOf = Callable[[Settings], Settings]
 
@@ -218,7 +221,12 @@ def _array(value: Tensor) -> Array:
 
 def _tensors(content: RecordDict) -> dict[str, Tensor]:
     record = _only(content.array_records, "ArrayRecord")
-    return {name: _tensor(array, name) for name, array in record.items()}
+    tensors = {name: _tensor(array, name) for name, array in record.items()}
+    for name, value in tensors.items():
+        # Flower's strategies average these as well, in float64.
+        if name.rpartition(".")[2] == _COUNTER and value.is_floating_point():
+            tensors[name] = value.round().long()
+    return tensors
 
 
 def _tensor(array: Array, name: str) -> Tensor:

@@ -304,6 +304,15 @@ def test_the_local_model_goes_back_under_the_key_it_came_under() -> None:
     assert measured.metric_records["metrics"] == MetricRecord({"accuracy": 1.0, "num-examples": 4})
 
 
+def test_counts_that_flowers_strategies_have_averaged_are_counts_again() -> None:
+    """FedAvg makes floats of them: a model of ours would have one tensor more to average."""
+    content = ask()
+    content.array_records["w"]["norm.num_batches_tracked"] = Array(np.asarray(4.0))
+    request = train_request(content, settings_of=with_config, seed=11)
+    assert "norm.num_batches_tracked" not in request.order
+    assert request.tensors["norm.num_batches_tracked"] == torch.tensor(4)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

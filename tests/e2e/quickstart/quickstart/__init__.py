@@ -1,0 +1,1 @@
+"""An app written for Flower alone: it imports nothing of fedlearn."""

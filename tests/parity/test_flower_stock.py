@@ -1,0 +1,188 @@
+"""Flower's own records between the two sides: the model is that of fedlearn's own messages."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as StockFedAvg
+from flwr.serverapp.strategy import FedProx as StockFedProx
+
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedProx
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.client.flower import client_app
+from fedlearn.client.policy import Policy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.features import only
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import TrainContext
+from fedlearn.transport.flower import StockChannel, StockRecords
+from tests.grid import LocalGrid
+from tests.parity.test_flower import (
+    LOCAL,
+    NUM_ROUNDS,
+    OBJECTIVE,
+    POLICY,
+    SIZES,
+    MortalGrid,
+    in_memory,
+    make_model,
+    population,
+    run,
+)
+
+#: What both sides draw from; and, as the app of another project is told nothing of it, its config.
+SEED = 5
+
+
+def trainer_of(client_id: int) -> TorchTrainer:
+    rows = population().load(np.asarray([client_id]))
+    index = torch.from_numpy(rows.rows)
+    features, labels = only(rows.features)[index], rows.labels[index]
+    return TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
+
+
+def foreign_app(local: LocalUpdate) -> ClientApp:
+    """Return an app that answers as those for Flower's strategies do, by arithmetic of ours."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client_id = int(context.node_config["partition-id"])
+        config = message.content.config_records["config"]
+        round_num, seed = config["server-round"], config["seed"]
+        assert isinstance(round_num, int)
+        assert isinstance(seed, int)
+        result = trainer_of(client_id).train(
+            message.content.array_records["arrays"].to_torch_state_dict(),
+            context=TrainContext(
+                client_id=ClientId(client_id),
+                round_num=round_num - 1,
+                settings=settings_of(local),
+                seed=Seed(seed),
+                state={},
+            ),
+        )
+        metrics = MetricRecord({"num-examples": result.num_examples})
+        arrays = ArrayRecord(dict(result.tensors))
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+class SpreadGrid(MortalGrid):
+    """Nodes that take as long as their devices."""
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        _, reply = LocalGrid.answered(self, client, message)
+        round_num = message.content.config_records["config"]["server-round"]
+        assert isinstance(round_num, int)
+        return self._latency_s(client, round_num - 1), reply
+
+
+def over_foreign_apps(local: LocalUpdate) -> PlainCollector:
+    """Return what collects from nodes whose ids are the numbers of their parts."""
+    nodes = {client: client for client in range(len(SIZES))}
+    grid = SpreadGrid(VirtualClock(), foreign_app(local), nodes=nodes)
+    channel = StockChannel(
+        grid=grid,
+        clock=grid.clock,
+        patience_s=60.0,
+        start=lambda work: work(),
+        records=StockRecords.of(make_model(), train_config={"seed": SEED}, evaluate_config={}),
+    )
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
+
+
+ADAPTIVE = partial(FedAdam, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [FedAvg, ADAPTIVE], ids=["fedavg", "fedadam"])
+def test_an_app_of_flowers_gives_the_same_model_bit_for_bit(
+    recipe: "partial[Strategy]",
+) -> None:
+    """As a client of ours with the same arithmetic, whose order of arrival is the same."""
+    local = replace(LOCAL, momentum=0.9)
+    expected, order = run(recipe(local), in_memory(recipe(local)))
+    found, found_order = run(recipe(OwnTraining()), over_foreign_apps(local))
+    assert found_order == order
+    assert torch.equal(found.vector, expected.vector)
+
+
+class StockGrid(LocalGrid):
+    """A grid on which a strategy of Flower's runs as it does on Flower's own."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        return list(self.pull_messages(self.push_messages(messages)))
+
+
+def start() -> Params:
+    """Return the model that every run here begins with."""
+    torch.manual_seed(0)
+    return Params.of(make_model())
+
+
+def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Params:
+    """Return the model of one of Flower's strategies over our clients."""
+    app = client_app(
+        lambda node: trainer_of(node.client_id), policy_of=lambda _: Policy(), local=local
+    )
+    grid = StockGrid(VirtualClock(), app, nodes={10 + each: each for each in range(len(SIZES))})
+    params = start()
+    result = strategy.start(
+        grid=cast("Grid", grid),  # it has all that a strategy asks of one
+        initial_arrays=ArrayRecord(params.named()),
+        num_rounds=NUM_ROUNDS,
+        train_config=ConfigRecord({"seed": SEED, **config}),
+    )
+    for number in range(1, NUM_ROUNDS + 1):
+        assert {"accuracy", "loss"} <= result.evaluate_metrics_clientapp[number].keys()
+    return params.with_vector(params.layout.pack(result.arrays.to_torch_state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "config"),
+    [
+        (StockFedAvg(), FedAvg(LOCAL), {}),
+        (StockFedAvg(), FedAvg(replace(LOCAL, learning_rate=0.02)), {"lr": 0.02}),
+        (
+            StockFedAvg(),
+            FedAvg(replace(LOCAL, epochs=1, batch_size=2)),
+            {"local-epochs": 1, "batch-size": 2},
+        ),
+        (StockFedProx(proximal_mu=0.5), FedProx(LOCAL, proximal=0.5), {}),
+        (
+            StockFedAvg(),
+            FedAvg(replace(LOCAL, momentum=0.9, keep_momentum=True)),
+            {"momentum": 0.9, "keep-momentum": True},
+        ),
+    ],
+    ids=["fedavg", "rate of the config", "work of the config", "fedprox", "kept momentum"],
+)
+def test_a_strategy_of_flowers_gives_the_same_model_but_for_rounding(
+    stock: StockFedAvg, ours: Strategy, config: dict[str, float]
+) -> None:
+    """The mean of models in place of the model and the mean of differences."""
+    everybody = replace(POLICY, num_wanted=len(SIZES))
+    collector = replace(in_memory(ours), policy=everybody)
+    expected, _ = run(ours, collector, policy=everybody)
+    found = by_flower(stock, LOCAL, **config)
+    largest = float((found.vector - expected.vector).abs().max())
+    assert largest < 1e-6
+    moved = float((expected.vector - start().vector).abs().max())
+    assert moved > 0.01  # the control: there was something to differ in
