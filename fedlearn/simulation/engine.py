@@ -329,7 +329,7 @@ class Wave:
     Attributes:
         losses: Mean training losses: shape [n].
         num_examples: Examples that each has trained on: shape [n].
-        verdicts: Such as :data:`~fedlearn.simulation.timeline.REPORTED`: shape [n].
+        verdicts: What became of each, such as ``timeline.REPORTED``: shape [n].
         metrics: What else each measured, by the place of a sound client in the wave.
         kept: What sound clients keep now.
     """

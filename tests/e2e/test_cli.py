@@ -345,10 +345,12 @@ def exported(shell: Shell, name: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell) -> None:
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedbuff"])
+def test_a_killed_run_ends_in_the_same_weights_bit_for_bit(shell: Shell, algorithm: str) -> None:
     """Killed -9 in the middle, resumed, killed again, resumed: as if nothing had happened."""
-    shell.type("simulate", "--name", "whole", *LONG)
-    shell.kill_after_round(8, "simulate", "--name", "killed", *LONG)
+    job = (*LONG, "--set", f"algorithm.name={algorithm}")
+    shell.type("simulate", "--name", "whole", *job)
+    shell.kill_after_round(8, "simulate", "--name", "killed", *job)
     assert status_of(shell, "killed") == "lost"
     shell.kill_after_round(20, "resume", "killed")
     broken_off = exported(shell, "killed")

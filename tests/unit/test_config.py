@@ -950,3 +950,66 @@ def test_what_is_wrong_in_a_named_table_is_told_by_its_name(
     with pytest.raises(ConfigError) as error:
         load(file, overrides=[override])
     assert message in str(error.value)
+
+
+def test_an_asynchronous_algorithm_brings_a_buffer_in_the_place_of_a_cohort(tmp_path: Path) -> None:
+    """By its name, or by the table; what is written holds, and the tree is the same when stored."""
+    by_name = load(None, overrides=["algorithm.name=fedbuff", "asynchronous.buffer_size=7"])
+    assert by_name.asynchronous.is_on
+    assert (by_name.cohort.num_wanted, by_name.stragglers.deadline_s) == (7, "auto")
+    policy = by_name.resolved(num_clients=50).straggler_policy()
+    assert (policy.num_asked, policy.min_reports, policy.deadline_s) == (7, 7, math.inf)
+    by_table = load(
+        None,
+        overrides=["asynchronous.mode=buffered", "cohort.num_wanted=7", "stragglers.deadline_s=9"],
+    )
+    assert by_table.asynchronous == by_name.asynchronous
+    assert by_table.stragglers.deadline_s == 9.0
+    one = load(None, overrides=["algorithm.name=fedasync"])
+    assert (one.cohort.num_wanted, one.algorithm.model_dump()["mixing"]) == (1, 0.6)
+    for config in (by_name, by_table, one):
+        assert Config.from_json(config.canonical_json()) == config
+        (tmp_path / "again.toml").write_text(template(config, omit=[], heading="All of it."))
+        assert load(tmp_path / "again.toml", overrides=[]) == config
+    assert not Config().asynchronous.is_on
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["asynchronous.concurrency=500"], "asynchronous.concurrency: is 500, but with max_stal"),
+        (["cohort.num_wanted=4", "asynchronous.buffer_size=3"], "cohort.num_wanted: is 4, but a r"),
+        (["cohort.sampling=poisson"], 'cohort.sampling: is "poisson", but asynchronous.mode is "b'),
+        (["stragglers.over_selection=1.3"], "stragglers.over_selection: is 1.3, but asynchronous."),
+        (["stragglers.min_reports=3"], "stragglers.min_reports: is 3, but asynchronous.mode is"),
+        (["stragglers.below_minimum=skip"], 'stragglers.below_minimum: is "skip", but asynchronou'),
+        (["centralized=true"], "centralized: is true, but asynchronous.mode is"),
+        (["secure_aggregation.mode=complete"], "masks cancel in the sum of one session"),
+        (
+            [
+                *("privacy.mode=central", "privacy.epsilon=3", "privacy.clip_norm=1.0"),
+                *("privacy.target_delta=1e-3", "cohort.sampling=uniform"),
+            ],
+            "moves more of a sum than its own part",
+        ),
+    ],
+)
+def test_what_does_not_go_with_buffers_is_refused(overrides: list[str], message: str) -> None:
+    """With the reason; the control is the test above."""
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides=["asynchronous.mode=buffered", *overrides])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["asynchronous.mode=off"], 'asynchronous.mode: is "off", but fedasync is asynchronous'),
+        (["asynchronous.buffer_size=2"], "asynchronous.buffer_size: is 2, but FedAsync steps with"),
+    ],
+)
+def test_fedasync_steps_with_each_update(overrides: list[str], message: str) -> None:
+    """Whatever its table says."""
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides=["algorithm.name=fedasync", *overrides])
+    assert message in str(error.value)
