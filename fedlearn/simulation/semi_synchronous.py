@@ -5,7 +5,7 @@ model that it was sent.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -110,7 +110,7 @@ class _Round:
         self.kept: Kept = self.request.kept
         self.reduction: Reduction = self.engine.reduction(self.request)
         # In order of arrival, at equal times of asking; who never arrives comes last.
-        self.to_come = sorted([*self.awaited, *self.cohort], key=_arrives_s)
+        self.to_come = deque(sorted([*self.awaited, *self.cohort], key=_arrives_s))
 
     def play(self) -> None:
         """Take events in order until as many of the cohort have reported as the round wants.
@@ -120,19 +120,25 @@ class _Round:
         num_wanted, until_s = self.engine.policy.num_wanted, self._until_s()
         num_fresh = 0
         while num_fresh < num_wanted:
-            wave = list[Asked]()
-            while self._comes_next(until_s) and num_fresh + self._num_fresh(wave) < num_wanted:
-                asked = self.to_come.pop(0)
-                if asked.fails:
-                    self.settle(asked, Status.FAILED, reason=DROPPED_OUT)
-                else:
-                    wave.append(asked)
-                self.closed_s = max(0.0, _arrives_s(asked))
+            wave = self._wave(num_wanted - num_fresh, until_s)
             if not wave:
                 break
             num_fresh += self._num_fresh(self._trained(wave))
         if num_fresh < num_wanted and math.isfinite(until_s):
             self.closed_s = until_s
+
+    def _wave(self, num_missing: int, until_s: float) -> list[Asked]:
+        """Return who comes next, until as many of the cohort are among them as are missing."""
+        wave, num_fresh = list[Asked](), 0
+        while num_fresh < num_missing and self._comes_next(until_s):
+            asked = self.to_come.popleft()
+            self.closed_s = max(0.0, _arrives_s(asked))
+            if asked.fails:
+                self.settle(asked, Status.FAILED, reason=DROPPED_OUT)
+            else:
+                wave.append(asked)
+                num_fresh += asked.client_id in self.fresh
+        return wave
 
     def _until_s(self) -> float:
         """Return when the round closes at the latest; infinite: when nobody comes any more.
