@@ -17,6 +17,7 @@ from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.elastic_averaging import EASGD
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.own_training import OwnTraining
@@ -128,6 +129,11 @@ class Pieces:
     def asynchrony(self) -> Asynchrony | None:
         """When the server steps in an asynchronous run; ``None``: when a cohort has reported."""
         return self.config.asynchronous.asynchrony()
+
+    @property
+    def late_updates(self) -> LateUpdates | None:
+        """What becomes of updates that miss the close of their round; ``None``: dropped."""
+        return self.config.late_updates.late_updates()
 
     @property
     def secure(self) -> SecurePlan | None:
@@ -565,12 +571,14 @@ def _bounded(pieces: PiecesT) -> PiecesT:
 
 
 def _asynchronous(pieces: PiecesT) -> PiecesT:
-    """Return ``pieces`` if their rounds may be buffers, or need not be."""
-    if pieces.asynchrony is not None:
-        try:
-            require_asynchronous(pieces.algorithm)
-        except ValueError as error:
-            raise ConfigError(f"asynchronous.mode is on, but {error}") from error
+    """Return ``pieces`` if updates of earlier models may be in their rounds, or are not."""
+    modes = {"asynchronous": pieces.asynchrony, "late_updates": pieces.late_updates}
+    for table, rule in modes.items():
+        if rule is not None:
+            try:
+                require_asynchronous(pieces.algorithm)
+            except ValueError as error:
+                raise ConfigError(f"{table}.mode is on, but {error}") from error
     return pieces
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
+from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.collecting import Participations, Status
@@ -32,6 +33,7 @@ class RoundRequest:
         told: What the strategy tells clients beside the model, one vector each.
         seed: Public seed of client-side randomness.
         kept: What clients kept, for a collector that plays them.
+        durations: What clients took in the last rounds, where a deadline follows it.
     """
 
     round_num: int
@@ -41,6 +43,7 @@ class RoundRequest:
     told: Lanes
     seed: int
     kept: Kept = field(default_factory=dict)
+    durations: Durations = ()
 
     def message(self) -> TrainRequest:
         """Return the request as clients are sent it that do not differ."""
@@ -96,9 +99,10 @@ class Collected:
         train_metrics: What the clients measured in training beyond the loss, by names of their
             own: means over the reports, weighted by examples. A secure sum has no lane for them.
         kept: What clients keep after the round; nothing over a channel: they do so themselves.
-        staleness: Of an asynchronous round, how many updates in the aggregate have which
-            staleness.
-        flight: Of an asynchronous round, who is in flight when it has closed.
+        staleness: Of an asynchronous round, or one that takes late updates, how many updates in the
+            aggregate have which staleness.
+        flight: Of such a round, who is in flight when it has closed.
+        durations: What clients took in the last rounds, where a deadline follows it.
         culprits: By whose fault nothing is released; another attempt is better off without them.
     """
 
@@ -109,6 +113,7 @@ class Collected:
     kept: Kept = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     flight: Flight = ()
+    durations: Durations = ()
     culprits: frozenset[ClientId] = frozenset()
 
     def count(self, status: Status) -> int:
@@ -127,7 +132,7 @@ class Collector(Protocol):
 
 
 class BufferedCollector(Protocol):
-    """Fills the buffer of an asynchronous round; what is in flight is the run's state."""
+    """Collects a round of which some clients are in flight before and after: the run's state."""
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -135,7 +140,7 @@ class BufferedCollector(Protocol):
     def collect(
         self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
     ) -> Collected:
-        """Return what a full buffer comes to, and who is in flight then.
+        """Return what the round comes to, and who is in flight then.
 
         Args:
             flight: Who is in flight when the round opens.
@@ -144,7 +149,7 @@ class BufferedCollector(Protocol):
             draw: Says who else may be asked.
 
         Returns:
-            Without an aggregate if the buffer cannot be filled.
+            Without an aggregate if the round cannot be made.
         """
 
 

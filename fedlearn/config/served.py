@@ -34,6 +34,7 @@ COMPUTED: Final = frozenset(
         "engine",
         "flower",
         "asynchronous",
+        "late_updates",
     ]
 )
 

@@ -24,6 +24,7 @@ from fedlearn.config.cohort import (
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
 from fedlearn.config.flower import FlowerSection
+from fedlearn.config.late_updates import LateUpdatesSection
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
@@ -182,6 +183,7 @@ class Config(Section):
     client: Annotated[Client, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[Cohort, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = StragglersSection()
+    late_updates: LateUpdatesSection = LateUpdatesSection()
     asynchronous: AsynchronousSection = AsynchronousSection()
     updates: UpdatesSection = UpdatesSection()
     secure_aggregation: SecureAggregationSection = SecureAggregationSection()
@@ -255,19 +257,20 @@ class Config(Section):
                 yield Problem((key, "evaluation.every_rounds"), text)
 
     def _not_asynchronous(self) -> Iterator[Problem]:
-        """Refuse what is of cohorts where rounds are buffers, and what does not hold with them."""
+        """Refuse what does not hold where rounds are buffers, or take late updates."""
         stragglers = self.stragglers.model_dump()
-        yield from self.asynchronous.problems_with(
-            {
-                "algorithm.name": self.algorithm.name,
-                "centralized": self.centralized,
-                "cohort.sampling": self.cohort.sampling,
-                "cohort.num_wanted": self.cohort.num_wanted,
-                "privacy.mode": self.privacy.mode,
-                "secure_aggregation.mode": self.secure_aggregation.mode,
-                **{f"stragglers.{name}": value for name, value in stragglers.items()},
-            }
-        )
+        values = {
+            "algorithm.name": self.algorithm.name,
+            "asynchronous.mode": self.asynchronous.mode,
+            "centralized": self.centralized,
+            "cohort.sampling": self.cohort.sampling,
+            "cohort.num_wanted": self.cohort.num_wanted,
+            "privacy.mode": self.privacy.mode,
+            "secure_aggregation.mode": self.secure_aggregation.mode,
+            **{f"stragglers.{name}": value for name, value in stragglers.items()},
+        }
+        yield from self.asynchronous.problems_with(values)
+        yield from self.late_updates.problems_with(values)
 
     def _unbounded(self) -> Iterator[Problem]:
         """Refuse bounds of updates where no update is seen, or where they are clipped."""

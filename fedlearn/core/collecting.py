@@ -30,8 +30,8 @@ class Participation(NamedTuple):
 
     Attributes:
         status: ``reported`` (in the aggregate), ``late`` (missed the close of the round:
-            dropped), ``failed`` (answered with a failure or an unusable reply), or ``stale``
-            (its update would be based on too old a model: dropped).
+            dropped, or awaited in later rounds), ``failed`` (answered with a failure or an
+            unusable reply), or ``stale`` (its update would be based on too old a model: dropped).
         duration_s: Seconds from the broadcast to the reply's arrival, as far as known:
             virtual in a simulation.
         num_examples: Examples trained on; 0 unless reported.

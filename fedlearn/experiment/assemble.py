@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
-from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import BufferedCollector, Collector, further_bytes
 from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.sampling import (
@@ -61,6 +60,7 @@ from fedlearn.simulation.evaluation import (
 )
 from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
+from fedlearn.simulation.semi_synchronous import SemiSynchronous
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.simulation.sources import Examples
 from fedlearn.training.example_gradients import require_separable
@@ -308,9 +308,9 @@ def assemble(
         opening = ChargedOpening(inner=opening, charge=charging.charge)
         draw = ChargedDraw(inner=draw, charge=charging.charge)
     buffering = None
-    if simulation.asynchrony is not None:
-        buffered = _buffered(simulation, simulation.asynchrony, collector)
-        buffering = Buffering(asynchrony=simulation.asynchrony, draw=draw, collector=buffered)
+    if (buffered := _buffered(simulation, collector)) is not None:
+        is_retried = simulation.asynchrony is None
+        buffering = Buffering(is_retried=is_retried, draw=draw, collector=buffered)
     plan = run_plan(
         simulation,
         opening=opening,
@@ -549,16 +549,20 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     )
 
 
-def _buffered(
-    simulation: Simulation, asynchrony: Asynchrony, collector: Collector
-) -> BufferedCollector:
-    """Return what fills the buffers of an asynchronous run."""
-    if isinstance(collector, Engine):
+def _buffered(simulation: Simulation, collector: Collector) -> BufferedCollector | None:
+    """Return what collects rounds with clients in flight; ``None``: there are none."""
+    asynchrony, late = simulation.asynchrony, simulation.late_updates
+    if asynchrony is None and late is None:
+        return None
+    if not isinstance(collector, Engine):
+        table = "late_updates" if asynchrony is None else "asynchronous"
+        raise ConfigError(
+            f'engine.transport is "{simulation.config.engine.transport}", but {table}.mode is on; '
+            'set it to "engine"'
+        )
+    if asynchrony is not None:
         return EventQueue(engine=collector, asynchrony=asynchrony)
-    raise ConfigError(
-        f'engine.transport is "{simulation.config.engine.transport}", but asynchronous.mode is on; '
-        'set it to "engine"'
-    )
+    return SemiSynchronous(engine=collector, late=late) if late is not None else None
 
 
 def _evaluators(

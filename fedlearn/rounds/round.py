@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collecting import (
     BufferedCollector,
     Collected,
@@ -26,6 +25,7 @@ from fedlearn.algorithms.collecting import (
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
+from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.messages import ClientId
@@ -53,9 +53,10 @@ class ServerState:
         strategy_state: What the strategy keeps from round to round.
         kept: What the clients keep, where this process plays them.
         begun: What the strategy said as it began, by name: for the record of the first round.
-        flight: Of an asynchronous run, the clients that were asked in earlier rounds and are
-            awaited.
+        flight: Of an asynchronous run, or one that takes late updates, the clients that were asked
+            in earlier rounds and are awaited.
         versions: What they were sent, by the round that they are based on.
+        durations: What clients took in the last rounds, where a deadline follows it.
     """
 
     round_num: int
@@ -65,19 +66,21 @@ class ServerState:
     begun: Mapping[str, float] = field(default_factory=dict)
     flight: Flight = ()
     versions: Mapping[int, Version] = field(default_factory=dict)
+    durations: Durations = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffering:
-    """What takes the place of cohorts in an asynchronous run.
+    """What takes the place of cohorts that are all awaited.
 
     Attributes:
-        asynchrony: When the server steps.
-        draw: Who is asked, as others land.
+        is_retried: Whether a round below its minimum is tried again, as one of a cohort is; else
+            the collector has asked others by itself as clients failed.
+        draw: Who is asked, beside those in flight.
         collector: How clients are asked.
     """
 
-    asynchrony: Asynchrony
+    is_retried: bool
     draw: Draw
     collector: BufferedCollector
 
@@ -121,8 +124,9 @@ class RoundPlan:
         strategy: What they do, how it is combined, and what becomes of the model.
         seed: Public seed of everything reproducible.
         release: What becomes of the aggregate before the step; ``None``: nothing.
-        buffering: How rounds are opened and collected that are buffers of an asynchronous run, in
-            the place of ``opening`` and ``collector``; ``None``: they are not.
+        buffering: How rounds are opened and collected that are buffers of an asynchronous run, or
+            take late updates, in the place of ``opening`` and ``collector``; ``None``: they are
+            neither.
     """
 
     opening: Opening
@@ -186,19 +190,22 @@ def run_round(
     return _stepped(state, plan, plan.collector.collect(cohort, request), request)
 
 
-def run_buffered_round(state: ServerState, plan: RoundPlan, buffering: Buffering) -> Ran:
-    """Run one round of an asynchronous run: from one step of the server to the next.
+def run_buffered_round(
+    state: ServerState, plan: RoundPlan, buffering: Buffering, *, attempt: int
+) -> Ran:
+    """Run one round with clients in flight: from one step of the server to the next.
 
     Args:
         state: Before the round, with who is in flight.
         plan: The pieces.
         buffering: In the place of a cohort and its collector.
+        attempt: As for :func:`run_round`.
 
     Raises:
         RoundError: The strategy told, aggregated or returned what cannot be used.
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
-    request = _request(state, plan, strategy, attempt=0)
+    request = _request(state, plan, strategy, attempt=attempt)
     requests = {
         based_on: replace(request, round_num=based_on, params=sent.params, told=sent.told)
         for based_on, sent in state.versions.items()
@@ -226,6 +233,7 @@ def _request(
         told=told_by(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
         kept=state.kept,
+        durations=state.durations,
     )
 
 
@@ -234,7 +242,7 @@ def _stepped(
 ) -> Ran:
     """Release what was collected, if it is enough, and take the strategy's step."""
     strategy, attempt = request.strategy, request.attempt
-    state = replace(state, kept=collected.kept)
+    state = replace(state, kept=collected.kept, durations=collected.durations)
     aggregate = collected.aggregate
     if aggregate is None:
         return Ran(state, collected, {})

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.collecting import Collected
 from fedlearn.algorithms.flight import flight_from, flight_tensors
 from fedlearn.algorithms.kept import from_tensors, to_tensors
+from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Status
@@ -244,20 +245,21 @@ def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran,
 
     Whoever was found to have made an attempt fail is not asked in those after it.
     """
-    duration_s, culprits = 0.0, frozenset[ClientId]()
-    if plan.buffering is not None:  # asks others by itself as clients fail
-        ran = run_buffered_round(server, plan, plan.buffering)
-        if ran.collected.aggregate is None:
-            raise _too_few(ran.collected, plan, server.round_num)
-        return ran, 0, ran.collected.duration_s
+    duration_s, culprits, buffering = 0.0, frozenset[ClientId](), plan.buffering
+    is_retried = buffering is None or buffering.is_retried
     for attempt in range(first, first + plan.policy.max_retries + 1):
-        ran = run_round(server, plan, attempt=attempt, without=culprits)
+        if buffering is None:
+            ran = run_round(server, plan, attempt=attempt, without=culprits)
+        else:
+            ran = run_buffered_round(server, plan, buffering, attempt=attempt)
         server, collected = ran.state, ran.collected
         duration_s += collected.duration_s
         culprits |= collected.culprits
-        if collected.aggregate is not None or plan.policy.below_minimum is BelowMinimum.SKIP:
+        if collected.aggregate is not None:
             return ran, attempt, duration_s
-        if plan.policy.below_minimum is BelowMinimum.FAIL:
+        if is_retried and plan.policy.below_minimum is BelowMinimum.SKIP:
+            return ran, attempt, duration_s
+        if not is_retried or plan.policy.below_minimum is BelowMinimum.FAIL:
             break
     raise _too_few(collected, plan, server.round_num)
 
@@ -311,6 +313,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
     tensors |= {f"flight/{name}": t for name, t in flight_tensors(server.flight).items()}
+    tensors |= {f"durations/{name}": t for name, t in durations_tensors(server.durations).items()}
     for based_on, sent in server.versions.items():
         tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.told.items()}
@@ -356,6 +359,7 @@ def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
             )
             for based_on in sorted({each.based_on for each in flight})
         },
+        durations=durations_from(checkpoint.under("durations/")),
     )
     best = _part(checkpoint, "best/", device)
     return RunState(

@@ -7,7 +7,7 @@ not with the cohort or the population.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalUpdate, read_only
@@ -135,6 +136,20 @@ class Engine:
             upload_bytes=request.upload_bytes,
             seed=Seed(request.seed),
         )
+
+    def foreseen(self, drawn: Sequence[Asked], request: RoundRequest) -> list[Asked]:
+        """Return clients of one drawing, who are asked ``request``, with how their devices do."""
+        if not drawn:
+            return []
+        client_ids = np.asarray([each.client_id for each in drawn], np.int64)
+        asked = self.asked(client_ids, replace(request, attempt=drawn[0].attempt))
+        told = zip(
+            drawn,
+            self.behaviour.durations_s(asked).tolist(),
+            self.behaviour.failures(asked).tolist(),
+            strict=True,
+        )
+        return [each._replace(duration_s=lasts_s, fails=fails) for each, lasts_s, fails in told]
 
     def train(
         self,

@@ -8,7 +8,7 @@ becomes too stale is never trained.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
@@ -126,7 +126,7 @@ class _Round:
             self.plan(self.buffer.ask(self.now_s))
             if not (drawn := self.buffer.draw(self.draw)):
                 return
-            self.buffer.put(self._foreseen(drawn))
+            self.buffer.put(self.engine.foreseen(drawn, self.request))
 
     def plan(self, asked: Sequence[Asked]) -> None:
         """Have events of clients that are in flight."""
@@ -135,18 +135,6 @@ class _Round:
             lasts_s = min(each.duration_s, deadline_s)
             if math.isfinite(lasts_s):  # of another one nothing is ever heard
                 heappush(self.events, (each.asked_s + lasts_s, next(self._numbers), each))
-
-    def _foreseen(self, drawn: Sequence[Asked]) -> list[Asked]:
-        """Return clients with how their devices will do."""
-        request = replace(self.request, attempt=drawn[0].attempt)
-        client_ids = np.asarray([each.client_id for each in drawn], np.int64)
-        asked = self.engine.asked(client_ids, request)
-        durations_s = self.engine.behaviour.durations_s(asked).tolist()
-        fails = self.engine.behaviour.failures(asked).tolist()
-        return [
-            each._replace(duration_s=duration_s, fails=fail)
-            for each, duration_s, fail in zip(drawn, durations_s, fails, strict=True)
-        ]
 
     def settle(self, asked: Asked, status: Status, duration_s: float, reason: str = "") -> None:
         """Note what became of a client."""

@@ -144,7 +144,7 @@ class Simulation:
         buffering = None
         if self.asynchrony is not None:
             queue = EventQueue(engine=engine, asynchrony=self.asynchrony)
-            buffering = Buffering(asynchrony=self.asynchrony, draw=opening.draw, collector=queue)
+            buffering = Buffering(is_retried=False, draw=opening.draw, collector=queue)
         return RoundPlan(
             opening=opening,
             policy=self.policy,
@@ -163,7 +163,7 @@ class Simulation:
             if plan.buffering is None:
                 state, collected, _ = run_round(state, plan, attempt=0)
             else:
-                state, collected, _ = run_buffered_round(state, plan, plan.buffering)
+                state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
             rounds.append(collected)
         return state, rounds
 

@@ -673,7 +673,8 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     """The control of the table above."""
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
-    assert _kinds(ALGORITHMS) == {*plain, *adaptive, "scaffold", "easgd", "python"}
+    buffered = {"fedbuff", "fedasync"}
+    assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, "scaffold", "easgd", "python"}
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:

@@ -147,7 +147,7 @@ def plan(
         collector=engine,
         strategy=strategy or FedAvg(LOCAL, weight_by_examples=False),
         seed=Seed(3),
-        buffering=Buffering(asynchrony=limits, draw=in_order, collector=collector),
+        buffering=Buffering(is_retried=False, draw=in_order, collector=collector),
     )
 
 
@@ -157,7 +157,7 @@ def run(plan: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collecte
     state = plan.init(params.with_vector(torch.zeros(2)))
     rounds = list[Collected]()
     for _ in range(num_rounds):
-        state, collected, _ = run_buffered_round(state, plan, plan.buffering)
+        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
         rounds.append(collected)
     return state, rounds
 

@@ -1,0 +1,100 @@
+"""What becomes of updates that miss the close of their round."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.config.pieces import built, declared_by, refused
+from fedlearn.config.section import Problem, Section
+from fedlearn.config.toml import shown
+
+
+@declared_by(
+    LateUpdates,
+    max_staleness=5,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=0,
+    deadline_quantile=None,
+    deadline_window=5,
+    least_deadline_s=0.0,
+)
+class LateUpdatesSection(Section):
+    """What becomes of updates that miss the close of their round, and whether deadlines adapt."""
+
+    mode: Literal["drop", "keep"] = Field(
+        "drop",
+        description='"drop": they are dropped; "keep": rounds are semi-synchronous: a late client '
+        "goes on, is not asked again meanwhile, and counts in the round in which it answers.",
+    )
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether late updates count in later rounds."""
+        return self.mode == "keep"
+
+    def late_updates(self) -> LateUpdates | None:
+        """Return what becomes of late updates; ``None``: they are dropped."""
+        return self._rule() if self.are_kept else None
+
+    def _rule(self) -> LateUpdates:
+        return built(LateUpdates, self)
+
+    def problems(self) -> Iterable[Problem]:
+        """Refuse what the rule refuses, and deadlines that follow those before down."""
+        wrong = list(refused(self._rule))
+        yield from wrong
+        if not wrong and not self.are_kept and self._rule().deadline_quantile is not None:
+            text = (
+                f"is {self._rule().deadline_quantile:g}, but late updates are dropped: nobody "
+                "learns how long these took, and each deadline would follow the one before down; "
+                'set mode to "keep"'
+            )
+            yield Problem(("deadline_quantile", "mode"), text)
+
+    def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
+        """Yield what contradicts late updates elsewhere in the tree, by key in ``values``."""
+        if not self.are_kept:
+            return
+        for key, (allowed, why) in _NEEDED.items():
+            if values[key] not in allowed:
+                text = f'is {shown(values[key])}, but {_MODE} is "keep"{why}'
+                yield Problem((key, _MODE), text)
+        longest, least = values["stragglers.deadline_s"], self._rule().least_deadline_s
+        if isinstance(longest, float) and least > longest:
+            text = f"is {least:g}, above stragglers.deadline_s, which is {longest:g}; lower it"
+            yield Problem(("late_updates.least_deadline_s", "stragglers.deadline_s"), text)
+
+
+_MODE = "late_updates.mode"
+
+#: By key the values that go with late updates, and why no other does.
+_NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "centralized": ((False,), "; remove one of them"),
+    "asynchronous.mode": (
+        ("off",),
+        ": a buffer takes updates whenever they come; leave one of them out",
+    ),
+    "cohort.sampling": (
+        ("uniform",),
+        ', where clients are drawn of those that are not late yet; leave it at "uniform"',
+    ),
+    "secure_aggregation.mode": (
+        ("off",),
+        (
+            ": masks cancel in the sum of one session, and one that comes later would stay masked; "
+            "set one of the two to its default"
+        ),
+    ),
+    "privacy.mode": (
+        ("off", "local"),
+        (
+            ": an update that comes later moves from one sum to the next, and who is late is asked "
+            "less often than is accounted for; have each client add noise enough for itself, with "
+            '"local"'
+        ),
+    ),
+}

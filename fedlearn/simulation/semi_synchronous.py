@@ -1,0 +1,249 @@
+"""A semi-synchronous round in virtual time: a cohort, and those of earlier ones that arrive.
+
+As in :mod:`fedlearn.simulation.event_queue` a client is trained when its update is needed, from the
+model that it was sent.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.flight import Asked, Draw, Flight
+from fedlearn.algorithms.kept import Kept, updated
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.reduction import Reduction
+from fedlearn.simulation.timeline import DROPPED_OUT, REPORTED, reason_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SemiSynchronous:
+    """Collects the updates of a cohort, and late ones of those before it.
+
+    Attributes:
+        engine: Trains them; its policy says when a round closes.
+        late: What becomes of who is late, and what the deadline follows.
+    """
+
+    engine: Engine
+    late: LateUpdates
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the whole population."""
+        return self.engine.available()
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Play a round until it closes.
+
+        Of too few reports nothing is released and nothing is lost: who has answered is in flight
+        as before, and arrives at once in the next attempt.
+
+        Raises:
+            DataError: See :meth:`Engine.collect`.
+            EngineError: See :meth:`Engine.collect`.
+        """
+        request = requests[round_num]
+        stale = [each for each in flight if self._staleness(each, round_num) > self._most]
+        awaited = [each for each in flight if self._staleness(each, round_num) <= self._most]
+        drawn = draw(
+            self.engine.policy.num_asked,
+            round_num=round_num,
+            attempt=request.attempt,
+            busy={each.client_id for each in awaited},
+        )
+        cohort = self.engine.foreseen(
+            [Asked(each, round_num, request.attempt, 0.0) for each in drawn], request
+        )
+        played = _Round(self.engine, self.late, requests, request, awaited, cohort)
+        for each in stale:
+            age = self._staleness(each, round_num)
+            reason = f"based on a model {age} rounds old; at most {self._most} are taken"
+            played.settle(each, Status.STALE, reason=reason)
+        played.play()
+        return played.close()
+
+    @property
+    def _most(self) -> int:
+        return self.late.max_staleness
+
+    def _staleness(self, asked: Asked, round_num: int) -> int:
+        return round_num - asked.based_on
+
+
+class _Taken(NamedTuple):
+    """A sound update: of whom, and its examples."""
+
+    asked: Asked
+    num_examples: int
+
+
+@dataclass(eq=False)
+class _Round:
+    """One attempt at a round on its way to its close."""
+
+    engine: Engine
+    late: LateUpdates
+    requests: Mapping[int, RoundRequest]
+    request: RoundRequest
+    awaited: Sequence[Asked]
+    cohort: Sequence[Asked]
+    closed_s: float = 0.0
+    metrics: WeightedMeans = field(default_factory=WeightedMeans)
+    rows: list[Participation] = field(default_factory=list)
+    taken: list[_Taken] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fresh = {each.client_id for each in self.cohort}
+        self.kept: Kept = self.request.kept
+        self.reduction: Reduction = self.engine.reduction(self.request)
+        # In order of arrival, at equal times of asking; who never arrives comes last.
+        self.to_come = deque(sorted([*self.awaited, *self.cohort], key=_arrives_s))
+
+    def play(self) -> None:
+        """Take events in order until as many of the cohort have reported as the round wants.
+
+        Or until the cohort is settled, or the deadline is over.
+        """
+        num_wanted, until_s = self.engine.policy.num_wanted, self._until_s()
+        num_fresh = 0
+        while num_fresh < num_wanted:
+            wave = self._wave(num_wanted - num_fresh, until_s)
+            if not wave:
+                break
+            num_fresh += self._num_fresh(self._trained(wave))
+        if num_fresh < num_wanted and math.isfinite(until_s):
+            self.closed_s = until_s
+
+    def _wave(self, num_missing: int, until_s: float) -> list[Asked]:
+        """Return who comes next, until as many of the cohort are among them as are missing."""
+        wave, num_fresh = list[Asked](), 0
+        while num_fresh < num_missing and self._comes_next(until_s):
+            asked = self.to_come.popleft()
+            self.closed_s = max(0.0, _arrives_s(asked))
+            if asked.fails:
+                self.settle(asked, Status.FAILED, reason=DROPPED_OUT)
+            else:
+                wave.append(asked)
+                num_fresh += asked.client_id in self.fresh
+        return wave
+
+    def _until_s(self) -> float:
+        """Return when the round closes at the latest; infinite: when nobody comes any more.
+
+        Without a deadline a client that will never be heard of is not waited for.
+        """
+        policy = self.engine.policy
+        so_far_s = [-each.asked_s for each in self.awaited]
+        deadline_s = self.late.deadline_s(
+            self.request.durations, so_far_s, longest_s=policy.deadline_s
+        )
+        of_cohort_s = [_arrives_s(each) for each in self.cohort]
+        heard_of_s = [each_s for each_s in of_cohort_s if math.isfinite(each_s)]
+        if len(heard_of_s) < len(of_cohort_s) and math.isfinite(deadline_s):
+            return deadline_s
+        return min(deadline_s, max(heard_of_s, default=math.inf))
+
+    def _comes_next(self, until_s: float) -> bool:
+        if not self.to_come:
+            return False
+        arrives_s = _arrives_s(self.to_come[0])
+        return arrives_s <= until_s and math.isfinite(arrives_s)
+
+    def _num_fresh(self, some: Sequence[Asked]) -> int:
+        """Return how many of some clients were asked in this attempt."""
+        return sum(each.client_id in self.fresh for each in some)
+
+    def _trained(self, wave: Sequence[Asked]) -> list[Asked]:
+        """Train clients in order of arrival, and return those whose updates count."""
+        trained = self.engine.train(
+            np.asarray([each.client_id for each in wave], np.int64),
+            [self.requests[each.based_on] for each in wave],
+            self.reduction,
+            factors=self._factors(wave),
+        )
+        self.kept = updated(self.kept, trained.kept)
+        trained.add_metrics(self.metrics)
+        columns = (trained.verdicts, trained.losses, trained.num_examples)
+        counting = list[Asked]()
+        for asked, verdict, loss, num_examples in zip(
+            wave, *(column.tolist() for column in columns), strict=True
+        ):
+            if verdict == REPORTED:
+                self.settle(asked, Status.REPORTED, num_examples=num_examples, loss=loss)
+                self.taken.append(_Taken(asked, num_examples))
+                counting.append(asked)
+            else:
+                reason = reason_of(verdict, num_examples, self.engine.bounds(self.request))
+                self.settle(asked, Status.FAILED, reason=reason)
+        return counting
+
+    def settle(
+        self,
+        asked: Asked,
+        status: Status,
+        *,
+        num_examples: int = 0,
+        loss: float = math.nan,
+        reason: str = "",
+    ) -> None:
+        """Note what became of a client."""
+        self.rows.append(
+            Participation(asked.client_id, status, asked.duration_s, num_examples, loss, reason)
+        )
+
+    def close(self) -> Collected:
+        """Return what came of it, and who is in flight."""
+        in_flight = list(self.to_come)
+        for each in in_flight:
+            if each.client_id in self.fresh:  # those of earlier ones were late then
+                self.settle(each, Status.LATE)
+        is_enough = len(self.taken) >= self.engine.policy.min_reports
+        if not is_enough:
+            in_flight += [each.asked for each in self.taken]
+        in_flight.sort(key=lambda each: each.asked_s)
+        ages = Counter(self._staleness(each.asked) for each in self.taken)
+        latest = [each.asked.duration_s for each in self.taken]
+        durations = self.request.durations
+        return Collected(
+            aggregate=self._aggregate() if is_enough else None,
+            participations=Participations.of(self.rows),
+            duration_s=self.closed_s,
+            train_metrics=self.metrics.close(),
+            kept=self.kept if is_enough else self.request.kept,
+            staleness=dict(sorted(ages.items())),
+            flight=tuple(each._replace(asked_s=each.asked_s - self.closed_s) for each in in_flight),
+            durations=self.late.window(durations, latest) if is_enough else durations,
+        )
+
+    def _aggregate(self) -> Aggregate:
+        num_examples_B = torch.tensor([each.num_examples for each in self.taken]).double()
+        return damped(
+            self.reduction.close(),
+            self.request.strategy.lanes,
+            weights_B=self.engine.weights(num_examples_B, self.request),
+            factors_B=torch.from_numpy(self._factors([each.asked for each in self.taken])),
+        )
+
+    def _factors(self, some: Sequence[Asked]) -> NDArray[np.float64]:
+        return self.late.weights(np.asarray([self._staleness(each) for each in some]))
+
+    def _staleness(self, asked: Asked) -> int:
+        return self.request.round_num - asked.based_on
+
+
+def _arrives_s(asked: Asked) -> float:
+    """Return when a client answers: seconds since the round opened."""
+    return asked.asked_s + asked.duration_s

@@ -1,0 +1,118 @@
+"""Semi-synchronous runs as a user has them: on from a crash, by workers, and refused."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedlearn as fl
+from fedlearn.core.collecting import Status
+from fedlearn.errors import ConfigError
+from tests.e2e.test_python_api import Quiet, data, make_model
+
+#: Devices of which some take ten times as long as others, so that somebody is always late.
+SETTINGS: dict[str, Any] = {
+    "num_rounds": 8,
+    "cohort": {"num_wanted": 4},
+    "devices": {"kind": "lognormal", "speed_sigma": 1.5},
+    "stragglers": {"over_selection": 1.25, "deadline_s": 20.0},
+    "late_updates": {"mode": "keep", "deadline_quantile": 0.6, "deadline_window": 3},
+    "store": {"checkpoint_every_s": 0.0},
+    "engine": {"num_workers": 1},
+}
+LOCAL = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, keep_momentum=True)
+
+
+@pytest.fixture(autouse=True)
+def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(algorithm: fl.Strategy | None = None, **settings: Any) -> fl.Run:  # Any: keys and pieces
+    return fl.simulate(make_model, data(), algorithm or fl.FedAvg(LOCAL), **SETTINGS | settings)
+
+
+def weights(found: fl.Run) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in found.weights(best=False).values()])
+
+
+@pytest.mark.parametrize("break_after", [2, 5])
+def test_a_run_goes_on_with_who_is_late_and_what_was_observed(break_after: int) -> None:
+    """To the bit: weights, virtual time and what became of every client."""
+    whole = run()
+    with pytest.raises(KeyboardInterrupt):
+        run(name="broken", progress=Quiet(break_after=break_after))
+    again = run(resume="broken")
+    assert torch.equal(weights(again), weights(whole))
+    for left, right in zip(again.history, whole.history, strict=True):
+        assert left.participations == right.participations
+        assert (left.virtual_s, dict(left.staleness)) == (right.virtual_s, dict(right.staleness))
+    taken = Counter[int]()
+    for record in whole.history[break_after:]:
+        taken.update({age: n for age, n in record.staleness.items() if age})
+    assert taken.total() > 0, "late updates were taken after the break"
+
+
+def test_who_was_late_counts_where_it_would_be_dropped() -> None:
+    """The control: by default nothing is stale, and the model is another one."""
+    kept, dropped = run(), run(late_updates={"mode": "drop"})
+    assert any(age for record in kept.history for age in record.staleness)
+    assert not any(record.staleness for record in dropped.history)
+    assert any(record.count(Status.LATE) for record in dropped.history)
+    assert not torch.equal(weights(kept), weights(dropped))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{"num_workers": 2}, {"executor": "sequential"}])
+def test_workers_and_executors_change_nothing_but_rounding(engine: dict[str, Any]) -> None:
+    """Nor what becomes of whom."""
+    one, other = run(), run(engine={"num_workers": 1} | engine)
+    torch.testing.assert_close(weights(other), weights(one), rtol=0.0, atol=1e-6)
+    for left, right in zip(other.history, one.history, strict=True):
+        assert [each[:3] for each in left.participations] == [
+            each[:3] for each in right.participations
+        ]
+        assert left.virtual_s == right.virtual_s
+
+
+SCAFFOLD = fl.Scaffold(
+    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1),
+    num_clients=12,
+    server_learning_rate=1.0,
+)
+EASGD = fl.EASGD(
+    sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1), elasticity=0.1, cohort_size=4
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"algorithm": SCAFFOLD}, "gradient at the model that it was sent"),
+        ({"algorithm": EASGD}, "would not keep their sum"),
+        ({"secure_aggregation": {"mode": "complete"}}, "masks cancel in the sum of one session"),
+        (
+            {"privacy": {"clip_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-5}},
+            "moves from one sum to the next",
+        ),
+        ({"cohort": {"num_wanted": 4, "sampling": "poisson"}}, 'leave it at "uniform"'),
+        ({"asynchronous": {"mode": "buffered"}}, "a buffer takes updates whenever they come"),
+        ({"late_updates": {"deadline_quantile": 0.5}}, "nobody learns how long these took"),
+        (
+            {"late_updates": {"mode": "keep", "least_deadline_s": 30.0}},
+            r"is 30, above stragglers.deadline_s, which is 20",
+        ),
+        ({"centralized": True}, "remove one of them"),
+    ],
+)
+def test_what_does_not_hold_with_late_updates_is_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
+    """Before anything is trained."""
+    if "privacy" in settings:
+        settings = {**settings, "privacy": {"mode": "central", **settings["privacy"]}}
+    with pytest.raises(ConfigError, match=reason):
+        run(**settings)

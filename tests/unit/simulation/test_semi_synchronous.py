@@ -1,0 +1,235 @@
+"""Semi-synchronous rounds in virtual time: late updates count once, later, or are told lost."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.collecting import Participation, Status, unsound
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.rounds.round import (
+    Buffering,
+    Ran,
+    RoundPlan,
+    ServerState,
+    run_buffered_round,
+    run_round,
+)
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.semi_synchronous import SemiSynchronous
+from fedlearn.simulation.timeline import DROPPED_OUT
+from tests.unit.simulation import test_event_queue as buffers
+from tests.unit.simulation.test_event_queue import NUM_CLIENTS, RATE, SECONDS, Table, ToTheirOwn
+
+LATE = LateUpdates(
+    max_staleness=20,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=0,
+    deadline_quantile=None,
+    deadline_window=3,
+    least_deadline_s=0.0,
+)
+BY_TABLE = Table()
+POLICY = StragglerPolicy(
+    num_wanted=4,
+    over_selection=1.5,
+    deadline_s=12.0,
+    min_reports=1,
+    below_minimum=BelowMinimum.RETRY,
+    max_retries=2,
+)
+
+
+def plan(
+    executor: ToTheirOwn,
+    *,
+    late: LateUpdates = LATE,
+    policy: StragglerPolicy = POLICY,
+    behaviour: Table = BY_TABLE,
+    block_size: int = 4,
+) -> RoundPlan:
+    limits = buffers.asynchrony(buffer_size=4, concurrency=4)
+    made = buffers.plan(limits, executor, behaviour=behaviour, block_size=block_size)
+    assert isinstance(made.collector, Engine)
+    engine = replace(made.collector, policy=policy)
+    semi = SemiSynchronous(engine=engine, late=late)
+    buffering = Buffering(is_retried=True, draw=buffers.in_order, collector=semi)
+    return replace(made, policy=policy, collector=engine, buffering=buffering)
+
+
+def begun(made: RoundPlan) -> ServerState:
+    return made.init(Params.of(nn.Linear(2, 1, bias=False)).with_vector(torch.zeros(2)))
+
+
+def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> Ran:
+    assert made.buffering is not None
+    return run_buffered_round(state, made, made.buffering, attempt=attempt)
+
+
+def run(made: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collected]]:
+    state, rounds = begun(made), list[Collected]()
+    for _ in range(num_rounds):
+        state, collected, _ = step(made, state)
+        rounds.append(collected)
+    return state, rounds
+
+
+def rows(rounds: Sequence[Collected]) -> list[tuple[int, Participation]]:
+    return [(number, row) for number, one in enumerate(rounds) for row in one.participations]
+
+
+def reference(num_rounds: int, *, exponent: float) -> tuple[float, float, int]:
+    """The same in plain Python, with a model of one number: model, seconds, how many were late."""
+    x, now_s, num_late = 0.0, 0.0, 0
+    awaited, models = dict[int, tuple[float, int]](), list[float]()
+    for number in range(num_rounds):
+        models.append(x)
+        cohort = [c for c in range(NUM_CLIENTS) if c not in awaited][: POLICY.num_asked]
+        awaited |= {c: (now_s + SECONDS[c], number) for c in cohort}
+        in_order = sorted(awaited, key=lambda c: awaited[c][0])
+        fresh = [c for c in in_order if c in cohort and SECONDS[c] <= POLICY.deadline_s]
+        closed_s = now_s + min(POLICY.deadline_s, max(SECONDS[c] for c in cohort))
+        if len(fresh) >= POLICY.num_wanted:
+            closed_s = awaited[fresh[POLICY.num_wanted - 1]][0]
+        arrived = [c for c in in_order if awaited[c][0] <= closed_s]
+        weights = [(1 + number - awaited[c][1]) ** -exponent for c in arrived]
+        moves = [RATE * (c - models[awaited[c][1]]) for c in arrived]
+        x += sum(w * m for w, m in zip(weights, moves, strict=True)) / len(arrived)
+        num_late += sum(awaited[c][1] < number for c in arrived)
+        awaited = {c: awaited[c] for c in awaited if c not in arrived}
+        now_s = closed_s
+    return x, now_s, num_late
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
+def test_a_run_is_that_of_its_definition(exponent: float) -> None:
+    """Model, virtual time and late updates of 15 rounds, against a few lines of plain Python."""
+    late = replace(LATE, staleness_exponent=exponent)
+    state, rounds = run(plan(ToTheirOwn(), late=late), num_rounds=15)
+    x, now_s, num_late = reference(15, exponent=exponent)
+    assert state.params.vector.tolist() == pytest.approx([x] * 2, rel=1e-5)
+    assert sum(each.duration_s for each in rounds) == pytest.approx(now_s)
+    staleness = sum((Counter(each.staleness) for each in rounds), Counter[int]())
+    assert sum(count for age, count in staleness.items() if age) == num_late > 5
+
+
+@pytest.mark.parametrize("late", [LATE, replace(LATE, max_staleness=1)])
+def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None:
+    """Who is late has one more row, in a later round, or is in flight yet; and trains once."""
+    executor = ToTheirOwn(diverging=frozenset({5}))
+    failing = Table(failing=frozenset({6, 11}))
+    state, rounds = run(plan(executor, late=late, behaviour=failing), num_rounds=25)
+    awaited = dict[int, int]()
+    for number, row in rows(rounds):
+        if row.status is Status.LATE:
+            assert row.client_id not in awaited, "who is awaited is not asked"
+            awaited[row.client_id] = number
+        else:
+            awaited.pop(row.client_id, None)
+    assert awaited == {each.client_id: each.based_on for each in state.flight}
+    counted = [row.client_id for _, row in rows(rounds) if row.status is Status.REPORTED]
+    assert len(executor.trained) == len(set(executor.trained))
+    assert len(counted) == sum(client != 5 for client, _ in executor.trained)
+    reasons = {row.reason for _, row in rows(rounds) if row.status is Status.FAILED}
+    assert reasons == {DROPPED_OUT, unsound("delta")}
+    assert {row.status for _, row in rows(rounds)} >= {Status.REPORTED, Status.LATE, Status.FAILED}
+
+
+def test_who_is_too_late_is_dropped_with_the_reason_and_never_trained() -> None:
+    """And is free to be asked again."""
+    executor = ToTheirOwn()
+    late = replace(LATE, max_staleness=1)
+    _, rounds = run(plan(executor, late=late), num_rounds=12)
+    stale = [(number, row) for number, row in rows(rounds) if row.status is Status.STALE]
+    assert {row.client_id for _, row in stale} == {3}
+    assert stale[0][1].reason == "based on a model 2 rounds old; at most 1 are taken"
+    assert len(stale) > 1
+    assert ClientId(3) not in {client for client, _ in executor.trained}
+    assert max(age for one in rounds for age in one.staleness) == 1
+
+
+def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
+    """In each of four rounds."""
+    policy = replace(POLICY, over_selection=1.0, deadline_s=math.inf)
+    semi = plan(ToTheirOwn(), policy=policy)
+    states: tuple[list[ServerState], list[ServerState]] = ([], [])
+    for kept, made in zip(states, (semi, replace(semi, buffering=None)), strict=True):
+        state = begun(made)
+        for _ in range(4):
+            if made.buffering is not None:
+                state, collected, _ = step(made, state)
+            else:  # the same cohorts
+                sync = replace(made, opening=_InOrder())
+                state, collected, _ = run_round(state, sync, attempt=0)
+            kept.append(state)
+            assert collected.count(Status.REPORTED) == 4
+    for left, right in zip(*states, strict=True):
+        assert torch.equal(left.params.vector, right.params.vector)
+        assert left.flight == ()
+
+
+class _InOrder:
+    """Opens rounds of the first clients."""
+
+    def open(self, round_num: int, *, attempt: int) -> tuple[ClientId, ...]:
+        return tuple(ClientId(each) for each in range(4))
+
+
+def test_too_few_reports_lose_nothing() -> None:
+    """They arrive at once in the next attempt, which asks others; all of them move the model."""
+    policy = replace(POLICY, min_reports=3, deadline_s=8.0, over_selection=1.0)
+    executor = ToTheirOwn()
+    made = plan(executor, policy=policy)
+    state, first, _ = step(made, begun(made))
+    assert first.aggregate is None
+    assert first.count(Status.REPORTED) == 1  # client 2 after 5.7 s; the others take longer
+    assert {each.client_id for each in state.flight} == {0, 1, 2, 3}
+    assert state.params.vector.tolist() == [0.0, 0.0]
+    after, second, _ = step(made, state, attempt=1)
+    told = [row.client_id for row in second.participations if row.status is Status.REPORTED]
+    assert told[0] == 2
+    assert len(told) == len(set(told)) >= 3
+    assert dict(second.staleness) == {0: len(told)}
+    expected = RATE * sum(told) / len(told)
+    assert after.params.vector.tolist() == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_the_deadline_follows_what_clients_took() -> None:
+    """Half of them by the durations that were observed; at first the longest."""
+    late = replace(LATE, deadline_quantile=0.5, deadline_window=4)
+    policy = replace(POLICY, num_wanted=6, over_selection=1.0, deadline_s=120.0)
+    state, rounds = run(plan(ToTheirOwn(), late=late, policy=policy), num_rounds=12)
+    assert rounds[0].duration_s == SECONDS[3]  # all are waited for
+    assert all(each.duration_s <= 20.0 for each in rounds[2:])
+    assert len(state.durations) == 4
+    took = [each for of_round in state.durations for each in of_round]
+    assert set(took) <= set(SECONDS)
+
+
+def test_who_never_answers_holds_up_no_round() -> None:
+    """Without a deadline, too; it is dropped when its update would be too old."""
+    never = [math.inf if each == 3 else 1.0 + each for each in range(NUM_CLIENTS)]
+    policy = replace(POLICY, deadline_s=math.inf, over_selection=1.0)
+    late = replace(LATE, max_staleness=2)
+    made = plan(ToTheirOwn(), late=late, policy=policy, behaviour=Table(seconds=never))
+    _, rounds = run(made, num_rounds=5)
+    assert all(math.isfinite(each.duration_s) for each in rounds)
+    stale = [number for number, row in rows(rounds) if row.status is Status.STALE]
+    assert stale == [3]
+
+
+def test_blocks_change_nothing_but_rounding() -> None:
+    """Nor who is in flight."""
+    one, four = (run(plan(ToTheirOwn(), block_size=size), num_rounds=9) for size in (1, 4))
+    assert one[0].flight == four[0].flight
+    torch.testing.assert_close(one[0].params.vector, four[0].params.vector)
