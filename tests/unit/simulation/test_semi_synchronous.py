@@ -13,9 +13,10 @@ from fedlearn.algorithms.collecting import Collected
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Participation, Status, unsound
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.soundness import unsound
 from fedlearn.rounds.round import (
     Buffering,
     Ran,
