@@ -32,7 +32,7 @@ _ADVERSARIES: dict[AdversaryName, Adversary] = {
     "active": Adversary.ACTIVE_SERVER,
     "honest-but-curious": Adversary.HONEST_BUT_CURIOUS,
 }
-#: Privacy in a sparse graph fails with at most 2^-40.
+#: Privacy in a sparse graph fails with at most 2^-40, whatever an active coordinator tries.
 _SIGMA_BITS = 40
 #: What a client sends where it demands noise.
 _NOISED: dict[PrivacyMode, str] = {
@@ -64,6 +64,7 @@ def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
         max_weight=MAX_LEVEL,
         max_upload_bytes=policy.max_upload_bytes,
         max_releases_per_round=policy.max_releases_per_round,
+        max_draw_factor=policy.max_draw_factor,
     )
 
 

@@ -16,6 +16,8 @@ from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
 
+AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
+"""One or more, and finite."""
 SumSize: TypeAlias = Annotated[int, Ge(2)]
 """Clients in a sum: a sum of one is no sum."""
 
@@ -32,9 +34,9 @@ class SecureAggregationPolicy:
         adversary: Whom a session must at least hold against: "active" is a coordinator that lies,
             "honest-but-curious" one that keeps to the protocol and keeps what it is sent.
         allow_sparse: Whether sharing masks with some of the cohort will do, or with all of it. With
-            some, it does not hold against a coordinator that lies, whatever the session claims.
+            some, privacy fails with at most 2^-40.
         corruption: Largest fraction of the clients asked that this client believes in one hand with
-            the coordinator, [0, 1): it bounds threshold and quorum from below.
+            the coordinator, [0, 1): it bounds threshold, quorum and neighbours from below.
         min_cohort: Fewest clients in a sum that contains this client's update, >= 2: what
             accomplices of the coordinator know of it, they take off.
         max_cohort: Most clients asked: this client's own work and traffic grow with them, >= 2.
@@ -42,6 +44,9 @@ class SecureAggregationPolicy:
         max_upload_bytes: Largest masked update in bytes, >= 1.
         max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; all are
             over the same clients.
+        max_draw_factor: Where this client holds a roster, who takes part was drawn from it: so many
+            clients for each that is asked, at the most, >= 1. A large number, such as 1e9, allows
+            anybody in the roster.
 
     Raises:
         ConfigError: A value is out of range, or the adversary is unknown.
@@ -54,13 +59,14 @@ class SecureAggregationPolicy:
     required: bool = False
     stays_required: bool = True
     adversary: AdversaryName = "active"
-    allow_sparse: bool = False
+    allow_sparse: bool = True
     corruption: BelowOne = 0.1
     min_cohort: SumSize = USUAL_MIN_COHORT
     max_cohort: SumSize = 10_000
     max_clip: Positive = 1000.0
     max_upload_bytes: Count = 1 << 34
     max_releases_per_round: Count = 2
+    max_draw_factor: AtLeastOne = 2.0
 
     @property
     def warning(self) -> str | None:

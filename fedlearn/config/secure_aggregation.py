@@ -1,8 +1,9 @@
 """Secure aggregation: off, or what its sessions rest on."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
 from fedlearn.algorithms.lanes import LaneSpec
@@ -43,8 +44,7 @@ class SecureAggregationSection(Section):
         "off",
         description='"off": the coordinator reads each update. "complete": it learns their sum '
         'alone; every two clients share a mask. "sparse": likewise, for more than about a hundred '
-        "clients: a client shares masks with some; only where secure_aggregation.adversary is "
-        '"honest-but-curious".',
+        "clients: a client shares masks with some.",
     )
     adversary: Literal["active", "honest-but-curious"] = Field(
         "active",
@@ -59,6 +59,17 @@ class SecureAggregationSection(Section):
     stage_deadline_s: Positive = Field(
         60.0, description="Seconds that each stage without training waits for clients, > 0."
     )
+    roster: str = Field(
+        "",
+        description="The file of `fedlearn roster` that clients were given, if they were. Rounds "
+        "then ask whom it draws, and clients take part in no others, where "
+        'secure_aggregation.adversary is "active". Of no effect in a simulation.',
+    )
+    draw_factor: Annotated[float, Ge(1)] = Field(
+        2.0,
+        description="With a roster: clients drawn from it for each that is asked, >= 1, as not all "
+        "are there. Clients allow 2, unless their policy says otherwise.",
+    )
     simulate_as: Literal["protocol", "modular_sum"] = Field(
         "protocol",
         description='In a simulation: "protocol" runs it, with engine.transport "memory"; '
@@ -70,16 +81,10 @@ class SecureAggregationSection(Section):
         """Whether updates are summed under masks."""
         return self.mode != "off"
 
-    def problems(self) -> Iterator[Problem]:
-        """Refuse a claim that does not hold."""
-        if self.mode == "sparse" and self.adversary == "active":
-            text = (
-                'is "sparse", which does not hold against a coordinator that lies: by the roster '
-                "that it shows, and by whom it calls dropped, such a one can leave a client alone "
-                'with its accomplices; take "complete", or, where the coordinator keeps to the '
-                'protocol, set secure_aggregation.adversary to "honest-but-curious"'
-            )
-            yield Problem(("mode", "adversary"), text)
+    @property
+    def draws(self) -> bool:
+        """Whether rounds ask whom a roster draws."""
+        return bool(self.is_on and self.roster and self.adversary == "active")
 
     def parameters(self, num_clients: int) -> Parameters:
         """Return k, t and the rest for so many clients asked; raises ConfigError if none hold."""

@@ -369,8 +369,7 @@ def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
             raise ConfigError(
                 f"client {client_id} is to be sent {len(own)} bytes of secure aggregation's "
                 f"packets with the model, {wire.MAX_PERSONAL_BYTES} fit; ask fewer clients a "
-                'round, or set secure_aggregation.mode to "sparse", which holds against no '
-                "coordinator that lies"
+                'round, or set secure_aggregation.mode to "sparse"'
             )
 
 

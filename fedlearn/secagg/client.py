@@ -5,10 +5,11 @@ Guarantees:
     coordinator learns of this client's values is in the sum of all survivors. Against an
     active server the same, for a sum of at least ``min_survivors`` clients of the pinned
     directory. Assumed: the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
-    Not given: integrity (a client may send what it likes); protection from sums over cohorts
-    that differ in one client, or from a coordinator that invites its accomplices; and in a
-    sparse graph, against a server that tries many rosters for one whose ring suits it, sigma
-    bits less the logarithm of its tries.
+    In a sparse graph this fails with at most 2^-sigma, whoever drops out and though the server
+    tries 2^64 rosters for one whose ring suits it.
+    Where it holds a roster, who is in the cohort was drawn (:mod:`fedlearn.secagg.draw`).
+    Not given: integrity (a client may send what it likes); protection from sums over cohorts that
+    differ in one client, or, without a roster, from a coordinator that invites its accomplices.
 
 References:
     Bonawitz et al., 2017, figure 4; Bell et al., 2020.
@@ -33,6 +34,7 @@ from fedlearn.secagg.client_state import (
     Released,
     Shared,
 )
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import Words
 from fedlearn.secagg.messages import (
     Advert,
@@ -85,6 +87,8 @@ class SecureClient:
         directory: Identity keys of all clients, pinned; whoever is not in it does not exist.
         policy: What it accepts.
         num_threads: Threads to expand masks on.
+        draw: Who may be asked by the roster that it holds; ``None``: it holds none, and whoever
+            has a key in the directory may.
     """
 
     client_id: ClientId
@@ -93,6 +97,7 @@ class SecureClient:
     directory: Mapping[ClientId, bytes]
     policy: TermsPolicy
     num_threads: int
+    draw: Draw | None = None
 
     def handle(
         self,
@@ -156,6 +161,8 @@ class SecureClient:
         if terms.run_id != state.run_id:
             raise ProtocolError("the terms are of another run")
         self.policy.judge(terms)
+        if self.draw is not None:
+            self.policy.judge_drawn(terms, [self.client_id], draw=self.draw)
         state.releases.require_open(terms, most=self.policy.max_releases_per_round)
         packet_secret, mask_secret = (SecretBytes.generate(keys.KEY_BYTES) for _ in range(2))
         unsigned = Advert(
@@ -173,7 +180,12 @@ class SecureClient:
     def share(
         self, message: Roster, state: ClientState, step: Advertised
     ) -> tuple[Shares, ClientState]:
-        """R1: check the roster, share the self-seed and the mask key among the holders."""
+        """R1: check the roster, share the self-seed and the mask key among the holders.
+
+        Raises:
+            PolicyViolation: Of those invited so few are in the roster that the terms are not safe,
+                or one of them is not drawn.
+        """
         own, session = self.client_id, Session(step.terms, message.adverts)
         self._check_roster(session, step)
         state.releases.require_all_invited(step.terms, session.points)
@@ -207,6 +219,9 @@ class SecureClient:
             raise ProtocolError(f"{len(session.adverts)} clients in the roster, more than n")
         if session.shortage:
             raise ProtocolError(session.shortage)
+        self.policy.judge_roster(step.terms, size=len(session.adverts))
+        if self.draw is not None:
+            self.policy.judge_drawn(step.terms, session.points, draw=self.draw)
         if session.by_id.get(self.client_id) != step.advert:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:
@@ -302,8 +317,10 @@ class SecureClient:
     ) -> tuple[ClientId, ...]:
         """Return the survivors if they can be the honest ones.
 
-        A neighbour whose packet never came cannot have survived: it would be masked with us. And
-        at least t of our own holders survive: with 2t > h + a no two sets of survivors fall apart.
+        A neighbour whose packet never came cannot have survived: it would be masked with us. And at
+        least t of our own holders survive, as our self-seed takes so many shares. That the graph
+        does not fall into parts does not follow from this alone, but from k and t as well
+        (:mod:`fedlearn.secagg.parameters`).
         """
         terms, survivors = step.session.terms, message.client_ids
         alive = set(survivors)

@@ -6,7 +6,7 @@ paper  here                   meaning
 n      num_clients            clients invited to the session
 gamma  corruption             largest fraction of them that the adversary controls
 delta  dropout                largest fraction of them that may drop out
-A, D   num_corrupted, …       ⌊gamma n⌋, ⌊delta n⌋
+A, D   num_corrupted, …       max(1, ⌈gamma n⌉), ⌊delta n⌋
 k      num_neighbours         n - 1 in the complete graph
 h      num_holders            who keeps shares of a client's secrets
 t      threshold              shares that give a client's secret
@@ -16,7 +16,7 @@ eta    eta_bits               a round fails with at most 2^-eta
 ====== ====================== =========================================================
 
 A client's secrets are held by its k neighbours, and in the complete graph by itself as well
-(one more dropout for small cohorts): h = k in a sparse graph, h = n in the complete one. Let a
+(one more dropout for small cohorts): h = k in a sparse graph, h = m in the complete one. Let a
 be the most of its neighbours that are corrupted: A in the complete graph; in a sparse one the
 tail of the hypergeometric distribution, P[more than a] <= 2^-(sigma+1) / n.
 
@@ -33,11 +33,30 @@ tail of the hypergeometric distribution, P[more than a] <= 2^-(sigma+1) / n.
 
 The lowest t that is safe is taken: it tolerates the most dropouts.
 
+An *active server* has three more ways where the graph is sparse, and the numbers allow for all:
+
+* *A shrunk roster.* It shows m of the n clients, all of the corrupted among them, so that a is that
+  of A among m. Clients take no roster of fewer than q, and judge t again by the m that they see;
+  ``derive`` finds k and t that hold for each m down to n - D.
+* *Chosen dropouts.* Knowing the ring, it chooses whose vectors and signatures it will have had, so
+  that the survivors fall into parts that share no mask. Let a *releasing* client be an honest one
+  that releases shares. It has the packet of each survivor that neighbours it, so two of them
+  within k/2 places share a mask; and each honest survivor neighbours some of them, since t > a.
+  So where there are two parts, the ring has two disjoint runs of k/2 places without a releasing
+  client, each after a releasing client of the one part and before the next of the other. Of that
+  client t shares are released only if, beside the k/2 holders on its other side, c = t - k/2
+  corrupted ones are in the run. Counts in disjoint runs are negatively associated, so
+  P[two runs with c or more] <= n²/2 P[c or more in one]², and where 2c > A there are no two.
+* *Grinding.* The ring follows from the hash of the roster, and each roster that it tries is another
+  ring: sigma must be left of 2^64 tries (:data:`GRINDING_BITS`), so sigma + 64 takes the place of
+  sigma above.
+
 References:
     Bonawitz et al., 2017, `Practical Secure Aggregation for Privacy-Preserving Machine
     Learning <https://doi.org/10.1145/3133956.3133982>`_, section 6; Bell et al., 2020, `Secure
     Single-Server Aggregation with (Poly)Logarithmic Overhead
-    <https://doi.org/10.1145/3372297.3417885>`_.
+    <https://doi.org/10.1145/3372297.3417885>`_; Joag-Dev and Proschan, 1983, `Negative Association
+    of Random Variables with Applications <https://doi.org/10.1214/aos/1176346079>`_.
 """
 
 import math
@@ -54,6 +73,10 @@ from fedlearn.secagg.shamir import MAX_THRESHOLD
 
 #: More than any roster that is sent whole.
 MAX_CLIENTS = 1 << 15
+
+#: Rings that an active server may try for one that suits it, as a power of two. A try costs it a
+#: hash of the roster, 8 n bytes of SHAKE-256 and a sort, before it knows whether the ring is one.
+GRINDING_BITS = 64
 
 #: One share must never be a secret.
 _MIN_THRESHOLD = 2
@@ -80,7 +103,8 @@ class Assumptions:
             [0, 1).
         dropout: Largest fraction of the clients asked that drop out, those that over-selection
             asks too many included, delta in [0, 1).
-        sigma_bits: In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1.
+        sigma_bits: In a sparse graph privacy fails with at most 2^-sigma, sigma >= 1; against an
+            active server, for all the rosters together that it can try.
         eta_bits: In a sparse graph a round fails with at most 2^-eta, eta >= 1.
     """
 
@@ -94,6 +118,12 @@ class Assumptions:
     def __post_init__(self) -> None:
         if wrong := out_of_range(self):
             raise ConfigError(f"secure aggregation: {wrong}")
+
+    @property
+    def log2_risk(self) -> float:
+        """How likely one ring may be bad, of either kind, as a logarithm: half of 2^-sigma."""
+        is_active = self.adversary is Adversary.ACTIVE_SERVER
+        return -(self.sigma_bits + 1.0) - (GRINDING_BITS if is_active else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +149,7 @@ class Parameters:
     @property
     def num_corrupted(self) -> int:
         """A: how many of the clients the adversary controls at the most."""
-        return part_of(self.assumptions.corruption, self.num_clients)
+        return num_corrupted(self.num_clients, corruption=self.assumptions.corruption)
 
     def explain(self) -> str:
         """Return the choice with its formulas, one a line.
@@ -129,39 +159,47 @@ class Parameters:
             ...     adversary=Adversary.ACTIVE_SERVER, topology=Topology.COMPLETE,
             ...     corruption=1 / 3, dropout=0.1, sigma_bits=40, eta_bits=30)).explain())
             complete graph, against an active server
-            clients      n = 100, of them corrupted A = ⌊0.333 n⌋ = 33, dropped D = ⌊0.1 n⌋ = 10
-            neighbours   k = n - 1 = 99, of them corrupted a = A = 33
-            threshold    t = 67, the least with 2t > h + a = 133; recovery needs t <= 90
-            quorum       q = 67, the least with 2q > n + A = 133
+            clients      n = 100, of them corrupted A = ⌈0.333 n⌉ = 34, dropped D = ⌊0.1 n⌋ = 10
+            neighbours   k = n - 1 = 99, of them corrupted a = A = 34
+            threshold    t = 68, the least with 2t > h + a = 134; recovery needs t <= 90
+            quorum       q = 68, the least with 2q > n + A = 134
             survivors    at least n - D = 90, else the round is aborted
         """
         given, n, k = self.assumptions, self.num_clients, self.num_neighbours
         active = given.adversary is Adversary.ACTIVE_SERVER
         complete = given.topology is Topology.COMPLETE
         corrupted, dropped = self.num_corrupted, part_of(given.dropout, n)
-        a = corrupted_neighbours(n, k, assumptions=given)
+        fewest = _fewest_listed(n, assumptions=given)
+        a = corrupted_neighbours(n, k, roster_size=fewest, assumptions=given)
         server = "an active" if active else "an honest-but-curious"
+        risk = f"P <= 2^{given.log2_risk:.0f}"
         if complete:
             neighbours = f"n - 1 = {k}, of them corrupted a = A = {a}"
             shares = f"t <= {n - dropped}"
         else:
-            risk = f"more with P <= 2^-{given.sigma_bits + 1}"
-            neighbours = f"{k}, of them corrupted a = {a}, {risk}"
+            neighbours = f"{k}, of them corrupted a = {a}, more with {risk}"
             shares = f"t neighbours, fewer with P <= 2^-{given.eta_bits}"
-        rule = f"t > a = {a} and t >= {_MIN_THRESHOLD}"
-        quorum = ""
+        rule, more = f"t > a = {a} and t >= {_MIN_THRESHOLD}", ""
         if active:
             rule = f"2t > h + a = {num_holders(n, k) + a}"
+            if not complete:
+                c = _uncut(n, k, roster_size=fewest, assumptions=given)
+                rule = f"{rule} and t >= k/2 + c = {k // 2 + c}"
+                more = (
+                    f"cut          two gaps of k/2 with c = {c} corrupted each with {risk}, "
+                    f"whoever drops out; of 2^{GRINDING_BITS} rings that are tried one is bad "
+                    f"with P <= 2^-{given.sigma_bits}\n"
+                )
             both = f"2q > n + A = {n + corrupted}"
-            quorum = f"quorum       q = {self.quorum}, the least with {both}\n"
+            more += f"quorum       q = {self.quorum}, the least with {both}\n"
         return (
             f"{given.topology.name.lower()} graph, against {server} server\n"
             f"clients      n = {n}, of them corrupted "
-            f"A = ⌊{given.corruption:.3g} n⌋ = {corrupted}, "
+            f"A = ⌈{given.corruption:.3g} n⌉ = {corrupted}, "
             f"dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}\n"
             f"neighbours   k = {neighbours}\n"
             f"threshold    t = {self.threshold}, the least with {rule}; recovery needs {shares}\n"
-            f"{quorum}"
+            f"{more}"
             f"survivors    at least n - D = {self.min_survivors}, else the round is aborted"
         )
 
@@ -196,13 +234,29 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
     )
 
 
-def lowest_threshold(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
-    """Return the least t that is safe: what a client checks, whoever chose it."""
-    corrupted = corrupted_neighbours(num_clients, num_neighbours, assumptions=assumptions)
-    if assumptions.adversary is Adversary.ACTIVE_SERVER:
-        holders = num_holders(num_clients, num_neighbours)
-        return max((holders + corrupted) // 2 + 1, _MIN_THRESHOLD)
-    return max(corrupted + 1, _MIN_THRESHOLD)
+def lowest_threshold(
+    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+) -> int:
+    """Return the least t that is safe: what a client checks, whoever chose it.
+
+    It may be more than there are holders: then so few neighbours are not safe with any t.
+
+    Args:
+        num_clients: n, how many were invited.
+        num_neighbours: k, with n of them in the roster.
+        roster_size: m, how many are in the roster, all of the corrupted among them.
+        assumptions: What is feared; of those dropout and eta do not matter here.
+    """
+    corrupted = corrupted_neighbours(
+        num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
+    )
+    if assumptions.adversary is Adversary.HONEST_BUT_CURIOUS:
+        return max(corrupted + 1, _MIN_THRESHOLD)
+    lowest = max((num_holders(roster_size, num_neighbours) + corrupted) // 2 + 1, _MIN_THRESHOLD)
+    if num_neighbours >= roster_size - 1:
+        return lowest
+    in_gap = _uncut(num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions)
+    return max(lowest, num_neighbours // 2 + in_gap)
 
 
 def num_holders(num_clients: int, num_neighbours: int) -> int:
@@ -212,22 +266,44 @@ def num_holders(num_clients: int, num_neighbours: int) -> int:
 
 def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     """Return the least q for which two sets of survivors cannot both be signed."""
-    return (num_clients + part_of(assumptions.corruption, num_clients)) // 2 + 1
+    return (num_clients + num_corrupted(num_clients, corruption=assumptions.corruption)) // 2 + 1
 
 
-def corrupted_neighbours(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> int:
-    """Return a: the most neighbours of any honest client that are corrupted."""
-    corrupted = part_of(assumptions.corruption, num_clients)
-    if num_neighbours >= num_clients - 1:
+def corrupted_neighbours(
+    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+) -> int:
+    """Return a: the most neighbours of any honest client that are corrupted.
+
+    Arguments are those of :func:`lowest_threshold`.
+    """
+    corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
+    if num_neighbours >= roster_size - 1:
         return corrupted
-    allowed = -(assumptions.sigma_bits + 1) - math.log2(num_clients)
-    return _upper_quantile(num_clients, corrupted, num_neighbours, log2_tail=allowed)
+    allowed = assumptions.log2_risk - math.log2(num_clients)
+    # A client does not neighbour itself, and is honest.
+    return _upper_quantile(roster_size - 1, corrupted, num_neighbours, log2_tail=allowed)
+
+
+def _uncut(
+    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+) -> int:
+    """Return c: so many corrupted are not in each of two disjoint runs of k/2 on the ring."""
+    corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
+    allowed = (assumptions.log2_risk + 1.0) / 2.0 - math.log2(num_clients)
+    most = _upper_quantile(roster_size, corrupted, num_neighbours // 2, log2_tail=allowed)
+    return min(most, corrupted // 2) + 1
+
+
+def _fewest_listed(num_clients: int, *, assumptions: Assumptions) -> int:
+    """Return how few clients of a roster k and t must hold for: n - D against an active server."""
+    is_active = assumptions.adversary is Adversary.ACTIVE_SERVER
+    return num_clients - (part_of(assumptions.dropout, num_clients) if is_active else 0)
 
 
 def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
-    """Return whether the graph of honest survivors falls apart with at most 2^-(sigma+1)."""
+    """Return whether random dropouts cut the ring with at most 2^-(sigma+1)."""
     n, k = num_clients, num_neighbours
-    gone = part_of(assumptions.corruption, n) + part_of(assumptions.dropout, n)
+    gone = num_corrupted(n, corruption=assumptions.corruption) + part_of(assumptions.dropout, n)
     if k >= n - 1 or k > gone:
         return True
     places = math.log(n * (n - k - 1) / 2)
@@ -238,19 +314,22 @@ def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumpti
 
 def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
     dropped = part_of(assumptions.dropout, n)
+    fewest = _fewest_listed(n, assumptions=assumptions)
     if assumptions.topology is Topology.COMPLETE:
-        threshold = lowest_threshold(n, n - 1, assumptions=assumptions)
+        threshold = lowest_threshold(n, n - 1, roster_size=n, assumptions=assumptions)
         if threshold > min(n - dropped, MAX_THRESHOLD):
             raise _impossible(n, assumptions, f"t = {threshold} shares")
         return n - 1, threshold
     allowed = -assumptions.eta_bits - math.log2(n)
-    for k in range(2, n - 1, 2):
-        if not is_connected(n, k, assumptions=assumptions):
+    for k in range(2, fewest - 1, 2):
+        # Whom an active server calls dropped is in the threshold below.
+        is_curious = assumptions.adversary is Adversary.HONEST_BUT_CURIOUS
+        if is_curious and not is_connected(n, k, assumptions=assumptions):
             continue
         # As many neighbours drop as in the tail of P; the others answer.
-        answering = k - _upper_quantile(n, dropped, k, log2_tail=allowed)
-        threshold = lowest_threshold(n, k, assumptions=assumptions)
-        if threshold <= answering:
+        answering = k - _upper_quantile(n - 1, dropped, k, log2_tail=allowed)
+        threshold = lowest_threshold(n, k, roster_size=fewest, assumptions=assumptions)
+        if threshold <= min(answering, MAX_THRESHOLD):
             return k, threshold
     raise ConfigError(
         f"secure aggregation: no sparse graph on {n} clients holds with corruption "
@@ -267,18 +346,27 @@ def _impossible(n: int, assumptions: Assumptions, need: str) -> ConfigError:
     )
 
 
+def num_corrupted(num_clients: int, *, corruption: float) -> int:
+    """Return A = max(1, ⌈gamma n⌉): a fraction of a small cohort is still somebody.
+
+    Example:
+        >>> [num_corrupted(n, corruption=0.1) for n in (3, 10, 11)]
+        [1, 1, 2]
+    """
+    return max(1, math.ceil(corruption * num_clients - _TINY))
+
+
 def part_of(fraction: float, n: int) -> int:
     """Return ⌊fraction n⌋."""
     return math.floor(fraction * n + _TINY)
 
 
-def _upper_quantile(n: int, marked: int, drawn: int, *, log2_tail: float) -> int:
+def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: float) -> int:
     """Return the least x with P[X > x] <= 2**log2_tail.
 
-    X counts the marked among ``drawn`` of the n - 1 others; a client does not neighbour
-    itself, and in the worst case it is not marked.
+    X counts the marked among ``drawn`` of a population.
     """
-    pmf = _hypergeometric(n - 1, min(marked, n - 1), drawn)
+    pmf = _hypergeometric(population, min(marked, population), drawn)
     tails = np.cumsum(pmf[::-1])[::-1]  # tails[x] = P[X >= x]
     above = np.append(tails[1:], 0.0)
     return int(np.argmax(above <= 2.0**log2_tail))

@@ -1,9 +1,12 @@
 """What a client demands of a session, whoever proposes it: configuration on its own side."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import (
@@ -11,12 +14,10 @@ from fedlearn.secagg.parameters import (
     Assumptions,
     lowest_quorum,
     lowest_threshold,
+    num_corrupted,
     num_holders,
-    part_of,
 )
 from fedlearn.secagg.terms import Terms
-
-_COMPLETE = "a complete one, as a sparse one does not hold against a coordinator that lies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ def squared_distance(terms: Terms, *, corruption: float) -> float:
         terms: Of the session; infinite where a lane has no noise.
         corruption: Largest fraction of the clients asked that are corrupted, [0, 1).
     """
-    num_noisy = max(1, terms.min_survivors - part_of(corruption, terms.num_clients))
+    corrupted = num_corrupted(terms.num_clients, corruption=corruption)
+    num_noisy = max(1, terms.min_survivors - corrupted)
     if not all(lane.noise for lane in terms.lanes):
         return math.inf
     shares = [lane.noise / lane.norm for lane in terms.lanes]
@@ -82,7 +84,7 @@ class TermsPolicy:
     Attributes:
         adversary: Whom a session must at least hold against.
         allow_sparse: Whether a sparse graph will do.
-        corruption: gamma: the largest fraction of a roster that it believes corrupted.
+        corruption: gamma: the largest fraction of those invited that it believes corrupted.
         sigma_bits: sigma of a sparse graph.
         min_cohort: Fewest clients in a sum that contains this client's values.
         max_cohort: Most clients it works for: its own cost grows with them.
@@ -90,6 +92,8 @@ class TermsPolicy:
         max_weight: Largest W.
         max_upload_bytes: Largest masked vector.
         max_releases_per_round: In how many attempts of one round it releases shares.
+        max_draw_factor: Where there is a roster, most clients drawn from it for each that is asked
+            (:mod:`fedlearn.secagg.draw`).
         noise: The least noise; ``None``: a sum needs none.
     """
 
@@ -103,6 +107,7 @@ class TermsPolicy:
     max_weight: int
     max_upload_bytes: int
     max_releases_per_round: int
+    max_draw_factor: float
     noise: NoiseFloor | None = None
 
     def judge(self, terms: Terms) -> None:
@@ -114,7 +119,9 @@ class TermsPolicy:
             asked, limit = _words(terms.adversary), _words(self.adversary)
             raise PolicyViolation(rule="adversary", asked=asked, limit=limit)
         if terms.topology is Topology.SPARSE and not self.allow_sparse:
-            raise PolicyViolation(rule="allow_sparse", asked="a sparse graph", limit=_COMPLETE)
+            raise PolicyViolation(
+                rule="allow_sparse", asked="a sparse graph", limit="a complete one"
+            )
         _at_most("max_cohort", terms.num_clients, self.max_cohort)
         _at_least("min_cohort", terms.min_survivors, self.min_cohort)
         self._judge_shares(terms)
@@ -126,6 +133,50 @@ class TermsPolicy:
         if self.noise is not None:
             self._judge_noise(terms, self.noise)
 
+    def judge_roster(self, terms: Terms, *, size: int) -> None:
+        """Raise PolicyViolation if terms that :meth:`judge` allows are not safe in a small roster.
+
+        Only an active server shows a roster that it has chosen.
+
+        Args:
+            terms: Of the session.
+            size: Clients in the roster: the corrupted may all be among them, however few it has.
+        """
+        if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
+            return
+        lowest = lowest_threshold(
+            terms.num_clients,
+            terms.num_neighbours,
+            roster_size=size,
+            assumptions=self._feared(terms),
+        )
+        if terms.threshold < lowest:
+            raise PolicyViolation(
+                rule="threshold",
+                asked=f"{terms.threshold}, with {size} of {terms.num_clients} in the roster",
+                limit=f"at least {lowest}",
+            )
+
+    def judge_drawn(self, terms: Terms, client_ids: Iterable[ClientId], *, draw: Draw) -> None:
+        """Raise PolicyViolation if an active server asks a client that the roster did not draw.
+
+        Args:
+            terms: Of the session.
+            client_ids: Who is asked, as far as it is known.
+            draw: From this client's own roster.
+        """
+        if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
+            return
+        n, round_num, asked = terms.num_clients, terms.round_num, set(client_ids)
+        if undrawn := asked.difference(draw.drawn(asked, round_num=round_num, num_asked=n)):
+            raise PolicyViolation(
+                rule="max_draw_factor",
+                asked=f"client {min(undrawn)} in round {round_num}",
+                limit=f"who is drawn by this client's roster, {draw.factor:g} for each of the "
+                f"{n} asked, of {len(draw.client_ids)}; the coordinator draws alike where "
+                "secure_aggregation.roster names the same file",
+            )
+
     def _judge_noise(self, terms: Terms, floor: NoiseFloor) -> None:
         for lane in terms.lanes:
             if not lane.noise:
@@ -136,7 +187,19 @@ class TermsPolicy:
         floor.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
-        given = Assumptions(
+        feared, n, k = self._feared(terms), terms.num_clients, terms.num_neighbours
+        lowest = lowest_threshold(n, k, roster_size=n, assumptions=feared)
+        if lowest > (holders := num_holders(n, k)):
+            limit = f"more: not even {holders} shares would be enough for a secret"
+            raise PolicyViolation(rule="num_neighbours", asked=str(k), limit=limit)
+        _at_least("threshold", terms.threshold, lowest)
+        _at_most("threshold", terms.threshold, holders)
+        if terms.adversary is Adversary.ACTIVE_SERVER:
+            _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=feared))
+
+    def _feared(self, terms: Terms) -> Assumptions:
+        """Return what t, q and k must hold against; dropout and eta are the coordinator's."""
+        return Assumptions(
             adversary=terms.adversary,
             topology=terms.topology,
             corruption=self.corruption,
@@ -144,11 +207,6 @@ class TermsPolicy:
             sigma_bits=self.sigma_bits,
             eta_bits=1,
         )
-        n, k = terms.num_clients, terms.num_neighbours
-        _at_least("threshold", terms.threshold, lowest_threshold(n, k, assumptions=given))
-        _at_most("threshold", terms.threshold, num_holders(n, k))
-        if terms.adversary is Adversary.ACTIVE_SERVER:
-            _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=given))
 
 
 def _words(adversary: Adversary) -> str:

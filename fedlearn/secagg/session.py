@@ -13,7 +13,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.secagg import keys, octets
 from fedlearn.secagg.graph import Topology, ring
 from fedlearn.secagg.messages import ADVERT, Advert, Adverts
-from fedlearn.secagg.parameters import num_holders
+from fedlearn.secagg.parameters import Adversary, num_holders
 from fedlearn.secagg.terms import Terms
 
 #: Terms among what a client keeps, where more follows.
@@ -55,7 +55,7 @@ class Session:
 
     @cached_property
     def _ring(self) -> NDArray[np.int64]:
-        """The neighbours in a sparse graph; its seed is the hash that nobody chose."""
+        """The neighbours in a sparse graph; whoever tries rosters tries seeds of it."""
         seed, k = keys.digest(b"graph", self.id), self.terms.num_neighbours
         return ring(len(self.adverts), num_neighbours=k, seed=seed)
 
@@ -77,6 +77,8 @@ class Session:
         size, terms = len(self.adverts), self.terms
         if size < terms.min_survivors:
             return f"{size} clients in the roster, the least is {terms.min_survivors}"
+        if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
+            return f"{size} clients in the roster, the quorum is {terms.quorum}"
         k = min(terms.num_neighbours, size - 1)
         if terms.topology is Topology.SPARSE and k == size - 1:
             return f"{size} clients are too few for a sparse graph with {k} neighbours"

@@ -28,8 +28,8 @@ SCAFFOLD = fl.Scaffold(
     control_bound=1.0,
 )
 PRIVACY = {"mode": "distributed", "clip_norm": 0.6, "noise_multiplier": 1.5, "target_delta": 1e-3}
-#: Of 8 clients asked and in the sum, 8 - ⌊.3 8⌋ - ⌊.1 8⌋ = 6 have enough noise: it is by 8/6 more.
-SIGMA = 1.5 * 0.6 / COHORT * math.sqrt(8 / 6)
+#: Of 8 clients asked and in the sum, 8 - ⌊.3 8⌋ - ⌈.1 8⌉ = 5 have enough noise: it is by 8/5 more.
+SIGMA = 1.5 * 0.6 / COHORT * math.sqrt(8 / 5)
 
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -102,7 +102,7 @@ def test_who_adds_how_much_is_told_before_anything_runs(capsys: pytest.CaptureFi
             assert f"{mode}: " in told[mode, command]
     assert "2 times the clip, in each update" in told["local", "check"]
     assert "2 times the clip, in the sum of a round" in told["central", "check"]
-    assert "noise        of each client: 0.6667 times its norm" in told["distributed", "check"]
+    assert "noise        of each client: 0.7071 times its norm" in told["distributed", "check"]
     assert "secure_aggregation" not in told["central", "budget"]
 
 

@@ -177,7 +177,8 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
     pieces = deployment(site.config, data_dir=Path("nowhere"))
     before = pieces.make_model().state_dict()
     noise = torch.cat([(after[name] - before[name]).flatten() for name in after]).double()
-    sigma = 0.5 / 3 * 2**0.5  # of each of 3 clients a third of the variance, in 2 rounds
+    # Of each of 3 clients half of the variance, as one may tell what it added; in 2 rounds.
+    sigma = 0.5 / 3 * (3 / 2 * 2) ** 0.5
     excess = float((noise**2).mean()) / sigma**2 - 1.0
     tolerance = 5.0 * (2.0 / len(noise)) ** 0.5
     assert abs(excess) < tolerance < 0.3

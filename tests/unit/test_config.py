@@ -656,10 +656,6 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             "no sparse graph on 13 clients",
         ),
         (
-            ["secure_aggregation.mode=sparse"],
-            'mode: is "sparse", which does not hold against a coordinator that lies',
-        ),
-        (
             ["secure_aggregation.mode=complete", "data.source=mnist-by-writer"],
             'cohort.num_wanted: is "auto", but secure aggregation derives its threshold from',
         ),
@@ -730,6 +726,7 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
         ],
         ["secure_aggregation.mode=off", "cohort.sampling=poisson"],
         ["updates.max_norm=10.0", "updates.max_examples=1000"],
+        ["secure_aggregation={mode='sparse',dropout=0.1}", "stragglers.over_selection=1.0"],
         ["secure_aggregation.mode=sparse", "secure_aggregation.adversary=honest-but-curious"],
     ],
 )

@@ -29,12 +29,21 @@ from fedlearn.core.messages import (
 )
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
+from fedlearn.errors import ConfigError
 from fedlearn.experiment.server_training import DISTILLATION
 from fedlearn.parallel.task import Progress
+from fedlearn.secagg.draw import tolerated
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Down, Up
-from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
+from fedlearn.secagg.parameters import (
+    GRINDING_BITS,
+    Adversary,
+    Assumptions,
+    Parameters,
+    derive,
+    num_corrupted,
+)
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.session import ClientSession
@@ -427,17 +436,12 @@ def test_the_protocol_reference_of_secure_aggregation_has_every_field() -> None:
 def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
     """Its tables are the numbers of the code."""
     page = (GUIDES / "aggregate-securely.md").read_text()
-    sparse = re.findall(
-        r"^\| ([\d,]+) \|.*\| k = (\d+), t = (\d+) \| k = (\d+), t = (\d+) \|$", page, re.MULTILINE
-    )
+    cell = r"(none|k = \d+, t = \d+) \|"
+    sparse = re.findall(rf"^\| ([\d,]+) \|[^|]*\| {' '.join([cell] * 4)}$", page, re.MULTILINE)
     assert len(sparse) == 4
-    for n, *numbers in sparse:
-        found = [
-            _derived(int(n.replace(",", "")), Topology.SPARSE, 0.1, dropout)
-            for dropout in (0.1, 0.3)
-        ]
-        kt = [number for each in found for number in (each.num_neighbours, each.threshold)]
-        assert kt == [int(number) for number in numbers]
+    for n, *told in sparse:
+        cases = [(who, dropout) for who in reversed(Adversary) for dropout in (0.1, 0.3)]
+        assert told == [_sparse(int(n.replace(",", "")), *each) for each in cases]
     complete = re.findall(
         r"^\| (\d+) \| t = (\d+),\D*(\d+)\D* \| t = (\d+), (\d+) \| t = (\d+), (\d+) \|$",
         page,
@@ -451,10 +455,40 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
         assert least == [int(number) for number in numbers]
 
 
-def _derived(n: int, topology: Topology, corruption: float, dropout: float) -> Parameters:
-    sparse = topology is Topology.SPARSE
+def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
+    """Its table is what is computed, with two drawn for each that is asked."""
+    page = (ROOT / "docs" / "explanation" / "secure-aggregation.md").read_text()
+    row_of_five = r"^" + r"\| ([\d,]+) " * 5 + r"\|$"
+    rows = re.findall(row_of_five, page, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        listed, asked, *told = (int(each.replace(",", "")) for each in row)
+        chance, most = min(1.0, 2.0 * asked / listed), num_corrupted(asked, corruption=0.1)
+        stands = [
+            tolerated(listed, chance=chance, num_corrupted=most, log2_risk=-41.0 - tries)
+            for tries in (0, GRINDING_BITS)
+        ]
+        assert told == [most, *stands]
+
+
+def _sparse(n: int, adversary: Adversary, dropout: float) -> str:
+    try:
+        found = _derived(n, Topology.SPARSE, 0.1, dropout, adversary=adversary)
+    except ConfigError:
+        return "none"
+    return f"k = {found.num_neighbours}, t = {found.threshold}"
+
+
+def _derived(
+    n: int,
+    topology: Topology,
+    corruption: float,
+    dropout: float,
+    *,
+    adversary: Adversary = Adversary.ACTIVE_SERVER,
+) -> Parameters:
     assumptions = Assumptions(
-        adversary=Adversary.HONEST_BUT_CURIOUS if sparse else Adversary.ACTIVE_SERVER,
+        adversary=adversary,
         topology=topology,
         corruption=corruption,
         dropout=dropout,

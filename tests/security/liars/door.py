@@ -21,7 +21,7 @@ from tests.security.liars.harness import Fixed, Stand, plan_for
 
 NUM_CLIENTS = 5
 #: Four of five may be corrupted: t = q = 5, and nobody may be lost.
-PLAN = plan_for(NUM_CLIENTS, corruption=0.9, dropout=0.0)
+PLAN = plan_for(NUM_CLIENTS, corruption=0.8, dropout=0.0)
 RUN_ID = "lies"
 LONG_S = 60.0
 FIXED, POLICY = Fixed(), Policy()

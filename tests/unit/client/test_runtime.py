@@ -780,13 +780,13 @@ RULES = [
         advert(),
         secure(adversary=CURIOUS),
     ),
-    Rule(  # three of three share the noise
+    Rule(  # two of three share the noise
         "privacy.min_noise_share",
-        "1.73205",
-        "at least 1.8",
-        noised(min_noise_share=1.8),
+        "2.12132",
+        "at least 2.2",
+        noised(min_noise_share=2.2),
         advert(noise_multiplier=3.0),
-        noised(min_noise_share=1.732),
+        noised(min_noise_share=2.12),
     ),
     Rule(
         "privacy.max_epsilon_per_day",
@@ -840,10 +840,10 @@ RULES = [
     Rule(
         "allow_sparse",
         "a sparse graph",
-        "a complete one, as a sparse one does not hold against a coordinator that lies",
-        secure(adversary=CURIOUS),
+        "a complete one",
+        secure(adversary=CURIOUS, allow_sparse=False),
         SPARSE,
-        secure(adversary=CURIOUS, allow_sparse=True),
+        secure(adversary=CURIOUS),
     ),
     Rule(
         "threshold",

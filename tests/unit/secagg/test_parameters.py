@@ -14,6 +14,7 @@ from fedlearn.secagg.parameters import (
     derive,
     is_connected,
     lowest_quorum,
+    num_corrupted,
     num_holders,
 )
 
@@ -45,9 +46,9 @@ def assume(
         (CURIOUS, 1000, 52, 28),
         (CURIOUS, 10_000, 60, 32),
         (ACTIVE, 100, 32, 22),
-        (ACTIVE, 300, 76, 52),
-        (ACTIVE, 1000, 114, 78),
-        (ACTIVE, 10_000, 144, 98),
+        (ACTIVE, 300, 82, 57),
+        (ACTIVE, 1000, 170, 125),
+        (ACTIVE, 10_000, 222, 162),
     ],
 )
 def test_sparse_graphs_have_the_published_sizes(
@@ -63,21 +64,30 @@ def test_sparse_graphs_have_the_published_sizes(
 def test_in_a_complete_graph_t_is_the_least_that_is_safe(n: int, corruption: float) -> None:
     """One share less, and an active server gets both secrets of a client."""
     given = assume(ACTIVE, Topology.COMPLETE, corruption=corruption, dropout=0.0)
-    found, corrupted = derive(n, assumptions=given), math.floor(corruption * n + 1e-9)
+    found, corrupted = derive(n, assumptions=given), max(1, math.ceil(corruption * n - 1e-9))
     assert 2 * found.threshold > n + corrupted >= 2 * (found.threshold - 1)
     assert found.quorum == lowest_quorum(n, assumptions=given) == found.threshold
 
 
 def test_a_third_corrupted_needs_more_than_two_thirds() -> None:
     given = assume(ACTIVE, Topology.COMPLETE, corruption=1 / 3)
-    assert derive(100, assumptions=given).threshold == 67
+    assert derive(100, assumptions=given).threshold == 68
     assert derive(99, assumptions=given).threshold == 67
+
+
+def test_somebody_is_corrupted_in_any_cohort() -> None:
+    """A tenth of three is one; of eleven, two."""
+    given = assume(ACTIVE, Topology.COMPLETE)
+    found = {n: derive(n, assumptions=given).num_corrupted for n in (3, 9, 10, 11, 30)}
+    assert found == {3: 1, 9: 1, 10: 1, 11: 2, 30: 3}
+    assert num_corrupted(3, corruption=0.0) == 1, "whatever is assumed"
 
 
 def test_the_tail_is_that_of_the_exact_distribution() -> None:
     """P[more than a corrupted neighbours] with rational numbers: below the bound, a - 1 above."""
     for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
-        a = corrupted_neighbours(n, k, assumptions=assume(ACTIVE, Topology.SPARSE))
+        given = assume(CURIOUS, Topology.SPARSE)
+        a = corrupted_neighbours(n, k, roster_size=n, assumptions=given)
         others, ways = n - 1, math.comb(n - 1, k)
 
         def above(
@@ -126,8 +136,10 @@ def test_impossible_fractions_are_refused(name: str, value: float) -> None:
 
 def test_the_choice_is_printed_with_its_formulas() -> None:
     text = derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain()
-    assert "k = 114, of them corrupted a = 40, more with P <= 2^-41" in text
-    assert "t = 78, the least with 2t > h + a = 154" in text
+    assert "k = 170, of them corrupted a = 71, more with P <= 2^-105" in text
+    assert "t = 125, the least with 2t > h + a = 241 and t >= k/2 + c = 125" in text
+    assert "c = 40 corrupted each with P <= 2^-105, whoever drops out" in text
+    assert "of 2^64 rings that are tried one is bad with P <= 2^-40" in text
     assert "2q > n + A = 1100" in text
     curious = derive(1000, assumptions=assume(CURIOUS, Topology.COMPLETE)).explain()
     assert "t > a = 100" in curious

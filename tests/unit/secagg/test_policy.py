@@ -27,6 +27,7 @@ def policy(corruption: float, noise: NoiseFloor | None = None) -> TermsPolicy:
         max_weight=0,
         max_upload_bytes=100,
         max_releases_per_round=1,
+        max_draw_factor=2.0,
     )
 
 
@@ -101,7 +102,7 @@ def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
     made = noisy(30, noise_shares=(0.5, 2.0))
     assert made.min_survivors == 27
     assert squared_distance(made, corruption=0.1) == pytest.approx((4**2 + 1**2) / 24)
-    assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 27)
+    assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 26)
     assert squared_distance(made, corruption=0.99) == pytest.approx(4**2 + 1**2)  # its own noise
     bare = terms(30, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
     assert math.isinf(squared_distance(bare, corruption=0.0))
