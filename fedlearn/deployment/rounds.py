@@ -92,7 +92,10 @@ def run_over(
         first_attempts=first_attempts,
         standing=standing,
     )
-    return train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    if masked_sum is not None:
+        masked_sum.clear()  # the last round's is open, and committed
+    return state
 
 
 def _go_on(*_: object) -> bool:

@@ -57,6 +57,14 @@ def test_the_days_number_of_trainings_is_kept() -> None:
     assert rule(policy, None, kind="EvaluateRequest", num_tasks_today=2) is None
 
 
+@pytest.mark.parametrize(("min_cohort", "left"), [(3, "one of 1"), (2, "one of 1"), (4, None)])
+def test_a_cohort_in_which_two_accomplices_read_the_rest_is_warned_of(
+    min_cohort: int, left: str | None
+) -> None:
+    warning = SecureAggregationPolicy(min_cohort=min_cohort).warning
+    assert warning is None if left is None else warning is not None and left in warning
+
+
 REQUIRED = SecureAggregationPolicy(required=True)
 
 
