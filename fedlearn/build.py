@@ -41,6 +41,7 @@ from fedlearn.core.messages import Scalar
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
+from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.parallel.distillation import Distilling
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.parallel.task import Task
@@ -57,6 +58,7 @@ from fedlearn.privacy.plan import (
 )
 from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import ClientBehaviour, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -221,9 +223,11 @@ class Deployment(Pieces):
 
     Attributes:
         requirements: Which clients may be asked.
+        draw: Whom a roster lets be asked in a round; ``None``: there is none.
     """
 
     requirements: Requirements
+    draw: Draw | None
 
 
 def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> SecurePlan | None:
@@ -258,6 +262,20 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
     return plan
 
 
+def roster_draw(config: Config) -> Draw | None:
+    """Return whom the roster of a deployment lets be asked; ``None``: it has none.
+
+    Raises:
+        DeploymentError: The file is missing, damaged or of a later version.
+    """
+    section = config.secure_aggregation
+    if not section.draws:
+        return None
+    roster = IdentityRoster.load(Path(section.roster))
+    client_ids = roster.clients.keys()
+    return Draw(roster=roster.digest, client_ids=client_ids, factor=section.draw_factor)
+
+
 def deployment(config: Config, *, data_dir: Path) -> Deployment:
     """Return the pieces that ``config`` names for a coordinator.
 
@@ -287,6 +305,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             sampler=config.cohort.build(),
             policy=config.straggler_policy(),
             requirements=built(Requirements, config.coordinator.eligibility),
+            draw=roster_draw(config),
             config=config,
         )
     )

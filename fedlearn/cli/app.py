@@ -140,7 +140,7 @@ def check(
     data_dir: DataDir = None,
 ) -> None:
     """Print a configuration as it would run; run nothing."""
-    from fedlearn.build import algorithm, deployment, secure_plan
+    from fedlearn.build import algorithm, deployment, roster_draw, secure_plan
     from fedlearn.cli.surroundings import site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoData
@@ -162,6 +162,8 @@ def check(
         plan = secure_plan(served, served.straggler_policy(), algorithm(served))
     for line in () if plan is None else plan.explain().splitlines():
         typer.echo(f"# {line}")
+    if plan is not None and (draw := roster_draw(served)) is not None:
+        typer.echo(f"# {draw.explain(plan.parameters)}")
     here = site(config, data_dir=data_dir)
     if isinstance(config.data, NoData):  # it cannot be simulated, so it is built as it is served
         deployment(config, data_dir=here.addresses.data_dir).make_model()

@@ -184,7 +184,8 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
     typer.echo(aligned([KEY_HEADER, *(key_row(*each) for each in sorted(clients.items()))]))
     typer.echo(f"{path}: have each client's user compare its line with `fedlearn pins NAME` there,")
     typer.echo(
-        "then hand it to all; `fedlearn join FILE --roster` believes these keys and no others"
+        "then hand it to all; `fedlearn join FILE --roster` believes these keys and no others, and "
+        f'takes part in rounds that it draws: set secure_aggregation.roster to "{path}"'
     )
 
 

@@ -21,6 +21,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.session.secure import after_failure
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
@@ -29,6 +30,10 @@ from fedlearn.transport.grpc_client import ComeBackLater, DoorSession, enrol
 #: of a coordinator that comes and goes. Two processes with the keys of one client, which take turns
 #: at ending each other's sessions, slow down to this pace.
 _STEADY_S = 2.0
+
+#: A session of secure aggregation that has not gone on for so long is over: what its secrets could
+#: still open is not kept for a coordinator that comes back for them.
+_ABANDONED_S = 86_400.0
 
 _log = structlog.get_logger(__name__)
 
@@ -94,6 +99,7 @@ class Connector:
         addresses, num_in_vain = self.enrolment.invitation.addresses, 0
         for address in cycle(addresses):
             await self.allowed.wait()
+            self._expire_sessions()
             if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
                 self.enrolment = await self._rotation.carried_out(self.enrolment)
             was_welcome = await self._visit(address, self.enrolment)
@@ -133,6 +139,15 @@ class Connector:
             async with asyncio.timeout(pause_s):
                 await self._woken.wait()
         self._woken.clear()
+
+    def _expire_sessions(self) -> None:
+        """Forget the secrets of sessions that were abandoned, shares of others' among them."""
+        before_unix_s = self._clock.unix_s() - _ABANDONED_S
+        for run_id in self._home.untouched(before_unix_s=before_unix_s):
+            state = self._home.state(run_id)
+            if (ended := after_failure(state)) != state:
+                _log.info("session_expired", run_id=run_id)
+                self._home.set_state(run_id, ended)
 
     async def _enrolled(self) -> Enrolment:
         """Return this client's enrolment, made now, or anew, if there is a new invitation."""

@@ -126,6 +126,17 @@ class Home(ClientFolder):
         """Return what this client remembers of a run; empty at first."""
         return content_of(self._state(run_id))
 
+    def untouched(self, *, before_unix_s: float) -> list[str]:
+        """Return of which runs the state was last written before then."""
+        folder = self.folder / "state"
+        if not folder.is_dir():
+            return []
+        return [each.name for each in folder.iterdir() if each.stat().st_mtime < before_unix_s]
+
+    def set_state(self, run_id: str, state: bytes) -> None:
+        """Replace what this client remembers of a run, where that has no reply to go with it."""
+        write_private(self._state(run_id), state)
+
     # The reply
 
     def hold(self, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:

@@ -67,6 +67,7 @@ def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
         max_weight=MAX_LEVEL,
         max_upload_bytes=policy.max_upload_bytes,
         max_releases_per_round=policy.max_releases_per_round,
+        max_draw_factor=policy.max_draw_factor,
     )
 
 

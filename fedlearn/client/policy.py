@@ -17,6 +17,8 @@ from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
 
+AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
+"""One or more, and finite."""
 SumSize: TypeAlias = Annotated[int, Ge(2)]
 """Clients in a sum: a sum of one is no sum."""
 
@@ -43,6 +45,9 @@ class SecureAggregationPolicy:
         max_upload_bytes: Largest masked update in bytes, >= 1.
         max_releases_per_round: In how many attempts of one round it helps to unmask, >= 1; all are
             over the same clients.
+        max_draw_factor: Where this client holds a roster, who takes part was drawn from it: so many
+            clients for each that is asked, at the most, >= 1. A large number, such as 1e9, allows
+            anybody in the roster.
 
     Raises:
         ConfigError: A value is out of range, or the adversary is unknown.
@@ -62,6 +67,7 @@ class SecureAggregationPolicy:
     max_clip: Positive = 1000.0
     max_upload_bytes: Count = 1 << 34
     max_releases_per_round: Count = 2
+    max_draw_factor: AtLeastOne = 2.0
 
     @property
     def warning(self) -> str | None:

@@ -1,8 +1,9 @@
 """Secure aggregation: off, or what its sessions rest on."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
 from fedlearn.algorithms.lanes import LaneSpec
@@ -58,6 +59,17 @@ class SecureAggregationSection(Section):
     stage_deadline_s: Positive = Field(
         60.0, description="Seconds that each stage without training waits for clients, > 0."
     )
+    roster: str = Field(
+        "",
+        description="The file of `fedlearn roster` that clients were given, if they were. Rounds "
+        "then ask whom it draws, and clients take part in no others, where "
+        'secure_aggregation.adversary is "active". Of no effect in a simulation.',
+    )
+    draw_factor: Annotated[float, Ge(1)] = Field(
+        2.0,
+        description="With a roster: clients drawn from it for each that is asked, >= 1, as not all "
+        "are there. Clients allow 2, unless their policy says otherwise.",
+    )
     simulate_as: Literal["protocol", "modular_sum"] = Field(
         "protocol",
         description='In a simulation: "protocol" runs it, with engine.transport "memory"; '
@@ -68,6 +80,11 @@ class SecureAggregationSection(Section):
     def is_on(self) -> bool:
         """Whether updates are summed under masks."""
         return self.mode != "off"
+
+    @property
+    def draws(self) -> bool:
+        """Whether rounds ask whom a roster draws."""
+        return bool(self.is_on and self.roster and self.adversary == "active")
 
     def parameters(self, num_clients: int) -> Parameters:
         """Return k, t and the rest for so many clients asked; raises ConfigError if none hold."""

@@ -19,8 +19,10 @@ _LOOK_S = 0.2
 
 
 def present_in(pieces: Deployment, channel: Channel, round_num: int) -> Sequence[ClientId]:
-    """Return the clients that are there; where they take turns, those whose turn it is."""
+    """Return the clients that are there; where they take turns or are drawn, those it is."""
     there = channel.available()
+    if (draw := pieces.draw) is not None:
+        there = draw.drawn(there, round_num=round_num, num_asked=pieces.policy.num_asked)
     if not isinstance(pieces.privacy, BandedPlan):
         return there
     num_asked, seed = pieces.policy.num_asked, pieces.seed

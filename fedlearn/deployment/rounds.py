@@ -12,7 +12,6 @@ from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import Seed
 from fedlearn.deployment.failing import NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
@@ -28,7 +27,7 @@ from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
-from fedlearn.rounds.secure_evaluation import SecureEvaluator
+from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
@@ -93,7 +92,10 @@ def run_over(
         first_attempts=first_attempts,
         standing=standing,
     )
-    return train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    if masked_sum is not None:
+        masked_sum.clear()  # the last round's is open, and committed
+    return state
 
 
 def _go_on(*_: object) -> bool:
@@ -114,31 +116,34 @@ def _evaluators(pieces: Deployment, channel: Channel, collector: Collector) -> I
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
     if not evaluation.num_clients:
         return
-    cohort = partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed)
+    invited = partial(_invited, pieces, channel)
     if isinstance(collector, SecureCollector):
         section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
         yield SecureEvaluator(
             sessions=collector,
-            cohort=cohort,
+            invited=invited,
             plan=partial(section.evaluation_plan, measures=measures),
             deadline_s=evaluation.deadline_s,
         )
     else:
         yield ChannelEvaluator(
             channel=channel,
-            cohort=cohort,
+            cohort=lambda round_num: invited(round_num).client_ids,
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
             weighs=pieces.config.flower.is_foreign,  # as Flower's own strategies tell it
         )
 
 
-def _sample(
-    channel: Channel, round_num: int, *, num_clients: int, seed: Seed
-) -> Sequence[ClientId]:
-    """Return some of the clients that are there now, at most ``num_clients``."""
-    available = list(channel.available())
-    rng = seed.derive("evaluated clients", round_num).numpy()
-    num_asked = min(num_clients, len(available))
-    chosen = np.sort(rng.choice(len(available), num_asked, replace=False))
-    return [available[place] for place in chosen.tolist()]
+def _invited(pieces: Deployment, channel: Channel, round_num: int) -> Invited:
+    """Return some of the clients that are there now; where a roster draws, of those that it draws.
+
+    They are as many as the configuration says, or as there are.
+    """
+    there: Sequence[ClientId] = list(channel.available())
+    num_clients = min(pieces.config.evaluation.num_clients, len(there))
+    if pieces.draw is not None:
+        there = pieces.draw.drawn(there, round_num=round_num, num_asked=num_clients)
+    rng = pieces.seed.derive("evaluated clients", round_num).numpy()
+    chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
+    return Invited(num_clients, [there[place] for place in chosen.tolist()])

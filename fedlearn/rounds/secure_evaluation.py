@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -15,6 +16,18 @@ from fedlearn.secagg.plan import notice_of, noticed_hash
 _log = structlog.get_logger(__name__)
 
 
+class Invited(NamedTuple):
+    """Who is asked to evaluate.
+
+    Attributes:
+        num_clients: n: what the terms are derived for.
+        client_ids: Who is asked: at most so many, fewer where not all that were drawn are there.
+    """
+
+    num_clients: int
+    client_ids: Sequence[ClientId]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SecureEvaluator:
     """Has clients measure the model, each on its own data, and learns the means.
@@ -26,21 +39,21 @@ class SecureEvaluator:
 
     Attributes:
         sessions: Who leads sessions: the channel, and the coordinator's identity.
-        cohort: Returns who is asked, after how many finished rounds.
-        plan: Returns what is summed, of so many clients asked.
+        invited: Returns who is asked, after how many finished rounds.
+        plan: Returns what is summed where so many clients are asked.
         deadline_s: Seconds that the clients get to measure.
     """
 
     sessions: SecureCollector
-    cohort: Callable[[int], Sequence[ClientId]]
+    invited: Callable[[int], Invited]
     plan: Callable[[int], EvaluationPlan]
     deadline_s: float
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
         """Return ``clients/NAME_mean`` of each measure that any client has."""
-        cohort = self.cohort(round_num)
+        num_clients, cohort = self.invited(round_num)
         try:
-            plan = self.plan(len(cohort))
+            plan = self.plan(num_clients)
         except ConfigError as error:
             return _nothing(round_num, str(error))
         request = EvaluateRequest(round_num=round_num, tensors=params.named())

@@ -7,8 +7,9 @@ Guarantees:
     directory. Assumed: the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
     In a sparse graph this fails with at most 2^-sigma, whoever drops out and though the server
     tries 2^64 rosters for one whose ring suits it.
-    Not given: integrity (a client may send what it likes); protection from sums over cohorts
-    that differ in one client, or from a coordinator that invites its accomplices.
+    Where it holds a roster, who is in the cohort was drawn (:mod:`fedlearn.secagg.draw`).
+    Not given: integrity (a client may send what it likes); protection from sums over cohorts that
+    differ in one client, or, without a roster, from a coordinator that invites its accomplices.
 
 References:
     Bonawitz et al., 2017, figure 4; Bell et al., 2020.
@@ -33,6 +34,7 @@ from fedlearn.secagg.client_state import (
     Released,
     Shared,
 )
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import Words
 from fedlearn.secagg.messages import (
     Advert,
@@ -85,6 +87,8 @@ class SecureClient:
         directory: Identity keys of all clients, pinned; whoever is not in it does not exist.
         policy: What it accepts.
         num_threads: Threads to expand masks on.
+        draw: Who may be asked by the roster that it holds; ``None``: it holds none, and whoever
+            has a key in the directory may.
     """
 
     client_id: ClientId
@@ -93,6 +97,7 @@ class SecureClient:
     directory: Mapping[ClientId, bytes]
     policy: TermsPolicy
     num_threads: int
+    draw: Draw | None = None
 
     def handle(
         self,
@@ -156,6 +161,8 @@ class SecureClient:
         if terms.run_id != state.run_id:
             raise ProtocolError("the terms are of another run")
         self.policy.judge(terms)
+        if self.draw is not None:
+            self.policy.judge_drawn(terms, [self.client_id], draw=self.draw)
         state.releases.require_open(terms, most=self.policy.max_releases_per_round)
         packet_secret, mask_secret = (SecretBytes.generate(keys.KEY_BYTES) for _ in range(2))
         unsigned = Advert(
@@ -176,7 +183,8 @@ class SecureClient:
         """R1: check the roster, share the self-seed and the mask key among the holders.
 
         Raises:
-            PolicyViolation: Of those invited so few are in the roster that the terms are not safe.
+            PolicyViolation: Of those invited so few are in the roster that the terms are not safe,
+                or one of them is not drawn.
         """
         own, session = self.client_id, Session(step.terms, message.adverts)
         self._check_roster(session, step)
@@ -212,6 +220,8 @@ class SecureClient:
         if session.shortage:
             raise ProtocolError(session.shortage)
         self.policy.judge_roster(step.terms, size=len(session.adverts))
+        if self.draw is not None:
+            self.policy.judge_drawn(step.terms, session.points, draw=self.draw)
         if session.by_id.get(self.client_id) != step.advert:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:

@@ -1,9 +1,12 @@
 """What a client demands of a session, whoever proposes it: configuration on its own side."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import (
@@ -89,6 +92,8 @@ class TermsPolicy:
         max_weight: Largest W.
         max_upload_bytes: Largest masked vector.
         max_releases_per_round: In how many attempts of one round it releases shares.
+        max_draw_factor: Where there is a roster, most clients drawn from it for each that is asked
+            (:mod:`fedlearn.secagg.draw`).
         noise: The least noise; ``None``: a sum needs none.
     """
 
@@ -102,6 +107,7 @@ class TermsPolicy:
     max_weight: int
     max_upload_bytes: int
     max_releases_per_round: int
+    max_draw_factor: float
     noise: NoiseFloor | None = None
 
     def judge(self, terms: Terms) -> None:
@@ -149,6 +155,26 @@ class TermsPolicy:
                 rule="threshold",
                 asked=f"{terms.threshold}, with {size} of {terms.num_clients} in the roster",
                 limit=f"at least {lowest}",
+            )
+
+    def judge_drawn(self, terms: Terms, client_ids: Iterable[ClientId], *, draw: Draw) -> None:
+        """Raise PolicyViolation if an active server asks a client that the roster did not draw.
+
+        Args:
+            terms: Of the session.
+            client_ids: Who is asked, as far as it is known.
+            draw: From this client's own roster.
+        """
+        if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
+            return
+        n, round_num, asked = terms.num_clients, terms.round_num, set(client_ids)
+        if undrawn := asked.difference(draw.drawn(asked, round_num=round_num, num_asked=n)):
+            raise PolicyViolation(
+                rule="max_draw_factor",
+                asked=f"client {min(undrawn)} in round {round_num}",
+                limit=f"who is drawn by this client's roster, {draw.factor:g} for each of the "
+                f"{n} asked, of {len(draw.client_ids)}; the coordinator draws alike where "
+                "secure_aggregation.roster names the same file",
             )
 
     def _judge_noise(self, terms: Terms, floor: NoiseFloor) -> None:

@@ -40,12 +40,13 @@ from fedlearn.errors import (
 from fedlearn.secagg import messages
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
 from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.plan import request_hash
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import described
 from fedlearn.session.history import History, HistoryFile
-from fedlearn.session.pins import PinFile
+from fedlearn.session.pins import PinFile, Pins
 from fedlearn.session.results import evaluate_reply, trained
 from fedlearn.session.secure import KeptState, after_failure, contribution, measured, message_in
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
@@ -192,7 +193,7 @@ class ClientSession:
         pins, given = before.following(told), self.secure.directory
         # What the client was given beforehand counts more than what it is told.
         directory = {**pins.keys, **given} if pins.clients else given
-        secure = replace(self.secure, directory=directory)
+        secure = replace(self.secure, directory=directory, draw=self._draw(pins))
         state = kept.session_for(asked)
         history = None if self.history_file is None else self.history_file.read()
         if history is not None:
@@ -207,6 +208,13 @@ class ClientSession:
             self.pin_file.write(pins)
         self._note(answered, session, history)
         return reply, replace(kept, trainer=trainer_state, session=session)
+
+    def _draw(self, pins: Pins) -> Draw | None:
+        """Return who may be asked by the roster that the pins are from, if they are."""
+        if not pins.roster or self.secure is None:
+            return None
+        factor = self.secure.policy.max_draw_factor
+        return Draw(roster=pins.roster, client_ids=pins.clients.keys(), factor=factor)
 
     def _note(self, answered: messages.Up, session: ClientState, before: History | None) -> None:
         """Keep what an answer makes of the history, before it leaves."""

@@ -93,6 +93,7 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         max_weight=plan.max_examples,
         max_upload_bytes=1 << 62,
         max_releases_per_round=1,
+        max_draw_factor=1.0,  # of no effect, as there is no roster
     )
 
 

@@ -390,6 +390,7 @@ def _policy(terms: Terms) -> TermsPolicy:
         max_weight=_MAX_WEIGHT,
         max_upload_bytes=terms.num_bytes,
         max_releases_per_round=1,
+        max_draw_factor=1.0,  # of no effect, as there is no roster
     )
 
 

@@ -75,7 +75,10 @@ def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(site: Site) 
     plain = ("secure_aggregation.mode=off", "engine.transport=memory")
     options = [part for each in (*plain, "name=plain") for part in ("--set", each)]
     site.type("simulate", str(site.file), *options)
-    _, _, expected = finished(site, "plain")
+    _, in_the_clear, expected = finished(site, "plain")
+    for each in ("clients/loss_mean", "clients/accuracy_mean"):  # in a sum of the same clients
+        found, wanted = (record[-1].metrics[each] for record in (rounds, in_the_clear))
+        assert found == pytest.approx(wanted, abs=1e-3)
     assert all(torch.allclose(secure[name], expected[name], atol=ATOL) for name in expected)
 
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys
-from fedlearn.secagg.masking import SPAN_BYTES, keystream, mask_stream
+from fedlearn.secagg.masking import SPAN_BYTES, STREAMS, Stream, keystream
 
 #: RFC 7748, section 6.1.
 ALICE = "77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a"
@@ -167,7 +167,8 @@ def test_packets_are_sealed_as_in_nist_gcm() -> None:
     assert sealed == cipher + tag
 
 
-def test_masks_are_the_counter_stream_of_rfc_3686() -> None:
+@pytest.mark.parametrize("mask_stream", STREAMS)
+def test_masks_are_the_counter_stream_of_rfc_3686(mask_stream: Stream) -> None:
     """From its second block on: RFC 3686 counts from one, and a mask from two."""
     count = 0
     for record in records("ciphers/AES/CTR/aes-256-ctr.txt"):
@@ -199,7 +200,8 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
         assert one.agree(other.public_key, owner=ClientId(1)).reveal().hex() == SHARED
 
 
-def test_masks_are_the_counter_stream_of_nist_gcm() -> None:
+@pytest.mark.parametrize("mask_stream", STREAMS)
+def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
     """A span whose number is a vector's IV encrypts the vector's plain text."""
     count = 0
     for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):

@@ -36,6 +36,7 @@ POLICY = TermsPolicy(
     max_weight=MAX_WEIGHT,
     max_upload_bytes=1 << 20,
     max_releases_per_round=1,
+    max_draw_factor=2.0,
 )
 #: Ids of a population, so that positions and ids differ.
 IDS = [ClientId(3 + 7 * i) for i in range(20)]

@@ -24,7 +24,7 @@ from fedlearn.core.messages import ClientId, Failure, Request, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
-from fedlearn.rounds.secure_evaluation import SecureEvaluator
+from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.parameters import derive
 from fedlearn.secagg.releases import ONE_RELEASE, ONE_SET
@@ -319,7 +319,7 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
 
     return SecureEvaluator(
         sessions=federation.collector(federation.channel()),
-        cohort=lambda _: cohort,
+        invited=lambda _: Invited(len(cohort), cohort),
         plan=plan,
         deadline_s=60.0,
     )

@@ -62,6 +62,7 @@ POLICY = TermsPolicy(
     max_weight=MAX_WEIGHT,
     max_upload_bytes=1000,
     max_releases_per_round=1,
+    max_draw_factor=2.0,
 )
 CAST = Cast.of(IDS, policy=POLICY, num_threads=1)
 

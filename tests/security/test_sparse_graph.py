@@ -41,6 +41,7 @@ POLICY = TermsPolicy(
     max_weight=0,
     max_upload_bytes=1 << 20,
     max_releases_per_round=1,
+    max_draw_factor=2.0,
 )
 #: Who takes the coordinator's word that it keeps to the protocol.
 CREDULOUS = replace(POLICY, adversary=CURIOUS)

@@ -30,6 +30,7 @@ max_clip = 2.5
 max_upload_bytes = 1_000_000
 max_releases_per_round = 1
 stays_required = false
+max_draw_factor = 3.5
 
 [policy.privacy]
 mode = "distributed"
@@ -88,6 +89,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         max_upload_bytes=1_000_000,
         max_releases_per_round=1,
         stays_required=False,
+        max_draw_factor=3.5,
     )
     privacy = PrivacyPolicy(
         mode="distributed", min_noise_share=0.1, max_epsilon_per_day=4.0, target_delta=1e-5

@@ -33,10 +33,18 @@ from fedlearn.door.counters import DoorCounters
 from fedlearn.door.meanings import MEANINGS
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.task import Progress
+from fedlearn.secagg.draw import tolerated
 from fedlearn.secagg.fixed_point import Lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Down, Up
-from fedlearn.secagg.parameters import Adversary, Assumptions, Parameters, derive
+from fedlearn.secagg.parameters import (
+    GRINDING_BITS,
+    Adversary,
+    Assumptions,
+    Parameters,
+    derive,
+    num_corrupted,
+)
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.session import ClientSession
@@ -446,6 +454,22 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
         found = [_derived(int(n), Topology.COMPLETE, *each) for each in assumed]
         least = [number for each in found for number in (each.threshold, each.min_survivors)]
         assert least == [int(number) for number in numbers]
+
+
+def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
+    """Its table is what is computed, with two drawn for each that is asked."""
+    page = (ROOT / "docs" / "explanation" / "secure-aggregation.md").read_text()
+    row_of_five = r"^" + r"\| ([\d,]+) " * 5 + r"\|$"
+    rows = re.findall(row_of_five, page, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        listed, asked, *told = (int(each.replace(",", "")) for each in row)
+        chance, most = min(1.0, 2.0 * asked / listed), num_corrupted(asked, corruption=0.1)
+        stands = [
+            tolerated(listed, chance=chance, num_corrupted=most, log2_risk=-41.0 - tries)
+            for tries in (0, GRINDING_BITS)
+        ]
+        assert told == [most, *stands]
 
 
 def _sparse(n: int, adversary: Adversary, dropout: float) -> str:

@@ -101,6 +101,14 @@ def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
         ExtraPolicy(max_settings=-1)
 
 
+@pytest.mark.parametrize(("min_cohort", "left"), [(3, "one of 1"), (2, "one of 1"), (4, None)])
+def test_a_cohort_in_which_two_accomplices_read_the_rest_is_warned_of(
+    min_cohort: int, left: str | None
+) -> None:
+    warning = SecureAggregationPolicy(min_cohort=min_cohort).warning
+    assert warning is None if left is None else warning is not None and left in warning
+
+
 REQUIRED = SecureAggregationPolicy(required=True)
 
 

@@ -1,6 +1,7 @@
 """The runtime in this process, with a scripted door over real gRPC."""
 
 import asyncio
+import os
 import queue
 import socket
 import threading
@@ -50,6 +51,7 @@ from fedlearn.door.authority import Authority
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.secagg import keys, messages
+from fedlearn.secagg.client_state import ClientState, Masked
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import verify
@@ -57,7 +59,9 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, noticed_hash
 from fedlearn.secagg.releases import PastRelease, PastReleases
 from fedlearn.secagg.server import open_session
+from fedlearn.secagg.session import Session
 from fedlearn.session.history import History, HistoryFile
+from fedlearn.session.secure import KeptState
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import digest_of, signed_bytes
@@ -1000,6 +1004,29 @@ def test_evaluations_are_counted_by_the_day(home: Home, door: ScriptedDoor) -> N
     assert not any(isinstance(reply, Failure) for reply in taken)
     assert isinstance(last, Failure)
     assert "max_evaluations_per_day" in last.reason
+
+
+@pytest.mark.parametrize(("age_s", "is_kept"), [(90_000.0, False), (80_000.0, True)])
+def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
+    secure_home: Home,
+    door: ScriptedDoor,
+    age_s: float,
+    is_kept: bool,  # noqa: FBT001 - a case
+) -> None:
+    """Its secrets open nothing any more, whoever reads the disk or asks for them then."""
+    held = SecretBytes.generate(72)
+    terms = messages.decode(advert().message)
+    assert isinstance(terms, messages.SignedTerms)
+    step = Masked(Session(terms.terms, ()), {ClientId(1): held})
+    state = KeptState(trainer={}, session=ClientState.fresh(bytes(16)).at(step)).to_bytes()
+    path = secure_home.folder / "state" / "run"
+    path.parent.mkdir()
+    path.write_bytes(state)
+    then = SystemClock().unix_s() - age_s
+    os.utime(path, (then, then))
+    with client(secure_home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+    assert (held.reveal() in path.read_bytes()) == is_kept
 
 
 @pytest.mark.parametrize(("limit", "is_refused"), [(1, True), (2, False)])

@@ -193,6 +193,22 @@ def test_secure_aggregation_is_one_line_of_the_configuration(tmp_path: Path) -> 
     assert coordinator_identity(tmp_path).public_key.hex() in heard.notes[-1]
 
 
+def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path) -> None:
+    """The mean over them, and no more; plain, there are the quantiles as well."""
+    found = {}
+    for name, mode in (("sum", "complete"), ("clear", "off")):
+        heard = Heard()
+        overrides = f'secure_aggregation.mode="{mode}"; evaluation.clients=3'
+        settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30, "overrides": overrides}
+        run_of(federation(of_three(tmp_path), **settings), tmp_path / name, heard)
+        metrics = heard.rounds[-1].metrics
+        found[name] = {each: value for each, value in metrics.items() if "clients/" in each}
+    assert set(found["sum"]) == {"clients/loss_mean", "clients/accuracy_mean"}
+    assert found["sum"].keys() < found["clear"].keys()
+    for each, value in found["sum"].items():
+        assert value == pytest.approx(found["clear"][each], abs=1e-3)
+
+
 def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) -> None:
     """As in a simulation: with coins, noise, a ledger, and the refusals."""
     table = (

@@ -57,6 +57,7 @@ POLICY = TermsPolicy(
     max_weight=0,
     max_upload_bytes=100,
     max_releases_per_round=2,
+    max_draw_factor=2.0,
 )
 CAST = Cast.of(IDS, policy=POLICY, num_threads=1)
 ZERO = Contribution(values={"delta": np.zeros(9)}, weight=1, request_hash=bytes(32))

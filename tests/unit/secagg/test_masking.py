@@ -1,15 +1,24 @@
 """Masks cancel exactly, whatever the width, the length and the number of threads."""
 
+import itertools
+from dataclasses import dataclass
+from typing import cast
+
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import CipherContext
 
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg.fixed_point import MODULUS_BITS, Lane, LaneRole, Words
 from fedlearn.secagg.masking import (
     SPAN_BYTES,
+    STREAMS,
     MaskKeys,
+    Stream,
     add_packed,
+    faster,
+    fastest_stream,
     fold,
     keystream,
     pack,
@@ -51,6 +60,55 @@ def test_masks_added_and_subtracted_leave_nothing(size: int, num_threads: int) -
     assert not np.array_equal(words[2], before[2])
     fold(words, keys.inverse(), num_threads=1)
     assert all(np.array_equal(one, other) for one, other in zip(words, before, strict=True))
+
+
+@pytest.mark.parametrize("span", [0, 1, 255, 1 << 40])
+def test_every_way_to_a_mask_gives_the_same_bits(span: int) -> None:
+    """To the end of a span, where a counter of few bits would have gone round."""
+    zeros_ = bytes(SPAN_BYTES)
+    first, *others = (stream(KEYS[0], span).update(zeros_) for stream in STREAMS)
+    assert others
+    assert all(other == first for other in others)
+
+
+@dataclass
+class Stopwatch:
+    """A clock that moves as streams are expanded on it, by seconds of each one's own."""
+
+    now: float = 0.0
+
+    def now_s(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("slow", STREAMS)
+def test_the_faster_way_is_taken_however_it_is_disturbed(slow: Stream) -> None:
+    """Each is timed on its best block; one in three is held up."""
+    clock, count = Stopwatch(), itertools.count()
+
+    def timed(stream: Stream) -> Stream:
+        @dataclass
+        class Timed:
+            cipher: CipherContext
+
+            def update_into(self, data: bytes, out: memoryview) -> int:
+                clock.sleep((2.0 if stream is slow else 1.0) + 10.0 * (next(count) % 3 == 0))
+                return self.cipher.update_into(data, out)
+
+        return lambda key, span: cast(CipherContext, Timed(stream(key, span)))
+
+    fast, held = (stream for stream in STREAMS if stream is not slow), timed(slow)
+    candidates = [held, *map(timed, fast)]
+    assert faster(candidates, clock=clock) is candidates[1]
+    assert faster(candidates[::-1], clock=clock) is candidates[1]
+
+
+def test_the_way_is_found_once_a_process() -> None:
+    assert fastest_stream() is fastest_stream()
+    assert fastest_stream() in STREAMS
 
 
 def test_a_mask_is_no_constant_and_lanes_have_their_own() -> None:

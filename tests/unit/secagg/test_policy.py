@@ -27,6 +27,7 @@ def policy(corruption: float, noise: NoiseFloor | None = None) -> TermsPolicy:
         max_weight=0,
         max_upload_bytes=100,
         max_releases_per_round=1,
+        max_draw_factor=2.0,
     )
 
 

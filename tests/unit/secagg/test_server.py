@@ -35,6 +35,7 @@ POLICY = TermsPolicy(
     max_weight=0,
     max_upload_bytes=100,
     max_releases_per_round=1,
+    max_draw_factor=2.0,
 )
 CAST = Cast.of(IDS, policy=POLICY, num_threads=1)
 

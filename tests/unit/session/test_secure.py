@@ -1,5 +1,6 @@
 """A client's messages in a session of secure aggregation: what it keeps, refuses and forgets."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from torch import Tensor
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
+    EvaluateReply,
+    EvaluateRequest,
     Failure,
+    SecureEvaluateRequest,
     SecureReply,
     SecureRequest,
     SecureStageRequest,
@@ -24,6 +28,7 @@ from fedlearn.core.params import Params
 from fedlearn.errors import Cancelled, ProtocolError
 from fedlearn.identity.lineage import Lineage
 from fedlearn.secagg import messages
+from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
@@ -31,7 +36,7 @@ from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
 from fedlearn.secagg.server import Advertising, open_session
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.secure import KeptState, after_failure, message_in
+from fedlearn.session.secure import KeptState, after_failure, measured, message_in
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -101,9 +106,9 @@ class Desk:
         ]
         self.states = [b""] * 3
         self.directory: Mapping[ClientId, bytes] = {}
-        self.announced = TRAIN
+        self.announced: TrainRequest | EvaluateRequest = TRAIN
 
-    def terms(self, *, attempt: int = 0, hashed: TrainRequest = TRAIN) -> Terms:
+    def terms(self, *, attempt: int = 0, hashed: TrainRequest | EvaluateRequest = TRAIN) -> Terms:
         return PLAN.terms(
             PARAMS.layout,
             run_id=bytes(16),
@@ -358,3 +363,78 @@ def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
             else:
                 with pytest.raises(ProtocolError, match="belongs elsewhere"):
                     message_in(request)
+
+
+EVALUATE = EvaluateRequest(round_num=4, tensors=PARAMS.named())
+MEASURES = EvaluationPlan(parameters=PLAN.parameters, measures=("loss", "recall"), max_loss=2.0)
+
+
+class Measuring(Trainer):
+    """Measures a loss beyond the bound, and nothing else that is asked for."""
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=5, metrics={"loss": 7.0, "own": 1.0})
+
+
+def asked_to_measure(terms: Terms, work: SecureRequest) -> tuple[object, Trainer]:
+    """Return what a client answers, who has agreed to terms of an evaluation, to what is sent."""
+    trainer = Measuring()
+    desk = Desk([trainer, Measuring(), Measuring()])
+    desk.announced = EVALUATE
+    packets = desk.packets(terms)[ClientId(0)]
+    sent = replace(work, message=messages.encode(packets))
+    reply, _ = desk.sessions[0].handle(encode(sent), desk.states[0])
+    return decode(reply), trainer
+
+
+def to_measure() -> Terms:
+    return MEASURES.terms(run_id=bytes(16), round_num=4, request_hash=request_hash(EVALUATE))
+
+
+def test_an_evaluation_is_answered_masked_and_trains_nothing() -> None:
+    reply, trainer = asked_to_measure(
+        to_measure(), SecureEvaluateRequest(message=b"", evaluate=EVALUATE)
+    )
+    assert isinstance(reply, SecureReply)
+    assert isinstance(messages.decode(reply.message), messages.MaskedVector)
+    assert trainer.num_trainings == 0
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        SecureTrainRequest(message=b"", train=TRAIN),
+        SecureEvaluateRequest(message=b"", evaluate=replace(EVALUATE, round_num=5)),
+    ],
+    ids=["a training", "another evaluation"],
+)
+def test_what_is_not_the_announced_evaluation_is_not_answered(work: SecureRequest) -> None:
+    """Terms of a measure are none to train under; another model's measure is another request."""
+    reply, trainer = asked_to_measure(to_measure(), work)
+    assert isinstance(reply, Failure)
+    assert trainer.num_trainings == 0
+
+
+def test_an_evaluation_under_terms_of_a_training_is_not_answered() -> None:
+    """Its lanes would count as another kind of sum than it is."""
+    terms = PLAN.terms(
+        PARAMS.layout,
+        run_id=bytes(16),
+        round_num=4,
+        attempt=0,
+        request_hash=request_hash(EVALUATE),
+    )
+    reply, _ = asked_to_measure(terms, SecureEvaluateRequest(message=b"", evaluate=EVALUATE))
+    assert isinstance(reply, Failure)
+
+
+def test_what_is_measured_is_cut_off_and_what_is_not_counts_as_nothing() -> None:
+    found = measured(
+        to_measure(), EvaluateReply(round_num=4, num_examples=5, metrics={"loss": 7.0, "own": 1.0})
+    )
+    assert {name: values.tolist() for name, values in found.values.items()} == {
+        "loss": [2.0, 1.0],
+        "recall": [0.0, 0.0],
+    }
+    nan = EvaluateReply(round_num=4, num_examples=5, metrics={"loss": math.nan})
+    assert measured(to_measure(), nan).values["loss"].tolist() == [0.0, 0.0]

@@ -1,0 +1,130 @@
+r"""Who of a roster may be asked in a round: drawn by a hash that nobody chooses alone.
+
+A coordinator that invites whom it likes invites its accomplices, and a fraction gamma of the cohort
+that is corrupted says nothing about the fraction of all clients. Where clients hold the same
+roster, a round asks only whom the roster itself draws::
+
+    u = SHA-256(SHA-256(label, digest of the roster, round), client) as a fraction in [0, 1)
+    drawn: u < p = min(1, f n / N)
+
+with N clients in the roster, n asked and a factor f >= 1, since some of the drawn are not there.
+Every client finds out by itself who is drawn, from n and the round in the signed terms. A larger
+f draws those of a smaller one, so that a coordinator may draw fewer than its clients would allow.
+
+Guarantees:
+    Among the accomplices in a roster, r of them, the drawn are Bin(r, p): a coordinator can leave
+    honest clients out, but bring no accomplice in that is not drawn. Assumed: SHA-256 is a random
+    function. The digest covers each client's identity key, so it is known to nobody before the last
+    client has joined; whoever joins last, or exports the roster, may try keys and rosters, and a
+    coordinator may choose which round it runs. These tries are those of
+    :data:`~fedlearn.secagg.parameters.GRINDING_BITS`.
+    Not given: that the cohort is unknown before its round.
+
+References:
+    Jiang et al., 2024, `Lotto: Secure Participant Selection against Adversarial Servers in
+    Federated Learning <https://arxiv.org/abs/2401.02880>`_, where each client draws itself by a
+    verifiable random function. An Ed25519 signature is none: who holds the key can make many.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedlearn.core.messages import ClientId
+from fedlearn.secagg import keys
+from fedlearn.secagg.parameters import Parameters
+
+_TICKET_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A roster that draws clients.
+
+    Attributes:
+        roster: Digest of the roster, as text: the same for all that hold it.
+        client_ids: Of all in it.
+        factor: f: clients drawn for each that is asked, >= 1.
+
+    Example:
+        >>> draw = Draw(roster="9f…", client_ids=range(1000), factor=2.0)
+        >>> draw.chance(50), len(draw.drawn(draw.client_ids, round_num=3, num_asked=50))
+        (0.1, 103)
+    """
+
+    roster: str
+    client_ids: Collection[ClientId]
+    factor: float
+
+    def chance(self, num_asked: int) -> float:
+        """Return p: how likely a client of the roster is drawn where so many are asked."""
+        return min(1.0, self.factor * num_asked / max(1, len(self.client_ids)))
+
+    def drawn(
+        self, client_ids: Iterable[ClientId], *, round_num: int, num_asked: int
+    ) -> list[ClientId]:
+        """Return those that are in the roster and drawn for a round that asks so many, in order."""
+        place = round_num.to_bytes(8, "little")
+        seed = keys.digest(b"draw", self.roster.encode(), place)
+        below = self.chance(num_asked) * 2.0 ** (8 * _TICKET_BYTES)
+        listed = (each for each in client_ids if each in self.client_ids)
+        return [each for each in listed if _ticket(seed, each) < below]
+
+    def explain(self, parameters: Parameters) -> str:
+        """Return what the draw protects from, in one line."""
+        n, size, a = parameters.num_clients, len(self.client_ids), parameters.num_corrupted
+        most = tolerated(
+            size,
+            chance=self.chance(n),
+            num_corrupted=a,
+            log2_risk=parameters.assumptions.log2_risk,
+        )
+        return (
+            f"drawn        of {size} in the roster each with p = {self.chance(n):.3g}; with up to "
+            f"{most} accomplices among them, more than A = {a} are drawn with "
+            f"P <= 2^{parameters.assumptions.log2_risk:.0f} a try"
+        )
+
+
+def _ticket(seed: bytes, client_id: ClientId) -> int:
+    hashed = hashlib.sha256(seed + client_id.to_bytes(8, "little")).digest()
+    return int.from_bytes(hashed[:_TICKET_BYTES], "little")
+
+
+def tolerated(num_listed: int, *, chance: float, num_corrupted: int, log2_risk: float) -> int:
+    """Return the most accomplices in a roster of whom more than so many are hardly ever drawn.
+
+    Args:
+        num_listed: N.
+        chance: p.
+        num_corrupted: A, how many a cohort stands.
+        log2_risk: P[more are drawn] in one try, as a logarithm.
+
+    Example:
+        >>> tolerated(100, chance=1.0, num_corrupted=3, log2_risk=-40.0)
+        3
+    """
+    low, high = num_corrupted, num_listed  # of so many never more, of more than all none
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _log2_more(middle, chance, num_corrupted) <= log2_risk:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _log2_more(trials: int, chance: float, most: int) -> float:
+    """Return log2 P[Bin(trials, chance) > most]."""
+    if trials <= most:
+        return -math.inf
+    if chance >= 1.0:
+        return 0.0
+    x = np.arange(most + 1, trials + 1)
+    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
+    logs = factorial[trials] - factorial[x] - factorial[trials - x]
+    logs += x * math.log(chance) + (trials - x) * math.log1p(-chance)
+    return float(np.logaddexp.reduce(logs)) / math.log(2.0)

@@ -1,0 +1,123 @@
+"""Evaluations in the clear as an oracle: who may be asked for them, and how often.
+
+The coordinator chooses models and asks one client alone. It is answered as a client on Flower is:
+judged, then by the session. The client's own trainer measures.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.client.judging import Judge
+from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
+from fedlearn.errors import PolicyViolation
+from fedlearn.session.session import ClientSession
+from fedlearn.training.torch_trainer import TorchTrainer
+
+NUM_FEATURES, COUNTS = 4, [31, 17, 9]
+LARGE, STEP = 64.0, 2e-2
+
+#: Loss and examples of a model with these weights and this bias.
+Oracle = Callable[[Tensor, Tensor], EvaluateReply]
+
+
+def examples() -> tuple[Tensor, Tensor]:
+    labels = torch.tensor([label for label, count in enumerate(COUNTS) for _ in range(count)])
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(len(labels), NUM_FEATURES, generator=generator), labels
+
+
+def network() -> nn.Module:
+    return nn.Linear(NUM_FEATURES, len(COUNTS))
+
+
+def oracle(policy: Policy, *, is_bound: bool = False) -> Oracle:
+    """Return a client that counts its evaluations of the day."""
+    session = ClientSession(ClientId(1), TorchTrainer.of(network, *examples(), device="cpu"))
+    judge, num_asked = Judge(policy, is_bound=is_bound), 0
+
+    def ask(weight: Tensor, bias: Tensor) -> EvaluateReply:
+        nonlocal num_asked
+        data = encode(EvaluateRequest(round_num=1, tensors={"weight": weight, "bias": bias}))
+        judge.encoded(data, num_tasks_today=0, num_evaluations_today=num_asked, spent=0.0)
+        num_asked += 1
+        reply = decode(session.handle(data, b"")[0])
+        assert isinstance(reply, EvaluateReply)
+        return reply
+
+    return ask
+
+
+def histogram(ask: Oracle) -> list[int]:
+    """Return how many examples of each class there are, of one evaluation a class."""
+    found = []
+    for label in range(len(COUNTS)):
+        bias = torch.zeros(len(COUNTS))
+        bias[label] = LARGE  # who is of another class loses as much
+        reply = ask(torch.zeros(len(COUNTS), NUM_FEATURES), bias)
+        found.append(round(reply.num_examples * (1.0 - reply.metrics["loss"] / LARGE)))
+    return found
+
+
+def gradient(ask: Oracle, weight: Tensor) -> Tensor:
+    """Return the loss's gradient in the weights, of two evaluations a number."""
+    found, bias = torch.zeros_like(weight), torch.zeros(len(COUNTS))
+    for at in range(weight.numel()):
+        step = torch.zeros(weight.numel())
+        step[at] = STEP
+        ahead, behind = (ask(weight + s * step.view_as(weight), bias) for s in (1, -1))
+        found.view(-1)[at] = (ahead.metrics["loss"] - behind.metrics["loss"]) / (2 * STEP)
+    return found
+
+
+def test_who_answers_in_the_clear_tells_its_classes_and_its_gradient() -> None:
+    """What all the rules below are about: three evaluations, and two a weight."""
+    assert histogram(oracle(Policy())) == COUNTS
+    weight = 0.1 * torch.randn(
+        len(COUNTS), NUM_FEATURES, generator=torch.Generator().manual_seed(2)
+    )
+    model = nn.Linear(NUM_FEATURES, len(COUNTS))
+    with torch.no_grad():
+        model.weight.copy_(weight)
+        model.bias.zero_()
+    features, labels = examples()
+    nn.functional.cross_entropy(model(features), labels).backward()
+    found = gradient(oracle(Policy()), weight)
+    assert model.weight.grad is not None
+    assert float((found - model.weight.grad).norm() / model.weight.grad.norm()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_bound", "rule"),
+    [
+        (
+            Policy(secure_aggregation=SecureAggregationPolicy(required=True)),
+            False,
+            "secure_aggregation.required",
+        ),
+        (Policy(), True, "secure_aggregation.stays_required"),
+        (Policy(privacy=PrivacyPolicy(mode="distributed")), False, "privacy.mode"),
+        (Policy(evaluate=False), False, "evaluate"),
+    ],
+)
+def test_who_is_for_sums_alone_answers_not_once(
+    policy: Policy,
+    is_bound: bool,  # noqa: FBT001 - a case
+    rule: str,
+) -> None:
+    ask = oracle(policy, is_bound=is_bound)
+    with pytest.raises(PolicyViolation) as refused:
+        histogram(ask)
+    assert refused.value.rule == rule
+
+
+def test_a_quota_ends_the_questions() -> None:
+    """Two evaluations a day give two classes of three, and no gradient."""
+    ask = oracle(Policy(max_evaluations_per_day=2))
+    with pytest.raises(PolicyViolation, match="max_evaluations_per_day"):
+        histogram(ask)
+    assert histogram(oracle(Policy(max_evaluations_per_day=3))) == COUNTS, "the control"
