@@ -3,14 +3,18 @@
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId
 from fedlearn.identity.identity import Identity
+from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.rounds.records import RoundRecord
+from fedlearn.secagg.draw import Draw
 from fedlearn.store.registry import StoredRegistry
 from tests.e2e.deployed import SECURE, Site, site_in
 from tests.processes import Launcher, until
@@ -92,3 +96,65 @@ def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Sit
     assert "another key of client 2" in site.log("client-0")
     until(lambda: "pinned identity keys" in site.log("client-1"))
     assert "client 2, who is not in the roster" in site.log("client-1")
+
+
+def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> Draw:
+    """Do what whoever exports a roster can: try names until it draws enough, and never all."""
+    given = IdentityRoster.load(path)
+    for number in range(1000):
+        clients = {
+            each: replace(entry, name=f"{entry.name}-{number}")
+            for each, entry in given.clients.items()
+        }
+        roster = replace(given, clients=clients)
+        draw = Draw(roster=roster.digest, client_ids=clients.keys(), factor=factor)
+        drawn = [
+            len(draw.drawn(clients, round_num=round_num, num_asked=num_asked))
+            for round_num in range(num_rounds)
+        ]
+        if num_asked <= min(drawn) and max(drawn) < len(clients):
+            roster.save(path)
+            return draw
+    raise AssertionError("no roster fits")
+
+
+def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rounds(
+    site: Site,
+) -> None:
+    """Two of four are asked, and two or three of them drawn.
+
+    Without its line in the configuration the coordinator asks whom it likes, and is refused.
+    """
+    site.change("num_rounds=1")
+    coordinator = site.serving()
+    clients = [site.join(number) for number in range(NUM_CLIENTS)]
+    assert coordinator.wait() == 0, coordinator.tail()
+    for client in clients:
+        client.send(signal.SIGTERM)
+        client.wait()
+    site.type("roster", "-o", "all.roster")
+    draw = fitting_draw(site.folder / "all.roster", factor=1.5, num_asked=2, num_rounds=3)
+    policy = site.folder / "policy.toml"
+    policy.write_text("[policy.secure_aggregation]\nmin_cohort = 2\nmax_draw_factor = 1.5\n")
+    options = ("--roster", "all.roster", "--config", str(policy))
+    drawing = ("secure_aggregation.roster=all.roster", "secure_aggregation.draw_factor=1.5")
+    rounds = ("num_rounds=3", "cohort.num_wanted=2", "stragglers.over_selection=1")
+    site.change("name=drawn", *rounds, *drawing)
+    coordinator = site.serving()
+    clients = [site.join(number, *options) for number in range(NUM_CLIENTS)]
+    assert coordinator.wait() == 0, coordinator.tail()
+    committed = site.rounds()
+    assert len(committed) == 3
+    for record in committed:
+        asked = [ClientId(each) for each in record.participations.client_ids.tolist()]
+        assert draw.drawn(asked, round_num=record.round_num, num_asked=2) == asked
+        assert record.participations.num(Status.REPORTED) == 2
+    assert "refused_by_policy" not in site.log("client-*")
+    for client in clients:
+        client.send(signal.SIGTERM)
+        client.wait()
+    site.change("name=undrawn", "num_rounds=100000", "secure_aggregation.roster=")
+    site.serving()
+    for number in range(NUM_CLIENTS):
+        site.join(number, *options)
+    until(lambda: '"rule": "max_draw_factor"' in site.log("client-*"))
