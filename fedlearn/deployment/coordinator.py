@@ -366,6 +366,7 @@ class Coordinator:
             names=door.names,
             set_aside=channel.set_aside,
             set_aside_after=pieces.config.coordinator.set_aside_after,
+            found=self._patiently(stored.failing),
         )
         opening: Opening = DurableOpening(
             sampler=pieces.sampler,
