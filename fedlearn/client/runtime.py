@@ -72,6 +72,7 @@ class Runtime:
         self._control: WorkControl | None = None
         self._work: asyncio.Task[None] | None = None
         self._masks = MasksAhead()
+        self._settled: TaskKey | None = None  # the last reply whose receipt was taken
         self._connector = Connector(
             self._home,
             invitation=options.invitation,
@@ -253,6 +254,8 @@ class Runtime:
             if (live := self._connector.live) is not None:
                 live.tell(live.result(task.key, reply))
             return
+        if held.key == self._settled:  # its task was offered, and answered, anew
+            self._settled = None
         await self._handle(conversation.Held(held))
         self._expand_masks(task, answered.state)
 
@@ -299,6 +302,9 @@ class Runtime:
 
     def _take_receipt(self, receipt: wire_pb2.Receipt) -> None:
         key = TaskKey.of(receipt.key)
+        if key == self._settled:  # said twice, as to who reconnects: it is held, and sent again
+            return
+        self._settled = key
         kind = _VERDICTS.get(receipt.verdict, EventKind.REFUSED)
         about = {"kind": key.kind, "round_num": key.round_num, "verdict": kind.value}
         if kind is EventKind.REFUSED:

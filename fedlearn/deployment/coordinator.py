@@ -19,7 +19,6 @@ from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 
 import structlog
 import torch
@@ -35,7 +34,7 @@ from fedlearn.deployment.leading import leading
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.opening import DurableOpening, present_in, waited_on
-from fedlearn.deployment.places import Places, host_of
+from fedlearn.deployment.places import Places, host_of, spool_of
 from fedlearn.deployment.record import (
     ForgettingStore,
     TellingStore,
@@ -303,11 +302,7 @@ class Coordinator:
         self._log.info("another_run_to_clients", run=stored.name, start=self.start)
 
     def _remove_spool(self, run_id: str) -> None:
-        shutil.rmtree(self._spool(run_id), ignore_errors=True)
-
-    def _spool(self, run_id: str) -> Path:
-        """Return the folder for what is on its way to clients and from them."""
-        return self.places.folder / "spool" / run_id
+        shutil.rmtree(spool_of(self.places.folder, run_id), ignore_errors=True)
 
     @contextmanager
     def _serving(self, database: Database, lease: Lease, run_id: str) -> Iterator[Door]:
@@ -319,7 +314,7 @@ class Coordinator:
             built(DoorSettings, section),
             registry=StoredRegistry(database, SystemClock()),
             run_id=run_id,
-            spool_dir=self._spool(run_id),
+            spool_dir=spool_of(self.places.folder, run_id),
             authority=self._authority,
             eligible=self.pieces.requirements.admits,
             is_leader=lease.is_held,
@@ -372,6 +367,7 @@ class Coordinator:
             names=door.names,
             set_aside=channel.set_aside,
             set_aside_after=pieces.config.coordinator.set_aside_after,
+            found=self._patiently(stored.failing),
         )
         opening: Opening = DurableOpening(
             sampler=pieces.sampler,

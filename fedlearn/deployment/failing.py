@@ -1,7 +1,7 @@
 """Clients that keep failing: counted, logged by name, and set aside after so many in a row."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -17,7 +17,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class FailingClients:
-    """How often clients have failed in a row: since they last reported, in this process.
+    """How often clients have failed in a row: since they last reported.
 
     An attempt in which nobody reported counts against nobody: what all of them fail of is seldom
     theirs, and a session of secure aggregation that ends fails for all.
@@ -26,12 +26,14 @@ class FailingClients:
         names: Returns the names of clients.
         set_aside: Has a client not be asked until it connects anew.
         set_aside_after: After so many failures in a row; 0: never.
+        found: By client how often in a row, and why last: before this process by the committed
+            rounds. Clients that were set aside have another try, since they connect anew.
     """
 
     names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
     set_aside: Callable[[ClientId], None]
     set_aside_after: int
-    _found: dict[ClientId, tuple[int, str]] = field(default_factory=dict)  # in a row; the last why
+    found: dict[ClientId, tuple[int, str]]
 
     def note(self, participations: Participations) -> None:
         """Take what became of the clients of one attempt at a round."""
@@ -40,11 +42,11 @@ class FailingClients:
         failed = dict[ClientId, tuple[int, str]]()
         for each in participations:
             if each.status is Status.REPORTED:
-                self._found.pop(each.client_id, None)
+                self.found.pop(each.client_id, None)
             elif each.status is Status.FAILED:
-                num_before, _ = self._found.get(each.client_id, (0, ""))
+                num_before, _ = self.found.get(each.client_id, (0, ""))
                 failed[each.client_id] = num_before + 1, each.reason
-        self._found |= failed
+        self.found |= failed
         self._log(failed)
         for client_id, (in_a_row, _) in failed.items():
             if self.set_aside_after and in_a_row >= self.set_aside_after:
@@ -52,7 +54,7 @@ class FailingClients:
 
     def status(self) -> dict[str, object]:
         """Return by number, as JSON values, who has failed at least twice in a row."""
-        again = {each: found for each, found in self._found.copy().items() if found[0] > 1}
+        again = {each: found for each, found in self.found.copy().items() if found[0] > 1}
         return {
             str(client_id): {"in_a_row": in_a_row, "reason": reason}
             for client_id, (in_a_row, reason) in _worst(again)

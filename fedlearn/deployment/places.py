@@ -37,8 +37,7 @@ class Places:
     @property
     def folder(self) -> Path:
         """Folder of the keys and of updates on their way."""
-        given = self.config.coordinator.folder
-        return self.addresses.runs_dir.parent / "coordinator" if given is None else Path(given)
+        return folder_of(self.config.coordinator.folder, runs_dir=self.addresses.runs_dir)
 
     def database(self) -> Database:
         """Open the database: see :func:`~fedlearn.experiment.site.open_database`."""
@@ -55,6 +54,16 @@ class Places:
         listening = (section.address, section.enrolment_address)
         hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
         return Authority(self.folder / "authority", host_names=tuple(hosts))
+
+
+def folder_of(given: str | None, *, runs_dir: Path) -> Path:
+    """Return the folder of a coordinator, which its configuration has ``given`` or left out."""
+    return runs_dir.parent / "coordinator" if given is None else Path(given)
+
+
+def spool_of(folder: Path, run_id: str) -> Path:
+    """Return where a run keeps what is on its way to clients and from them."""
+    return folder / "spool" / run_id
 
 
 def host_of(address: str) -> str:

@@ -1,12 +1,16 @@
 """Going back to an earlier checkpoint of a run that is not wanted any more as it is."""
 
 import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 
 from fedlearn.core.clock import Clock
+from fedlearn.deployment.places import folder_of, spool_of
 from fedlearn.errors import DeploymentError
 from fedlearn.rounds.records import Checkpoint
 from fedlearn.store.lease import Lease, deployment
-from fedlearn.store.runs import Database
+from fedlearn.store.runs import Database, StoredRun
 
 #: A coordinator that lives is heard of every second.
 _SILENCE_S = 5.0
@@ -15,8 +19,8 @@ _SILENCE_S = 5.0
 def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkpoint:
     """Go back to the checkpoint after ``to`` rounds, and forget what came after; return it.
 
-    To the clients of a deployed run it is another one from then on. What was charged for privacy
-    stays charged: it was released.
+    To the clients of a deployed run it is another one from then on, and what they have sent is
+    removed. What was charged for privacy stays charged: it was released.
 
     Raises:
         DeploymentError: A coordinator runs it.
@@ -33,6 +37,17 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
             "first, and start it again afterwards"
         )
     try:
-        return database.run(name, guard=lease.guard).rewind(to=to)
+        dropped = deployment(database, name).run_id
+        run = database.run(name, guard=lease.guard)
+        checkpoint = run.rewind(to=to)
+        shutil.rmtree(spool_of(_folder(run), dropped), ignore_errors=True)
     finally:
         lease.release()
+    return checkpoint
+
+
+def _folder(run: StoredRun) -> Path:
+    """Return the folder of a run's coordinator, as its configuration said at first."""
+    section = run.record.config.get("coordinator")
+    given = section.get("folder") if isinstance(section, Mapping) else None
+    return folder_of(given, runs_dir=run.database.runs_dir)

@@ -120,6 +120,39 @@ def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status
     return found
 
 
+def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str]]:
+    """Return who has failed since they last reported: in how many rounds, and last why.
+
+    Rounds in which nobody reported do not count.
+    """
+    row, found = ParticipationRow, dict[ClientId, tuple[int, str]]()
+    reported = select(row.client_id, row.round_num).where(
+        row.run_id == run_id, row.status == Status.REPORTED
+    )
+    of_client = reported.subquery()
+    last = (
+        select(of_client.c.client_id, func.max(of_client.c.round_num).label("round_num"))
+        .group_by(of_client.c.client_id)
+        .subquery()
+    )
+    failed = (
+        select(row.client_id, row.reason)
+        .outerjoin(last, last.c.client_id == row.client_id)
+        .where(
+            row.run_id == run_id,
+            row.status == Status.FAILED,
+            row.round_num > func.coalesce(last.c.round_num, -1),
+            row.round_num.in_(select(of_client.c.round_num)),
+        )
+        .order_by(row.round_num)
+    )
+    for number, reason in session.execute(failed):
+        client_id = ClientId(number)
+        num_before, _ = found.get(client_id, (0, ""))
+        found[client_id] = num_before + 1, reason
+    return found
+
+
 def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, object]]) -> None:
     """Insert in small batches: all at once, so many dicts set off the garbage collector."""
     statement = insert(Base.metadata.tables[table])

@@ -37,6 +37,7 @@ from fedlearn.store.rounds import (
     RoundSummary,
     count_by_client,
     insert_rounds,
+    read_failing,
     read_missed,
     read_rounds,
     summarise_rounds,
@@ -434,6 +435,14 @@ class StoredRun:
         """Return how often each client that was ever asked ended with each status."""
         with self.database.reading() as session:
             return count_by_client(session, self._run_id)
+
+    def failing(self) -> dict[ClientId, tuple[int, str]]:
+        """Return who has failed since they last reported: in how many rounds, and last why.
+
+        Rounds in which nobody reported do not count.
+        """
+        with self.database.reading() as session:
+            return read_failing(session, self._run_id)
 
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended, or that it goes on."""

@@ -128,6 +128,37 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
         assert each["reported"] + each["failed"] + each["late"] == len(rounds)
 
 
+FAILING = """
+class Trainer:
+    num_examples = 3
+    honours = ("epochs", "batch_size", "learning_rate")
+
+    def train(self, tensors, *, context):
+        raise ValueError("no data")
+
+    def evaluate(self, tensors, *, control):
+        raise ValueError("no data")
+"""
+
+
+def test_who_keeps_failing_is_known_to_the_next_coordinator(site: Site) -> None:
+    """The row goes on where it was: nobody has as many tries anew."""
+    (site.folder / "failing.py").write_text(FAILING)
+    site.change("stragglers.min_reports=1", "coordinator.set_aside_after=1000", "num_rounds=5000")
+    first = site.serving()
+    site.join(0)
+    site.join(1, task=f"{site.folder / 'failing.py'}:Trainer")
+    site.until_round(first, 3)
+    first.kill()
+    second = site.serving()
+    number = len(stored_rounds(site)[1])
+    site.until_round(second, number + 2)
+    why = json.loads(site.type("why", "--json"))
+    (failing,) = why["failing"]
+    assert failing["name"] == "client-1"
+    assert failing["in_a_row"] >= why["status"]["round"] > number, "in each round of both"
+
+
 def test_a_second_coordinator_takes_over(site: Site) -> None:
     """It lives and is not ready while the first one leads; the clients find it by themselves."""
     door, enrolment, http = free_addresses(3)

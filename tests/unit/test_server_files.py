@@ -28,7 +28,8 @@ from fedlearn.config.pieces import built
 from fedlearn.core.params import Params
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
-from fedlearn.errors import ConfigError, DataError, FedlearnError
+from fedlearn.errors import ConfigError, DataError, FedlearnError, StoreError
+from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.training.trainer import UNATTENDED
 
 ROOT = Path(__file__).parents[2]
@@ -429,6 +430,70 @@ def test_the_container_reads_the_url_from_a_secret(tmp_path: Path) -> None:
     assert done.stdout == "sqlite:///here invite clinic a\n"
     done = wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(tmp_path / "none")})
     assert (done.returncode != 0, done.stdout) == (True, "")
+
+
+# ---- Backup
+
+RECORDS_A_RUN_AND_IS_KILLED = """
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+from fedlearn.store.runs import Database, sqlite_url
+from tests.records import RUN
+
+runs_dir = Path(sys.argv[1])
+with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
+    database.create(replace(RUN, name=sys.argv[2]))
+    os._exit(0)
+"""
+
+
+def readme_commands(title: str) -> list[str]:
+    """Return the blocks of commands under a title of the README."""
+    _, _, rest = (SERVER / "README.md").read_text().partition(f"## {title}\n")
+    return re.findall(
+        r"^```shell\n(.*?)^```$", rest.partition("\n## ")[0], re.DOTALL | re.MULTILINE
+    )
+
+
+def runs_after_restoring(folder: Path, restore: str) -> set[str]:
+    """Back up, crash, restore by these commands, and return the runs that the database has."""
+    library = folder / "library"
+    runs_dir = library / "fedlearn" / "runs"
+    runs_dir.mkdir(parents=True)
+
+    def type_there(commands: str) -> None:
+        script = f"systemctl() {{ :; }}\n{commands}".replace("/var/lib", str(library))
+        subprocess.run(["bash", "-e", "-c", script], cwd=folder, check=True, timeout=60)
+
+    def killed(name: str) -> None:
+        command = [sys.executable, "-c", RECORDS_A_RUN_AND_IS_KILLED, str(runs_dir), name]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+
+    killed("before")
+    with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir):
+        pass  # a stop that is in order
+    backup, _ = readme_commands("Backup")
+    type_there(backup)
+    killed("after")
+    type_there(restore)
+    with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
+        return {record.name for record in database.runs()}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_restore_the_backup(tmp_path: Path) -> None:
+    """All of it and nothing else; the control leaves SQLite's journal of after the backup there."""
+    _, commands = readme_commands("Backup")
+    restore, _, start = commands.rstrip().rpartition("\n")
+    assert start.endswith("--restored")
+    (away,) = [line for line in restore.splitlines() if line.startswith("mv ")]
+    assert runs_after_restoring(tmp_path / "restored", restore) == {"before"}
+    try:
+        mixed = runs_after_restoring(tmp_path / "mixed", broken(restore, away, ":"))
+    except StoreError:
+        mixed = set()
+    assert mixed != {"before"}
 
 
 # ---- Compose

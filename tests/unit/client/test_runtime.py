@@ -408,6 +408,29 @@ def test_a_task_is_answered_signed_and_settled(home: Home, door: ScriptedDoor) -
     assert home.recover() is None
 
 
+@pytest.mark.parametrize("verdict", ["ACCEPTED", "LATE", "REFUSED"])
+def test_a_receipt_that_comes_twice_is_told_once(
+    home: Home, door: ScriptedDoor, verdict: str
+) -> None:
+    """As after a connection that was cut: the coordinator answers what is held, and what is sent.
+
+    A receipt for the answer to the next task is told again.
+    """
+    request = train_request()
+    with structlog.testing.capture_logs() as logs, client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        for round_num in range(2):
+            door.offer(request, round_num=round_num)
+            door.hear("result")
+            for _ in range(2):
+                door.push(receipt=wire_pb2.Receipt(key=key(request, round_num), verdict=verdict))
+            assert running.wait_for(EventKind[verdict]).round_num == round_num
+        door.offer(request, round_num=2)  # by its answer, what came before is heard
+        door.hear("result")
+    assert [event.kind for event in running.others()].count(EventKind[verdict]) == 0
+    assert [line["round_num"] for line in logs if line["event"] == "reply_settled"] == [0, 1]
+
+
 def test_a_large_task_is_downloaded_and_its_reply_uploaded(home: Home, door: ScriptedDoor) -> None:
     """Beside the session, in chunks."""
     request = train_request(size=100_000)

@@ -27,8 +27,15 @@ def attempt(**statuses: Status) -> Participations:
     )
 
 
-def watched(aside: list[ClientId], *, after: int = 3) -> FailingClients:
-    return FailingClients(names=names, set_aside=aside.append, set_aside_after=after)
+def watched(
+    aside: list[ClientId],
+    *,
+    after: int = 3,
+    found: Mapping[ClientId, tuple[int, str]] | None = None,
+) -> FailingClients:
+    return FailingClients(
+        names=names, set_aside=aside.append, set_aside_after=after, found=dict(found or {})
+    )
 
 
 def test_a_client_that_keeps_failing_is_named_and_set_aside() -> None:
@@ -86,3 +93,13 @@ def test_of_thousands_that_fail_a_few_are_logged() -> None:
     assert len(logs) == 42
     assert logs[-1] == {"event": "clients_failed", "log_level": "warning", "num_more": 980}
     assert len(failing.status()) == 20
+
+
+def test_a_row_that_an_earlier_process_has_seen_goes_on() -> None:
+    """A coordinator that takes over gives nobody as many tries anew."""
+    aside = list[ClientId]()
+    failing = watched(aside, found={BAD: (2, "no data"), GOOD: (7, "no power")})
+    assert failing.status()["3"] == {"in_a_row": 2, "reason": "no data"}
+    failing.note(attempt(c3=Status.FAILED, c4=Status.REPORTED))
+    assert aside == [BAD]
+    assert failing.status() == {"3": {"in_a_row": 3, "reason": NAN}}

@@ -1,7 +1,7 @@
 """Going back: not under a coordinator that lives, and to clients it is another run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -69,3 +69,23 @@ def test_a_checkpoint_that_is_not_kept_lets_go_of_the_lease(database: Database) 
         roll_back(database, RUN.name, to=0, clock=VirtualClock())
     assert deployment(database, RUN.name).holder == ""
     assert len(database.run(RUN.name).checkpoints()) == 2
+
+
+@pytest.mark.parametrize("given", [None, "kept"])
+def test_what_clients_had_sent_to_what_is_forgotten_is_removed(
+    database: Database, tmp_path: Path, given: str | None
+) -> None:
+    """Where the configuration has the coordinator's folder; what is another run's stays."""
+    folder = tmp_path / "coordinator" if given is None else tmp_path / given
+    section = {"folder": None if given is None else str(folder)}
+    run = database.create(replace(RUN, name="deployed", config={"coordinator": section}))
+    for round_num in (1, 2):
+        run.commit(Checkpoint(round_num=round_num, tensors={}, values={}))
+    spool = folder / "spool" / deploy(database, "deployed").run_id
+    for each in (spool, folder / "spool" / "of another"):
+        (each / "replies" / "TrainRequest-000002-0-0").mkdir(parents=True)
+    with pytest.raises(StoreError):
+        roll_back(database, "deployed", to=7, clock=VirtualClock())
+    assert spool.exists(), "nothing is forgotten"
+    roll_back(database, "deployed", to=1, clock=VirtualClock())
+    assert [each.name for each in (folder / "spool").iterdir()] == ["of another"]

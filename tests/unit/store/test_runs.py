@@ -761,3 +761,22 @@ def test_a_runs_folder_that_is_a_file_is_an_error_with_its_path(tmp_path: Path) 
     with pytest.raises(StoreError, match=r"/runs: File exists"):
         Database.open(sqlite_url(tmp_path / "runs.db"), runs_dir=tmp_path / "runs")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_who_fails_in_a_row_is_on_record(database: Database, run: StoredRun) -> None:
+    """Since the last report, however long ago; rounds in which nobody reported do not count."""
+    other = database.create(replace(RUN, name="other"))
+    letters = {"r": Status.REPORTED, "f": Status.FAILED, "l": Status.LATE}
+    by_client = {0: "rrrr-rr", 1: "frffflf", 2: "ff-ff-r", 3: "--f-f-l"}
+    for each in (run, other):
+        for round_num in range(7 if each is run else 1):
+            ended = [
+                Participation(ClientId(k), letters[row[round_num]], 1.0, reason=f"in {round_num}")
+                for k, row in by_client.items()
+                if row[round_num] != "-"
+            ]
+            asked = Participations.of(ended)
+            each.append(replace(a_round(round_num), participations=asked))
+        each.commit(a_checkpoint(7))
+    assert run.failing() == {1: (3, "in 6"), 3: (1, "in 2")}
+    assert other.failing() == {1: (1, "in 0"), 2: (1, "in 0")}
