@@ -25,7 +25,7 @@ from fedlearn.algorithms.sampling import (
     UniformSampler,
 )
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.algorithms.strategy import Bounded, Strategy, Wrapped
 from fedlearn.config.data import NoData
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
@@ -222,7 +222,7 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
     section, aggregator = config.secure_aggregation, strategy.aggregation
     if not section.is_on:
         return None
-    if isinstance(strategy, PerClient):
+    if _tells_each(strategy):
         raise ConfigError(
             f'secure_aggregation.mode is "{section.mode}", whose terms name one training for all, '
             'but clients are told each what to do; leave local_of out, or set the mode to "off"'
@@ -242,6 +242,13 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
     )
     plan.explain()  # raises where a sum could overflow
     return plan
+
+
+def _tells_each(strategy: Strategy) -> bool:
+    """Return whether clients are told each what to do, whatever is around that."""
+    if isinstance(strategy, PerClient):
+        return True
+    return isinstance(strategy, Wrapped) and _tells_each(strategy.inner)
 
 
 def deployment(config: Config, *, data_dir: Path) -> Deployment:
@@ -276,12 +283,10 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             config=config,
         )
     )
-    pieces = _bounded(_distilling(pieces))
+    pieces = _bounded(_distilling(_told(pieces, config.client.extra)))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
-    return _told(
-        _deployed_privately(pieces) if config.privacy.is_on else pieces, config.client.extra
-    )
+    return _deployed_privately(pieces) if config.privacy.is_on else pieces
 
 
 def _deployed_privately(pieces: Deployment) -> Deployment:
@@ -440,7 +445,7 @@ def around(
         make_trainer=make_trainer,
         own=own,
     )
-    pieces = _bounded(_distilling(pieces))
+    pieces = _bounded(_distilling(_told(pieces, extra)))
     if extra and make_trainer is None:
         raise ConfigError(
             f"client.extra tells {', '.join(sorted(extra))}, but the clients of this simulation "
@@ -448,13 +453,13 @@ def around(
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )
     if not config.privacy.is_on:
-        return _told(_complete(pieces), extra)
+        return _complete(pieces)
     if config.privacy.num_users not in (None, population):
         raise ConfigError(
             f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
             "clients; leave it out"
         )
-    return _told(_complete(_private(pieces, population)), extra)
+    return _complete(_private(pieces, population))
 
 
 def alone(config: Config, *, data_dir: Path) -> Pieces:
