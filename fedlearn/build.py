@@ -240,7 +240,7 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
     section, aggregator = config.secure_aggregation, strategy.aggregation
     if not section.is_on:
         return None
-    if isinstance(strategy, PerClient):
+    if _tells_each(strategy):
         raise ConfigError(
             f'secure_aggregation.mode is "{section.mode}", whose terms name one training for all, '
             'but clients are told each what to do; leave local_of out, or set the mode to "off"'
@@ -276,6 +276,13 @@ def roster_draw(config: Config) -> Draw | None:
     return Draw(roster=roster.digest, client_ids=client_ids, factor=section.draw_factor)
 
 
+def _tells_each(strategy: Strategy) -> bool:
+    """Return whether clients are told each what to do, whatever is around that."""
+    if isinstance(strategy, PerClient):
+        return True
+    return isinstance(strategy, Wrapped) and _tells_each(strategy.inner)
+
+
 def deployment(config: Config, *, data_dir: Path) -> Deployment:
     """Return the pieces that ``config`` names for a coordinator.
 
@@ -309,11 +316,10 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             config=config,
         )
     )
-    pieces = _asynchronous(_bounded(_distilling(pieces)))
+    pieces = _asynchronous(_bounded(_distilling(_told(pieces, config.client.extra))))
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
-    pieces = _told(pieces, config.client.extra)
     if config.secure_aggregation.is_on:
         _require_evaluable(pieces)
     if config.flower.is_foreign:
@@ -541,7 +547,7 @@ def around(
         make_trainer=make_trainer,
         own=own,
     )
-    pieces = _asynchronous(_bounded(_distilling(pieces)))
+    pieces = _asynchronous(_bounded(_distilling(_told(pieces, extra))))
     if extra and make_trainer is None:
         raise ConfigError(
             f"client.extra tells {', '.join(sorted(extra))}, but the clients of this simulation "
@@ -549,13 +555,13 @@ def around(
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )
     if not config.privacy.is_on:
-        return _told(_complete(pieces), extra)
+        return _complete(pieces)
     if config.privacy.num_users not in (None, population):
         raise ConfigError(
             f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
             "clients; leave it out"
         )
-    return _told(_complete(_private(pieces, population)), extra)
+    return _complete(_private(pieces, population))
 
 
 def alone(config: Config, *, data_dir: Path) -> Pieces:

@@ -20,6 +20,7 @@ from typing import NoReturn
 import structlog
 
 from fedlearn.client.conditions import Facts
+from fedlearn.client.descendants import MARK, end_marked
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.home import Home
@@ -41,10 +42,13 @@ class _Application:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        # Told of the other end's closing also when the event loop has closed its own.
+        self._watched = link.dup()
         self._writer: asyncio.StreamWriter | None = None
         # It must come to its end with this process, whatever the trainer starts or forks.
         link.set_inheritable(False)
-        keep_from_forks(link)
+        for each in (link, self._watched):
+            keep_from_forks(each)
 
     def tell(self, event: AgentEvent) -> None:
         """Send one event; an application that has gone does not hear it."""
@@ -68,7 +72,7 @@ class _Application:
     def has_gone(self) -> bool:
         """Return whether nobody is at the other end any more."""
         poll = select.poll()
-        poll.register(self._link, 0)
+        poll.register(self._watched, 0)
         return bool(poll.poll(0))
 
     def watch(self) -> None:
@@ -76,7 +80,7 @@ class _Application:
 
         def wait() -> None:
             poll = select.poll()
-            poll.register(self._link, 0)  # that the other end is closed is always told
+            poll.register(self._watched, 0)  # that the other end is closed is always told
             poll.poll()
             if self._writer is not None:  # it is heard there, too
                 SystemClock().sleep(_END_S)
@@ -116,6 +120,7 @@ async def _run(runtime: Runtime, application: _Application) -> None:
 
 def _end_group() -> NoReturn:
     """End this process and all that the trainer has started: nobody else will."""
+    end_marked(os.environ.get(MARK, ""), but=[os.getpid()])
     os.killpg(os.getpgrp(), signal.SIGKILL)
     raise AssertionError("SIGKILL cannot be survived")
 

@@ -10,15 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from pydantic import TypeAdapter
 
 from fedlearn.client.conditions import Facts
+from fedlearn.client.descendants import MARK, end_marked, fresh_mark
 from fedlearn.client.events import AgentEvent
 from fedlearn.client.forks import keep_from_forks
 from fedlearn.client.options import OPTIONS, Changes, RuntimeOptions, Wake
@@ -41,15 +43,18 @@ class TrainingProcess:
     """A running training process, and those that its trainer has started.
 
     They are a process group, whose number stays theirs while its first process is not waited for:
-    only :meth:`end` does that, so no signal reaches a stranger.
+    only :meth:`end` does that, so no signal reaches a stranger. Those that have left the group are
+    found by their mark.
 
     Attributes:
+        mark: That is in their environment.
         link: The socket to it; when this end closes, the process ends.
         was_asked_to_stop: Whether its end is no surprise.
     """
 
     process: "subprocess.Popen[bytes]"
     link: socket.socket
+    mark: str
     was_asked_to_stop: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -63,18 +68,21 @@ class TrainingProcess:
             OSError: There is no such interpreter, or no memory or process left.
         """
         own, other = socket.socketpair()
+        mark = fresh_mark()
         # A forked worker of the application that outlives it must not keep the socket open.
         keep_from_forks(own)
         with ExitStack() as if_failed, other:
             if_failed.callback(own.close)
-            process = spawned(_CHILD, other, python=python, stdin=subprocess.PIPE)
+            process = spawned(
+                _CHILD, other, python=python, stdin=subprocess.PIPE, variables={MARK: mark}
+            )
             if_failed.pop_all()
         assert process.stdin is not None  # a pipe
         with suppress(BrokenPipeError), process.stdin as stream:
             stream.write(
                 OPTIONS.dump_json(options)
             )  # one that has died already says so by its exit code
-        return cls(process, own)
+        return cls(process, own, mark)
 
     def events(self) -> Iterator[AgentEvent]:
         """Yield what the process tells until it ends, though a worker of it hold the socket."""
@@ -123,6 +131,7 @@ class TrainingProcess:
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         with suppress(ProcessLookupError):
             self.kill()
+        end_marked(self.mark, but=[self.process.pid])
         with self._lock:
             return self.process.wait()
 
@@ -167,7 +176,13 @@ def is_training_process() -> bool:
 
 
 def spawned(
-    module: str, link: socket.socket, *, python: str, stdin: int, stdout: int | None = None
+    module: str,
+    link: socket.socket,
+    *,
+    python: str,
+    stdin: int,
+    stdout: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[bytes]":
     """Return a process that runs a module of ours and can import what this one can.
 
@@ -177,6 +192,7 @@ def spawned(
         python: The interpreter.
         stdin: As for :class:`subprocess.Popen`, and so ``stdout``.
         stdout: Where it prints.
+        variables: More of its environment.
 
     Raises:
         OSError: There is no such interpreter, or no memory or process left.
@@ -193,5 +209,5 @@ def spawned(
         stdout=stdout,
         pass_fds=[link.fileno()],
         process_group=0,  # Ctrl-C in a terminal is for the application, from the first moment
-        env=environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=environ | dict(variables) | {"PYTHONPATH": os.pathsep.join(paths)},
     )

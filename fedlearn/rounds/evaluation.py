@@ -11,7 +11,7 @@ from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Fai
 from fedlearn.core.params import Params
 from fedlearn.core.reported import named, usual
 from fedlearn.rounds.plain import MAX_EXAMPLES
-from fedlearn.transport.base import Channel, ask_once
+from fedlearn.transport.base import Arrival, Channel, ask_once
 
 
 class Evaluator(Protocol):
@@ -37,6 +37,18 @@ class Evaluators:
         for part in self.parts:
             metrics |= part.evaluate(params, round_num=round_num)
         return metrics
+
+
+def measured(arrival: Arrival, *, round_num: int) -> EvaluateReply | Failure:
+    """Return a client's measurement of a round; one that sent something else is told."""
+    reply = arrival.reply
+    if isinstance(reply, Failure) or (
+        isinstance(reply, EvaluateReply) and reply.round_num == round_num
+    ):
+        return reply
+    reason = f"{type(reply).__name__} does not measure round {round_num}"
+    arrival.refuse(reason)
+    return Failure(reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +79,12 @@ class ChannelEvaluator:
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):
-            reply = arrival.reply
-            if isinstance(reply, EvaluateReply) and reply.round_num == round_num:
+            reply = measured(arrival, round_num=round_num)
+            if isinstance(reply, EvaluateReply):
                 if self.weighs and not 1 <= reply.num_examples <= MAX_EXAMPLES:
                     arrival.refuse(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
                     continue
                 replies.append(reply)
-            elif not isinstance(reply, Failure):
-                arrival.refuse(f"{type(reply).__name__} does not measure round {round_num}")
         by_name: dict[str, list[float]] = {}
         examples: dict[str, list[int]] = {}
         for reply in replies:

@@ -111,12 +111,10 @@ class PlainCollector:
         fold, metrics = _Fold(request, num_together=num_together), WeightedMeans()
         settled: dict[ClientId, Participation] = {}
         for arrival in arrivals:
-            update = validated(arrival, request)
+            update = judged(arrival, request)
             if isinstance(update, TrainReply):
                 fold.add(arrival.client_id, update)
                 metrics.add(update.metrics, num_examples=update.num_examples)
-            elif update is not arrival.reply:  # the client does not say itself that it failed
-                arrival.refuse(update.reason[:MAX_REASON])
             settled[arrival.client_id] = _participation(arrival, update)
             del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:
@@ -133,6 +131,14 @@ class PlainCollector:
             duration_s=last_s if is_closed or math.isinf(deadline_s) else deadline_s,
             train_metrics=metrics.close(),
         )
+
+
+def judged(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:
+    """Return what :func:`validated` does; a client whose update must not be aggregated is told."""
+    update = validated(arrival, request)
+    if isinstance(update, Failure) and update is not arrival.reply:  # it does not say so itself
+        arrival.refuse(update.reason[:MAX_REASON])
+    return update
 
 
 def validated(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:

@@ -1,43 +1,72 @@
 """A real door on loopback, run by a test: the client under test cannot tell the difference."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.config.secure_aggregation import SecureAggregationSection
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
     EvaluateRequest,
     Failure,
-    Reply,
-    Request,
     Settings,
     TrainReply,
-    TrainRequest,
 )
-from fedlearn.core.params import Params
+from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import DoorSettings
 from fedlearn.errors import DeploymentError
+from fedlearn.rounds.evaluation import measured
+from fedlearn.rounds.plain import judged
+from fedlearn.rounds.secure import SecureCollector
+from fedlearn.secagg.plan import SecurePlan
+from fedlearn.testing.asking import Model, params_of, round_of
 from fedlearn.testing.local_door import LocalDoor
+from fedlearn.testing.stand_ins import Idle, taking_part
+from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport.base import ask_once
 
 #: Seconds between two looks at who is connected.
 _LOOK_S = 0.02
 
-Model = nn.Module | Mapping[str, Tensor]
+#: Of a run, to sessions of secure aggregation.
+_RUN_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSum:
+    """What a session of secure aggregation came to.
+
+    Attributes:
+        means: By lane the mean over those that reported, weighted as the strategy says: shape [n];
+            empty: nothing was released.
+        reported: Names of the clients in the sum; no more is known of any one of them.
+        lost: By name of the others, at which stage and why they are not.
+    """
+
+    means: Mapping[str, Tensor]
+    reported: Sequence[str]
+    lost: Mapping[str, str]
 
 
 class FakeCoordinator(LocalDoor):
     """A coordinator in the test's process: real TLS, real gRPC, no database, no rounds.
 
-    The test says what clients are asked and sees what they answer. Everything lies in a
-    temporary folder and is gone when the context is left.
+    The test says what clients are asked and sees what they answer. A reply that the rounds of a
+    coordinator would not count is a failure here as well, and its client is told so. Everything
+    lies in a temporary folder and is gone when the context is left.
 
     Args:
         run_id: As for a :class:`~fedlearn.testing.local_door.LocalDoor`; a second fake with the
@@ -63,7 +92,8 @@ class FakeCoordinator(LocalDoor):
         self._temporary = TemporaryDirectory(prefix="fedlearn-fake-")
         eligible = (requirements or Requirements()).admits
         super().__init__(Path(self._temporary.name), run_id=run_id, eligible=eligible)
-        self._rounds = count()
+        self._rounds, self._stand_ins = count(), count()
+        self._secure_run_id = SecretBytes.generate(_RUN_BYTES).reveal()
 
     def __enter__(self) -> Self:
         """Open the door on ports that are free."""
@@ -118,54 +148,129 @@ class FakeCoordinator(LocalDoor):
         return [names[client_id] for client_id in self._channel.available()]
 
     def train(
-        self, model: Model, settings: Settings, *, deadline_s: float = 60.0
+        self, model: Model, asked: Settings | Strategy, *, deadline_s: float = 60.0
     ) -> dict[str, TrainReply | Failure]:
         """Ask all clients that are connected to train, and return what they answer in time.
 
         Args:
             model: The global model.
-            settings: How to train, such as
-                ``LocalSgd(epochs=1, batch_size=10, learning_rate=0.1).settings()``.
+            asked: How to train: settings, such as ``settings_of(LocalSgd(epochs=1, batch_size=10,
+                learning_rate=0.1))``, or a strategy, which a run would ask so in its first round.
             deadline_s: Seconds to wait.
 
         Returns:
-            By client; a client that is late is absent.
+            By client; a client that is late is absent. Of a reply that would not count, why.
 
         Raises:
             DeploymentError: No client is connected.
         """
-        tensors = _tensors(model)
-        request = TrainRequest(
-            round_num=next(self._rounds),
-            attempt=0,
-            tensors=tensors,
-            order=tuple(n for n, value in tensors.items() if value.is_floating_point()),
-            settings=settings,
-            seed=0,
+        request, names = round_of(model, asked, round_num=next(self._rounds)), self._names()
+        requests = request.messages(self._cohort())
+        arrivals = ask_once(self._channel, requests, deadline_s=deadline_s)
+        return {names[arrival.client_id]: judged(arrival, request) for arrival in arrivals}
+
+    def train_securely(
+        self,
+        model: Model,
+        asked: Settings | Strategy,
+        *,
+        plan: SecurePlan | None = None,
+        deadline_s: float = 60.0,
+    ) -> SecureSum:
+        """Ask all clients that are connected for the sum of their updates, and nothing else.
+
+        It takes several: :meth:`stand_ins` makes up for those that are missing.
+
+        Args:
+            model: As for :meth:`train`.
+            asked: Likewise.
+            plan: What the session asks; ``None``: what a coordinator does whose configuration says
+                ``mode = "complete"`` and no more.
+            deadline_s: Seconds for each stage.
+
+        Raises:
+            ConfigError: Secure aggregation cannot hold among so few, or the strategy needs more
+                than a sum.
+            DeploymentError: No client is connected.
+        """
+        cohort, names = self._cohort(), self._names()
+        request = round_of(model, asked, round_num=next(self._rounds))
+        if plan is None:
+            aggregation = request.strategy.aggregation
+            plan = SecureAggregationSection(mode="complete").plan(
+                len(cohort),
+                min_reports=1,
+                by_examples=isinstance(aggregation, WeightedMean) and aggregation.by_examples,
+                further=[lane for lane in request.strategy.lanes if lane is not DELTA],
+                noise_multiplier=None,
+            )
+        collector = SecureCollector(
+            channel=self._channel,
+            policy=StragglerPolicy(
+                num_wanted=len(cohort),
+                over_selection=1.0,
+                deadline_s=deadline_s,
+                min_reports=plan.min_survivors,
+                below_minimum=BelowMinimum.FAIL,
+                max_retries=0,
+            ),
+            plan=plan,
+            run_id=self._secure_run_id,
+            signer=self.authority.signer,
+            directory=self._identity_keys,
+            sends_directory=True,
+            stage_deadline_s=deadline_s,
+            num_threads=1,
         )
-        replies = self._exchange(request, deadline_s)
-        return {n: r for n, r in replies.items() if isinstance(r, TrainReply | Failure)}
+        collected = collector.collect(cohort, request)
+        aggregate, rows = collected.aggregate, list(collected.participations)
+        return SecureSum(
+            means={} if aggregate is None else aggregate.lanes,
+            reported=[names[e.client_id] for e in rows if e.status is Status.REPORTED],
+            lost={names[e.client_id]: e.reason for e in rows if e.status is not Status.REPORTED},
+        )
+
+    @contextmanager
+    def stand_ins(self, num: int, *, trainer: LocalTrainer | None = None) -> Iterator[list[str]]:
+        """Have so many further clients connected while the block runs; yields their names.
+
+        Each is a runtime as an agent's, on a thread of this process.
+
+        Args:
+            num: How many.
+            trainer: Trains in all of them; ``None``: one that has a single example and leaves the
+                model as it is.
+
+        Raises:
+            FedlearnError: One of them cannot take part.
+        """
+        names = [f"stand-in-{next(self._stand_ins)}" for _ in range(num)]
+        with ExitStack() as stack:
+            for name in names:
+                home = self.folder / "stand-ins" / name
+                client = taking_part(self.invite(name), home=home, trainer=trainer or Idle())
+                stack.enter_context(client)
+            yield names
 
     def evaluate(
         self, model: Model, *, deadline_s: float = 60.0
     ) -> dict[str, EvaluateReply | Failure]:
         """Ask all clients that are connected to evaluate, as :meth:`train` does."""
-        request = EvaluateRequest(round_num=next(self._rounds), tensors=_tensors(model))
-        replies = self._exchange(request, deadline_s)
-        return {n: r for n, r in replies.items() if isinstance(r, EvaluateReply | Failure)}
+        round_num, names = next(self._rounds), self._names()
+        request = EvaluateRequest(round_num=round_num, tensors=params_of(model).named())
+        requests = dict.fromkeys(self._cohort(), request)
+        arrivals = ask_once(self._channel, requests, deadline_s=deadline_s)
+        return {names[each.client_id]: measured(each, round_num=round_num) for each in arrivals}
 
-    def _exchange(self, request: Request, deadline_s: float) -> dict[str, Reply]:
+    def _cohort(self) -> Sequence[ClientId]:
         cohort = self._channel.available()
         if not cohort:
             raise DeploymentError("no client is connected; call `wait_for` before asking")
-        requests = dict.fromkeys(cohort, request)
-        arrivals = ask_once(self._channel, requests, deadline_s=deadline_s)
-        names = self._names()
-        return {names[arrival.client_id]: arrival.reply for arrival in arrivals}
+        return cohort
 
     def _names(self) -> dict[ClientId, str]:
         return {client.client_id: client.name for client in self.registry.clients()}
 
-
-def _tensors(model: Model) -> Mapping[str, Tensor]:
-    return Params.of(model).named() if isinstance(model, nn.Module) else model
+    def _identity_keys(self) -> Mapping[ClientId, bytes]:
+        clients = self.registry.clients()
+        return {each.client_id: each.lineage for each in clients if each.status == "active"}

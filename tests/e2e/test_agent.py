@@ -44,6 +44,7 @@ SOURCE = """
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -121,6 +122,15 @@ class Prefetching(Trainer):
             worker = fork.Process(target=work_on)  # no daemon: Python would wait for its end
             worker.start()
             (HERE / "worker").write_text(str(worker.pid))
+        return super().train(tensors, context=context)
+
+class Escaping(Trainer):
+    def train(self, tensors, *, context):
+        if not (HERE / "worker").exists():  # in a session of its own, and soon without a parent
+            script = "setsid sh -c 'echo $$ > worker.new; mv worker.new worker; exec sleep 3600' &"
+            subprocess.run(["sh", "-c", script], cwd=HERE, check=True)
+            while not (HERE / "worker").exists():
+                time.sleep(0.01)
         return super().train(tensors, context=context)
 
 def work_on():
@@ -396,12 +406,16 @@ def test_a_worker_ends_with_a_training_process_that_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Prefetching", "Escaping"])
 def test_a_worker_ends_with_the_training_process_that_ends_in_order(
-    application: Application, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+    application: Application,
+    coordinator: FakeCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    """Although it is no daemon and heeds no SIGTERM: nobody waits for it."""
+    """Although it is no daemon and heeds no SIGTERM, or has left its group: nobody waits for it."""
     monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
-    trainer = f"{application.trainer}:Prefetching"
+    trainer = f"{application.trainer}:{name}"
     with (
         taking_part(application, coordinator, trainer=trainer) as agent,
         training(coordinator, deadline_s=SHORT_S),
@@ -519,14 +533,15 @@ def test_training_that_does_not_listen_is_ended(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Prefetching", "Escaping"])
 def test_no_training_process_outlives_its_application(
-    application: Application, coordinator: FakeCoordinator
+    application: Application, coordinator: FakeCoordinator, name: str
 ) -> None:
     """Nor does a worker of it, although the application was killed without a word."""
     invitation = coordinator.invite("laptop")
     script = f"""
 from fedlearn.client import Agent
-agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:Prefetching"!r},
+agent = Agent({str(application.home)!r}, trainer={f"{application.trainer}:{name}"!r},
               invitation={str(invitation)!r})
 agent.give_consent()
 agent.start()

@@ -25,6 +25,7 @@ from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import ExtraPolicy, Policy
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
@@ -200,6 +201,50 @@ def test_a_simulation_tells_trainers_of_the_users_own(
     )
     weights = run.weights(best=False)
     assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in weights.values())
+
+
+def test_they_are_told_beside_what_privacy_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differential privacy is around them: the sum that it bounds is of updates told of them."""
+    monkeypatch.chdir(tmp_path)
+    run = fl.simulate(
+        make_model,
+        data(),
+        FedAvg(OwnTraining(), weight_by_examples=False),
+        trainer=shifting,
+        extra=EXTRA,
+        num_rounds=1,
+        cohort={"num_wanted": 2},
+        privacy={
+            "mode": "central",
+            "clip_norm": 10.0,
+            "noise_multiplier": 1e-3,
+            "target_delta": 1e-3,
+            "reproducible": True,
+        },
+    )
+    weights = run.weights(best=False)
+    reported = sum(each.status is Status.REPORTED for each in run.history[0].participations)
+    assert reported > 0
+    expected = torch.full((2, 2), 1.5 * reported / 2)  # of the two that are expected
+    assert torch.allclose(weights["weight"], expected, atol=0.2)
+
+
+def test_clients_that_are_told_each_are_seen_through_it() -> None:
+    """Secure aggregation refuses them whatever is around them."""
+    with pytest.raises(ConfigError, match="clients are told each what to do"):
+        fl.simulate(
+            make_model,
+            data(),
+            FedAvg(OwnTraining()),
+            trainer=shifting,
+            extra=EXTRA,
+            local_of=lambda _: OwnTraining(epochs=2),
+            engine={"transport": "memory"},
+            cohort={"num_wanted": 2},
+            secure_aggregation={"mode": "complete", "dropout": 0.0},
+        )
 
 
 def test_what_nobody_would_act_on_is_refused(

@@ -1,0 +1,81 @@
+"""What a fake coordinator asks: a round of its own, as the test says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.settings import update_from
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.messages import Settings, TrainRequest
+from fedlearn.core.params import Layout, Params, TensorSpec
+from fedlearn.errors import SettingsRefused
+
+#: A global model: a module, or its tensors by name.
+Model: TypeAlias = nn.Module | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsRequest(RoundRequest):
+    """A round whose clients are sent settings as they stand.
+
+    Attributes:
+        settings: How to train.
+    """
+
+    settings: Settings
+
+    def message(self) -> TrainRequest:
+        """Return the request as clients are sent it."""
+        return replace(super().message(), settings=self.settings)
+
+
+def round_of(model: Model, asked: Settings | Strategy, *, round_num: int) -> RoundRequest:
+    """Return a round that asks clients to train as ``asked`` says."""
+    params = params_of(model)
+    if not isinstance(asked, Mapping):
+        told = asked.tell(asked.init(params))
+        return RoundRequest(
+            round_num=round_num, attempt=0, params=params, strategy=asked, told=told, seed=0
+        )
+    return SettingsRequest(
+        round_num=round_num,
+        attempt=0,
+        params=params,
+        strategy=FedAvg(_local_of(asked)),
+        told={},
+        seed=0,
+        settings=asked,
+    )
+
+
+def params_of(model: Model) -> Params:
+    """Return a model as rounds have it; all floating-point tensors of a mapping are averaged."""
+    if isinstance(model, nn.Module):
+        return Params.of(model)
+    averaged = {name: value for name, value in model.items() if value.is_floating_point()}
+    is_double = any(value.dtype == torch.float64 for value in averaged.values())
+    specs, offset = list[TensorSpec](), 0
+    for name, value in averaged.items():
+        spec = TensorSpec(name, tuple(value.shape), value.dtype, offset, is_trainable=True)
+        specs.append(spec)
+        offset += spec.size
+    dtype = torch.float64 if is_double else torch.float32
+    layout = Layout(tuple(specs), num_parameters=offset, size=offset, dtype=dtype)
+    constants = {name: value for name, value in model.items() if name not in averaged}
+    return Params(layout, layout.pack(averaged), constants)
+
+
+def _local_of(settings: Settings) -> LocalUpdate:
+    """Return what settings describe, which says what lanes a reply has; whatever it may be."""
+    try:
+        return update_from(divided(settings)[0])
+    except SettingsRefused:
+        return OwnTraining()

@@ -1,0 +1,83 @@
+"""Clients beside the one under test, so that there is a cohort: each a runtime of its own."""
+
+import asyncio
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from fedlearn.algorithms.extra_settings import EXTRA
+from fedlearn.algorithms.settings import settings_names
+from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.home import Home
+from fedlearn.client.options import RuntimeOptions
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.runtime import Runtime
+from fedlearn.errors import DeploymentError
+from fedlearn.training.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
+
+#: What a stand-in refuses: as little as may be, since the policy under test is another client's.
+_LENIENT = Policy(secure_aggregation=SecureAggregationPolicy(min_cohort=2))
+
+
+class Idle:
+    """Has one example, from which there is nothing to learn: the model stays as it is."""
+
+    honours: Collection[str] = settings_names() | {EXTRA}
+    num_examples = 1
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        """Return the model as it came."""
+        context.control.check()
+        return LocalResult(tensors=tensors, num_examples=1, metrics={"loss": 0.0}, state={})
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        """Return the model's squared norm as its loss."""
+        control.check()
+        squared = sum(float(each.double().square().sum()) for each in tensors.values())
+        return LocalEvaluation(num_examples=1, metrics={"loss": squared})
+
+
+@contextmanager
+def taking_part(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iterator[None]:
+    """Run a client on a thread of its own; the block begins when it is connected.
+
+    Raises:
+        FedlearnError: It cannot join, or ended meanwhile.
+    """
+    Home(home).set_consent(granted=True)
+    options = RuntimeOptions(home=home, trainer="", invitation=invitation, policy=_LENIENT)
+    is_connected, running = threading.Event(), list[tuple[Runtime, asyncio.AbstractEventLoop]]()
+
+    def hear(event: AgentEvent) -> None:
+        if event.kind is EventKind.CONNECTED:
+            is_connected.set()
+
+    async def run() -> bool:
+        runtime = Runtime(options, trainer, on_event=hear)
+        running.append((runtime, asyncio.get_running_loop()))
+        return await runtime.run()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="fedlearn-stand-in") as thread:
+        ended = thread.submit(lambda: asyncio.run(run()))
+        ended.add_done_callback(lambda _: is_connected.set())
+        is_connected.wait()
+        if ended.done():
+            ended.result()
+            raise DeploymentError(f"the stand-in of {invitation} has ended; look into its log")
+        try:
+            yield
+        finally:
+            for runtime, loop in running:
+                if not ended.done():
+                    loop.call_soon_threadsafe(runtime.stop)
+            ended.result()

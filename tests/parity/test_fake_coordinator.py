@@ -1,0 +1,485 @@
+"""A fake coordinator refuses what a coordinator's rounds refuse, in the same words.
+
+Each lie is told twice: to the round of a coordinator, over a real door, and to the fake one. What
+the client hears and what the coordinator makes of it must be the same, and what the table says.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    Failure,
+    Reply,
+    TrainReply,
+    TrainRequest,
+)
+from fedlearn.core.params import Params
+from fedlearn.errors import ConnectionRefused, EnrolmentRefused
+from fedlearn.identity.identity import Identity
+from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.testing import FakeCoordinator, LocalDoor
+from fedlearn.transport import wire_pb2
+from fedlearn.transport.content import digest_of, signed_bytes
+from fedlearn.transport.grpc_client import Credentials, DoorConnection, enrol
+from tests.security.peers.harness import HELLO, Peer, envelope, result, told
+
+WAIT_S = 60.0
+STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
+MODEL = nn.Linear(2, 2)
+SIZE = 6
+
+T = TypeVar("T")
+
+
+class Side(Protocol):
+    """A coordinator that asks one client once, and says what it made of the answer."""
+
+    def train(self) -> str: ...
+
+    def evaluate(self) -> bool: ...
+
+
+@dataclass
+class Rounds:
+    """The rounds of a coordinator."""
+
+    door: LocalDoor
+
+    def train(self) -> str:
+        channel = self.door.door.channel()
+        policy = StragglerPolicy(
+            num_wanted=1,
+            over_selection=1.0,
+            deadline_s=WAIT_S,
+            min_reports=1,
+            below_minimum=BelowMinimum.FAIL,
+            max_retries=0,
+        )
+        request = RoundRequest(
+            round_num=0,
+            attempt=0,
+            params=Params.of(MODEL),
+            strategy=STRATEGY,
+            told={},
+            seed=0,
+        )
+        collector = PlainCollector(channel=channel, policy=policy, slab_bytes=0)
+        (row,) = collector.collect(channel.available(), request).participations
+        return "" if row.status is Status.REPORTED else row.reason
+
+    def evaluate(self) -> bool:
+        channel = self.door.door.channel()
+        evaluator = ChannelEvaluator(
+            channel=channel,
+            cohort=lambda _: channel.available(),
+            directions={},
+            deadline_s=WAIT_S,
+        )
+        return bool(evaluator.evaluate(Params.of(MODEL), round_num=0))
+
+
+@dataclass
+class Fake:
+    """A fake coordinator."""
+
+    door: FakeCoordinator
+
+    def train(self) -> str:
+        (reply,) = self.door.train(MODEL, STRATEGY, deadline_s=WAIT_S).values()
+        return reply.reason if isinstance(reply, Failure) else ""
+
+    def evaluate(self) -> bool:
+        (reply,) = self.door.evaluate(MODEL, deadline_s=WAIT_S).values()
+        return isinstance(reply, EvaluateReply)
+
+
+def real(folder: Path) -> AbstractContextManager[LocalDoor]:
+    return LocalDoor(folder)
+
+
+def fake(_: Path) -> AbstractContextManager[LocalDoor]:
+    return FakeCoordinator()
+
+
+def side_of(door: LocalDoor) -> Side:
+    return Fake(door) if isinstance(door, FakeCoordinator) else Rounds(door)
+
+
+async def enrolled(door: LocalDoor, name: str) -> Peer:
+    identity, invitation = Identity.create(), door.invitation(name)
+    certificate, client_id = await enrol(door.door.enrolment_address, invitation, identity)
+    credentials = Credentials(
+        ca_pem=door.authority.ca_pem,
+        certificate_pem=certificate,
+        tls_key_pem=identity.tls_key_pem,
+    )
+    return Peer(name, identity, client_id, credentials)
+
+
+#: What a client sends for a task.
+Tell = Callable[[wire_pb2.Task, Peer], Sequence[wire_pb2.FromClient]]
+
+
+@dataclass(frozen=True)
+class Lie:
+    """An answer that is not what it should be.
+
+    Attributes:
+        name: In words.
+        tell: Makes what is sent.
+        reason: In the receipt.
+        is_answer: Whether it ends the question, as the client's failure; else the client is still
+            waited for, and answers honestly.
+    """
+
+    name: str
+    tell: Tell
+    reason: str
+    is_answer: bool = True
+
+
+def honest_reply(task: wire_pb2.Task) -> TrainReply | EvaluateReply:
+    asked = decode(task.data)
+    if isinstance(asked, EvaluateRequest):
+        return EvaluateReply(round_num=asked.round_num, num_examples=5, metrics={"loss": 1.0})
+    assert isinstance(asked, TrainRequest)
+    return TrainReply(
+        round_num=asked.round_num,
+        lanes={"delta": torch.zeros(SIZE)},
+        num_examples=5,
+        metrics={"loss": 1.0},
+    )
+
+
+def honest(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+    return [result(task.key, encode(honest_reply(task)), peer)]
+
+
+def saying(make: Callable[[wire_pb2.Task], Reply | bytes]) -> Tell:
+    """Sign, and send, whatever ``make`` returns."""
+
+    def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+        made = make(task)
+        return [result(task.key, made if isinstance(made, bytes) else encode(made), peer)]
+
+    return tell
+
+
+def changed(**changes: Any) -> Tell:  # Any: of the fields of a reply
+    return saying(lambda task: replace(honest_reply(task), **changes))
+
+
+def delta(vector: torch.Tensor) -> Tell:
+    return changed(lanes={"delta": vector})
+
+
+def sealed(change: Callable[[wire_pb2.Envelope], object], *, data: bytes | None = None) -> Tell:
+    """Change the envelope of an honest reply, or its bytes."""
+
+    def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+        reply = encode(honest_reply(task))
+        about = envelope(task.key, reply, peer)
+        change(about)
+        sent = wire_pb2.Result(envelope=about, data=reply if data is None else data)
+        return [wire_pb2.FromClient(result=sent)]
+
+    return tell
+
+
+def of_another_client(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+    return [result(task.key, encode(honest_reply(task)), peer, client_id=peer.client_id + 1)]
+
+
+def of_another(**fields: Any) -> Tell:  # Any: of the fields of a key
+    def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+        key = wire_pb2.TaskKey()
+        key.CopyFrom(task.key)
+        for name, value in fields.items():
+            setattr(key, name, value)
+        return [result(key, encode(honest_reply(task)), peer)]
+
+    return tell
+
+
+def garbled(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
+
+
+def large(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
+    data = encode(honest_reply(task))
+    digest = digest_of(data)
+    signed = signed_bytes(task.key, client_id=peer.client_id, digest=digest)
+    about = wire_pb2.Envelope(
+        key=task.key,
+        digest=digest,
+        num_bytes=task.max_reply_bytes + 1,
+        signature=peer.identity.sign(signed),
+    )
+    return [wire_pb2.FromClient(result=wire_pb2.Result(envelope=about, data=data))]
+
+
+NAN, NORM = "the delta is not finite or exceeds 1e+20", "the norm of the delta exceeds 1e+08"
+#: What a client may send for a training, and what is said to it.
+LIES = [
+    Lie("no message", saying(lambda _: b"not a message"), "the message begins with b'no'"),
+    Lie("another codec", saying(lambda task: garbled(encode(honest_reply(task)), 2)), "version"),
+    Lie("half a message", saying(lambda task: encode(honest_reply(task))[:-9]), ""),
+    Lie(
+        "a request",
+        saying(lambda task: bytes(task.data)),
+        "TrainRequest is not a reply",
+    ),
+    Lie(
+        "an evaluation",
+        saying(lambda _: EvaluateReply(round_num=0, num_examples=1, metrics={})),
+        "EvaluateReply is no answer to a training request",
+    ),
+    Lie("another round", changed(round_num=7), "reply to round 7 in round 0"),
+    Lie("no lane", changed(lanes={}), "it lacks or adds lanes: ['delta']"),
+    Lie(
+        "an unknown lane",
+        changed(lanes={"delta": torch.zeros(SIZE), "control": torch.zeros(SIZE)}),
+        "it lacks or adds lanes: ['control']",
+    ),
+    Lie("a short vector", delta(torch.zeros(SIZE - 1)), "lane 'delta' has shape (5,), not (6,)"),
+    Lie("a matrix", delta(torch.zeros(2, 3)), "lane 'delta' has shape (2, 3), not (6,)"),
+    Lie(
+        "another dtype",
+        delta(torch.zeros(SIZE, dtype=torch.float64)),
+        "lane 'delta' is torch.float64, the model torch.float32",
+    ),
+    Lie("a NaN", delta(torch.full((SIZE,), torch.nan)), NAN),
+    Lie("infinity", delta(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf])), NAN),
+    Lie("too large a number", delta(torch.full((SIZE,), 1e30)), NAN),
+    Lie("too long a vector", delta(torch.full((SIZE,), 1e8)), NORM),
+    Lie("no examples", changed(num_examples=0), "num_examples 0 is not in 1..100000000"),
+    Lie(
+        "a debt of examples",
+        changed(num_examples=-5),
+        "num_examples is not an integer in [0, 2**63)",
+    ),
+    Lie("a billion examples", changed(num_examples=10**9), "num_examples 1000000000 is not in"),
+    Lie(
+        "no signature",
+        sealed(lambda about: about.ClearField("signature")),
+        "the signature is not of this client's identity key",
+        is_answer=False,
+    ),
+    Lie(
+        "the signature of another client",
+        of_another_client,
+        "the signature is not of this client's identity key",
+        is_answer=False,
+    ),
+    Lie(
+        "a digest of something else",
+        sealed(lambda _: None, data=b"x" * len(encode(Failure("x")))),
+        "bytes",
+        is_answer=False,
+    ),
+    Lie(
+        "no digest",
+        sealed(lambda about: about.ClearField("digest")),
+        "0 bytes are no digest",
+        is_answer=False,
+    ),
+    Lie("too large a reply", large, "at most", is_answer=False),
+    Lie(
+        "a reply of another run",
+        of_another(run_id="f" * 32),
+        "it belongs to another run",
+        is_answer=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What became of a lie.
+
+    Attributes:
+        verdicts: What the client was told, with the reasons, one after the other.
+        made_of_it: Why the coordinator does not count the client; empty: it does.
+    """
+
+    verdicts: Sequence[tuple[str, str]]
+    made_of_it: str
+
+
+def outcome(door: LocalDoor, tells: Sequence[Tell], ask: Callable[[], T]) -> tuple[Any, T]:
+    """Tell one answer after the other to one question; return the receipts, and what came of it."""
+
+    async def lied() -> tuple[list[tuple[str, str]], T]:
+        peer = await enrolled(door, "clinic-a")
+        async with (
+            DoorConnection(door.door.address, peer.credentials) as connection,
+            connection.session(HELLO) as session,
+        ):
+            await asyncio.to_thread(door.wait_for, 1)
+            with ThreadPoolExecutor(1) as thread:
+                asked = asyncio.get_running_loop().run_in_executor(thread, ask)
+                task, receipts = (await told(session, "task")).task, []
+                for tell in tells:
+                    for message in tell(task, peer):
+                        await session.send(message)
+                    receipt = (await told(session, "receipt")).receipt
+                    verdict = wire_pb2.Receipt.Verdict.Name(receipt.verdict)
+                    receipts.append((verdict, receipt.reason))
+                return receipts, await asked
+
+    return asyncio.run(asyncio.wait_for(lied(), WAIT_S))
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
+def test_a_lie_in_a_training_is_refused_by_both_alike(lie: Lie, tmp_path: Path) -> None:
+    """The client is told why; and it has failed, or may still answer honestly."""
+    heard = []
+    for opened in (real(tmp_path), fake(tmp_path)):
+        with opened as door:
+            tells = [lie.tell] if lie.is_answer else [lie.tell, honest]
+            receipts, made_of_it = outcome(door, tells, side_of(door).train)
+        heard.append(Heard(receipts, made_of_it))
+    assert heard[0] == heard[1]
+    (verdict, reason), *after = heard[0].verdicts
+    assert verdict == "REFUSED"
+    assert lie.reason in reason
+    if lie.is_answer:
+        assert heard[0].made_of_it == reason
+        assert after == []
+    else:
+        assert heard[0].made_of_it == ""
+        assert after == [("ACCEPTED", "")]
+
+
+@pytest.mark.parametrize("opened", [real, fake])
+def test_the_truth_is_accepted_by_both_and_a_second_upload_changes_nothing(
+    opened: Callable[[Path], AbstractContextManager[LocalDoor]], tmp_path: Path
+) -> None:
+    """The control of the table; and what comes twice counts once."""
+    with opened(tmp_path) as door:
+        other = changed(num_examples=7)
+        receipts, made_of_it = outcome(door, [honest, other], side_of(door).train)
+    assert receipts == [("ACCEPTED", "")] * 2
+    assert made_of_it == ""
+
+
+@pytest.mark.parametrize("opened", [real, fake])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda _: TrainReply(round_num=0, lanes={}, num_examples=1, metrics={}),
+            "TrainReply does",
+        ),
+        (
+            lambda _: EvaluateReply(round_num=3, num_examples=1, metrics={}),
+            "EvaluateReply does not",
+        ),
+        (lambda _: b"nothing", "the message begins with b'no'"),
+    ],
+)
+def test_a_lie_in_an_evaluation_is_refused_by_both(
+    opened: Callable[[Path], AbstractContextManager[LocalDoor]],
+    make: Callable[[wire_pb2.Task], Reply | bytes],
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    """What is no measurement of that round."""
+    with opened(tmp_path) as door:
+        receipts, counts = outcome(door, [saying(make)], side_of(door).evaluate)
+    ((verdict, words),) = receipts
+    assert verdict == "REFUSED"
+    assert reason in words
+    assert not counts
+
+
+async def said_to(door: LocalDoor, credentials: Credentials, hello: wire_pb2.Hello) -> str:
+    """Return what a client hears that is not let in."""
+    try:
+        async with (
+            DoorConnection(door.door.address, credentials) as connection,
+            connection.session(hello) as session,
+        ):
+            await session.receive()
+    except (ConnectionRefused, ConnectionError) as error:
+        return str(error)
+    return ""
+
+
+async def revoked(door: LocalDoor, _: Path) -> str:
+    peer = await enrolled(door, "clinic-a")
+    door.registry.revoke("clinic-a")
+    return await said_to(door, peer.credentials, HELLO)
+
+
+async def of_another_authority(door: LocalDoor, folder: Path) -> str:
+    peer = await enrolled(door, "clinic-a")
+    with LocalDoor(folder / "other") as other:
+        foreign = await enrolled(other, "clinic-a")
+    return await said_to(door, replace(foreign.credentials, ca_pem=peer.credentials.ca_pem), HELLO)
+
+
+async def of_another_version(door: LocalDoor, _: Path) -> str:
+    peer = await enrolled(door, "clinic-a")
+    return await said_to(door, peer.credentials, wire_pb2.Hello(protocol=1))
+
+
+async def twice_with_one_invitation(door: LocalDoor, _: Path) -> str:
+    invitation, address = door.invitation("clinic-a"), door.door.enrolment_address
+    await enrol(address, invitation, Identity.create())
+    with pytest.raises(EnrolmentRefused) as refused:
+        await enrol(address, invitation, Identity.create())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("opened", [real, fake])
+@pytest.mark.parametrize(
+    ("stranger", "words"),
+    [
+        (revoked, "this client was revoked"),
+        (of_another_authority, "UNAVAILABLE"),
+        (of_another_version, "the client speaks protocol 1"),
+        (twice_with_one_invitation, "used"),
+    ],
+)
+def test_strangers_are_not_let_in_by_either(
+    opened: Callable[[Path], AbstractContextManager[LocalDoor]],
+    stranger: Callable[[LocalDoor, Path], Any],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    """Revoked, certified by others, of another version, with an invitation that was used."""
+    with opened(tmp_path) as door:
+        assert words in asyncio.run(stranger(door, tmp_path))
+
+
+def test_settings_say_which_lanes_a_reply_has() -> None:
+    """What a reply must have follows from the settings, too, of a standard update."""
+    from_settings: Mapping[str, Any] = settings_of(STRATEGY.local)
+    with FakeCoordinator() as coordinator:
+        receipts, reply = outcome(
+            coordinator,
+            [changed(lanes={"delta": torch.zeros(SIZE), "control": torch.zeros(SIZE)})],
+            lambda: coordinator.train(MODEL, from_settings)["clinic-a"],
+        )
+    assert isinstance(reply, Failure)
+    assert receipts == [("REFUSED", "it lacks or adds lanes: ['control']")]

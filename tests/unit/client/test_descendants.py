@@ -1,0 +1,78 @@
+"""Processes are found by a mark in their environment, wherever they have gone."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from fedlearn.client import descendants
+from fedlearn.client.descendants import MARK, end_marked, fresh_mark
+
+#: Begins a session of its own, leaves its parent, and says who it is.
+LOST = """
+import os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def lost(mark: str | None) -> Iterator[tuple[int, int]]:
+    """Start a process that nobody is the parent of; yields its number and its descriptor."""
+    environ = {name: value for name, value in os.environ.items() if name != MARK}
+    marked = environ if mark is None else environ | {MARK: mark}
+    with subprocess.Popen([sys.executable, "-c", LOST], env=marked, stdout=subprocess.PIPE) as it:
+        assert it.stdout is not None
+        pid = int(it.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        try:
+            yield pid, descriptor
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+def has_ended(descriptor: int, *, within_s: float) -> bool:
+    return bool(select.select([descriptor], [], [], within_s)[0])
+
+
+def test_all_with_a_mark_end_and_no_others() -> None:
+    """Neither those with another mark, nor those without one, nor those that are left out."""
+    mark = fresh_mark()
+    with (
+        lost(mark) as (_, one),
+        lost(mark) as (_, two),
+        lost(mark) as (kept, three),
+        lost(fresh_mark()) as (_, other),
+        lost(None) as (_, unmarked),
+    ):
+        end_marked(mark, but=[kept])
+        assert has_ended(one, within_s=10.0)
+        assert has_ended(two, within_s=10.0)
+        for each in (three, other, unmarked):
+            assert not has_ended(each, within_s=0.0)
+        end_marked(mark)
+        assert has_ended(three, within_s=10.0)
+
+
+def test_where_processes_cannot_be_seen_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on other systems; the group is ended there all the same."""
+    monkeypatch.setattr(descendants, "_PROCESSES", tmp_path / "nowhere")
+    mark = fresh_mark()
+    with lost(mark) as (_, one):
+        end_marked(mark)
+        assert not has_ended(one, within_s=0.0)

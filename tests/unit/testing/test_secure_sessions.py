@@ -1,0 +1,115 @@
+"""Secure aggregation with a fake coordinator: a client under test, and others beside it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.messages import EvaluateReply, Failure, TrainReply
+from fedlearn.errors import ConfigError, EnrolmentRefused
+from fedlearn.testing import FakeCoordinator
+from fedlearn.testing.fixtures import fake_coordinator as fake_coordinator  # noqa: PLC0414
+from fedlearn.testing.stand_ins import Idle, taking_part
+from fedlearn.training.trainer import LocalResult, TrainContext
+
+MODEL = nn.Linear(3, 2)
+SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
+
+
+class Shifting(Idle):
+    """Has two examples, and learns to add 0.5."""
+
+    num_examples = 2
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        shifted = {name: value + 0.5 for name, value in tensors.items()}
+        return LocalResult(tensors=shifted, num_examples=2, metrics={"loss": 1.0}, state={})
+
+
+class Broken(Idle):
+    """Cannot train."""
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        raise KeyError("no such patient")
+
+
+@contextmanager
+def joined(coordinator: FakeCoordinator, folder: Path, trainer: Idle) -> Iterator[None]:
+    invitation = coordinator.invite("laptop")
+    with taking_part(invitation, home=folder / "laptop", trainer=trainer):
+        yield
+
+
+def test_the_sum_has_the_update_of_the_client_under_test(
+    tmp_path: Path, fake_coordinator: FakeCoordinator
+) -> None:
+    """Two of its examples among those of five stand-ins: their mean, and no update of its own."""
+    with joined(fake_coordinator, tmp_path, Shifting()), fake_coordinator.stand_ins(5) as names:
+        fake_coordinator.wait_for(6)
+        first = fake_coordinator.train_securely(MODEL, SETTINGS)
+        second = fake_coordinator.train_securely(
+            MODEL, FedAvg(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
+        )
+    for found in (first, second):
+        assert sorted(found.reported) == ["laptop", *names]
+        assert found.lost == {}
+        expected = torch.full((8,), 0.5 * 2 / 7)
+        assert torch.allclose(found.means["delta"], expected, atol=1e-3)
+
+
+def test_a_client_that_fails_in_a_session_is_named_and_the_rest_is_summed(
+    tmp_path: Path, fake_coordinator: FakeCoordinator
+) -> None:
+    """With the stage and what it says of itself."""
+    with joined(fake_coordinator, tmp_path, Broken()), fake_coordinator.stand_ins(5) as names:
+        fake_coordinator.wait_for(6)
+        found = fake_coordinator.train_securely(MODEL, SETTINGS, deadline_s=20.0)
+    assert sorted(found.reported) == names
+    assert "KeyError" in found.lost["laptop"]
+    assert torch.allclose(found.means["delta"], torch.zeros(8), atol=1e-3)
+
+
+def test_too_few_for_a_session_is_an_error(
+    tmp_path: Path, fake_coordinator: FakeCoordinator
+) -> None:
+    """Before anybody is asked."""
+    with joined(fake_coordinator, tmp_path, Shifting()):
+        fake_coordinator.wait_for(1)
+        with pytest.raises(ConfigError):
+            fake_coordinator.train_securely(MODEL, SETTINGS)
+
+
+def test_stand_ins_answer_whatever_a_client_may_be_asked(
+    fake_coordinator: FakeCoordinator,
+) -> None:
+    """In the clear, too; afterwards they are gone, and others have other names."""
+    with fake_coordinator.stand_ins(1) as (name,):
+        fake_coordinator.wait_for(1)
+        reply = fake_coordinator.train(MODEL, SETTINGS)[name]
+        assert isinstance(reply, TrainReply)
+        assert not reply.lanes["delta"].any()
+        assert isinstance(fake_coordinator.evaluate(MODEL)[name], EvaluateReply)
+    with fake_coordinator.stand_ins(1, trainer=Broken()) as (other,):
+        fake_coordinator.wait_for(1)
+        assert other != name
+        assert isinstance(fake_coordinator.train(MODEL, SETTINGS)[other], Failure)
+
+
+def test_a_stand_in_that_cannot_join_says_why(
+    tmp_path: Path, fake_coordinator: FakeCoordinator
+) -> None:
+    """Instead of being waited for."""
+    invitation = fake_coordinator.invite("laptop")
+    with taking_part(invitation, home=tmp_path / "one", trainer=Idle()):
+        pass
+    with (
+        pytest.raises(EnrolmentRefused),
+        taking_part(invitation, home=tmp_path / "two", trainer=Idle()),
+    ):
+        pass
