@@ -40,11 +40,20 @@ class CohortTooSmall(RoundError):
 class TooFewNodes(RoundError):
     """Fewer clients came to a Flower run than make a round."""
 
-    def __init__(self, *, present: int, minimum: int, waited_s: float, attendance: str) -> None:
+    def __init__(
+        self, *, present: int, minimum: int, waited_s: float, attendance: str, num_strangers: int
+    ) -> None:
+        remedies = [
+            "start more SuperNodes",
+            "raise `patience-s` (flwr run -c patience-s=600)",
+            "lower `stragglers.min_reports`",
+        ]
+        if num_strangers:
+            app = "if the nodes' ClientApps were written for Flower alone"
+            remedies.append(f'set flower.client_apps to "flower" {app}')
         super().__init__(
             f"{minimum} clients make a round, but {present} came in {waited_s:g} s: {attendance}; "
-            "start more SuperNodes, raise `patience-s` (flwr run -c patience-s=600), or lower "
-            "`stragglers.min_reports`"
+            f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
         )
         self.present, self.minimum = present, minimum
 

@@ -298,6 +298,7 @@ class _Served:
                 minimum=policy.min_reports,
                 waited_s=num_waits * self.patience_s,
                 attendance=attendance,
+                num_strangers=self.channel.num_nodes - self.channel.num_clients,
             )
         structlog.get_logger(__name__).warning(
             "too_few_clients",

@@ -22,8 +22,8 @@ A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes pa
 it refuses, it refuses whatever the coordinator asks, and says so in its log and to the \
 coordinator. All keys are here with their defaults; delete what you do not change."""
 
-#: What only a simulation heeds.
-_OF_SIMULATIONS = ("centralized", "devices", "engine", "store.checkpoint_every_s")
+#: What only a simulation heeds, or a run on Flower.
+_OF_OTHERS = ("centralized", "devices", "engine", "flower", "store.checkpoint_every_s")
 
 
 def starter() -> Config:
@@ -55,6 +55,6 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
     if of_client:
         text = template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:
-        text = template(starter(), omit=_OF_SIMULATIONS, heading=_HEADING)
+        text = template(starter(), omit=_OF_OTHERS, heading=_HEADING)
     with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
         stream.write(text)

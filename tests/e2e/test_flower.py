@@ -473,6 +473,7 @@ def test_our_server_app_drives_an_app_of_flowers(deployed: Federation, tmp_path:
     rounds = stored.rounds()
     assert [record.count(Status.REPORTED) for record in rounds] == [3, 3]
     assert rounds[-1].metrics["clients/eval_acc_by_examples"] > 0.8
+    assert rounds[-1].metrics["clients/eval_acc_worst_decile"] > 0.7
     assert rounds[-1].train_metrics["train_loss"] < rounds[0].train_metrics["train_loss"]
     examples = rounds[0].participations.num_examples
     assert sorted(examples.tolist()) == [479, 479, 479]

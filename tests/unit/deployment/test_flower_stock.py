@@ -88,7 +88,7 @@ def train(message: Message, context: Context) -> Message:
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=rate)
-    metrics = MetricRecord({"train_loss": float(loss), "num-examples": len(labels)})
+    metrics = MetricRecord({"train_loss": float(loss.detach()), "num-examples": len(labels)})
     content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
     return Message(content, reply_to=message)
 

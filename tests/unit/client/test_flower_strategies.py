@@ -1,0 +1,109 @@
+"""A client's ClientApp before Flower's own strategies: what it answers, and how it refuses."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from torch import Tensor, nn
+
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.client import TorchTrainer
+from fedlearn.client.flower import Node, client_app
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.core.clock import VirtualClock
+from fedlearn.training.trainer import (
+    LocalEvaluation,
+    LocalResult,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
+from tests.grid import LocalGrid
+
+LOCAL = LocalSgd(epochs=1, batch_size=None, learning_rate=0.1)
+START = ArrayRecord({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+
+
+def torch_trainer(_: Node) -> LocalTrainer:
+    features = torch.arange(12.0).view(4, 3)
+    labels = torch.tensor([0, 1, 1, 0])
+    return TorchTrainer.of(lambda: nn.Linear(3, 2), features, labels, device="cpu")
+
+
+class Own:
+    """A trainer that moves by the step that it is told."""
+
+    honours: Collection[str] = ("step",)
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        step = context.settings.get("step", 0.0)
+        assert isinstance(step, float)
+        if step < 0.0:
+            raise ValueError("patient 17")
+        moved = {name: value + step for name, value in tensors.items()}
+        return LocalResult(tensors=moved, num_examples=3, metrics={}, state={})
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return LocalEvaluation(num_examples=3, metrics={"sum": float(tensors["bias"].sum())})
+
+
+def reply_of(
+    *,
+    kind: str = "train",
+    trainer: Callable[[Node], LocalTrainer] = torch_trainer,
+    policy: Policy | None = None,
+    local: LocalUpdate | None = LOCAL,
+    **config: float | str,
+) -> Message:
+    """Return what a node answers to a strategy's message."""
+    app = client_app(trainer, policy_of=lambda _: policy or Policy(), local=local)
+    grid = LocalGrid(VirtualClock(), app, nodes={12: 0})
+    told: dict[str, float | str] = {"server-round": 1} | {
+        k.replace("_", "-"): v for k, v in config.items()
+    }
+    content = RecordDict({"arrays": START, "config": ConfigRecord({**told})})
+    (message_id,) = grid.push_messages([Message(content, 12, kind)])
+    (reply,) = grid.pull_messages([message_id])
+    return reply
+
+
+def test_a_trainer_of_ones_own_is_told_the_config() -> None:
+    """Whose entries are its settings."""
+    reply = reply_of(trainer=lambda _: Own(), local=OwnTraining(), step=0.5)
+    local = reply.content.array_records["arrays"].to_torch_state_dict()
+    assert torch.equal(local["weight"], torch.full((2, 3), 0.5))
+    assert reply.content.metric_records["metrics"]["num-examples"] == 3
+    measured = reply_of(kind="evaluate", trainer=lambda _: Own(), local=None)
+    assert dict(measured.content.metric_records["metrics"]) == {"sum": 0.0, "num-examples": 3}
+
+
+REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
+
+
+@pytest.mark.parametrize(
+    ("reply", "named"),
+    [
+        (lambda: reply_of(local=None), "does not say how it trains.*client_app"),
+        (lambda: reply_of(policy=REQUIRED), "secure_aggregation.required"),
+        (lambda: reply_of(kind="evaluate", policy=REQUIRED), "secure_aggregation.required"),
+        (lambda: reply_of(policy=Policy(max_epochs=2), local_epochs=3), "max_epochs"),
+        (lambda: reply_of(kind="evaluate", policy=Policy(evaluate=False)), "evaluate"),
+        (lambda: reply_of(warmth=3), "does not honour the setting 'warmth', which is 3"),
+        (lambda: reply_of(lr=-1.0), "learning_rate"),
+        (lambda: reply_of(lr="much"), "'learning_rate' is 'much'"),
+        (lambda: reply_of(proximal_mu=-0.5), "proximal"),
+        (
+            lambda: reply_of(trainer=lambda _: Own(), local=OwnTraining(), step=-1.0),
+            "^ValueError$",  # and nothing of the data
+        ),
+    ],
+)
+def test_a_refusal_is_an_error_with_its_reason(reply: Callable[[], Message], named: str) -> None:
+    """Which strategies log, to go on with the others; the control is that the client trains."""
+    answered = reply()
+    assert answered.has_error()
+    assert re.search(named, answered.error.reason or ""), answered.error.reason
+    assert reply_of(lr=0.5, local_epochs=2, policy=Policy(max_epochs=2)).has_content()
