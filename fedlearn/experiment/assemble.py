@@ -35,6 +35,7 @@ from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
+from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening, SampledOpening
@@ -309,7 +310,7 @@ def assemble(
         draw = ChargedDraw(inner=draw, charge=charging.charge)
     buffering = None
     if simulation.asynchrony is not None:
-        buffered = _buffered(simulation, simulation.asynchrony, collector)
+        buffered = _buffered(simulation, simulation.asynchrony, collector, channel)
         buffering = Buffering(asynchrony=simulation.asynchrony, draw=draw, collector=buffered)
     plan = run_plan(
         simulation,
@@ -541,14 +542,28 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
 
 
 def _buffered(
-    simulation: Simulation, asynchrony: Asynchrony, collector: Collector
+    simulation: Simulation,
+    asynchrony: Asynchrony,
+    collector: Collector,
+    channel: Channel | None,
 ) -> BufferedCollector:
     """Return what fills the buffers of an asynchronous run."""
     if isinstance(collector, Engine):
         return EventQueue(engine=collector, asynchrony=asynchrony)
-    raise ConfigError(
-        f'engine.transport is "{simulation.config.engine.transport}", but asynchronous.mode is on; '
-        'set it to "engine"'
+    assert channel is not None  # there is no third collector without secure aggregation
+    return open_collector(simulation, asynchrony, channel, wait=None)
+
+
+def open_collector(
+    pieces: Pieces, asynchrony: Asynchrony, channel: Channel, *, wait: Callable[[], None] | None
+) -> OpenCollector:
+    """Return what fills buffers with the updates of clients that are reached by a channel."""
+    return OpenCollector(
+        channel=channel,
+        policy=pieces.policy,
+        asynchrony=asynchrony,
+        slab_bytes=pieces.config.engine.slab_bytes,
+        wait=wait,
     )
 
 
