@@ -272,10 +272,6 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
             "centralized is true, but a coordinator has no pooled examples; remove it, or run "
             "`fedlearn simulate`"
         )
-    if config.late_updates.are_kept:
-        raise ConfigError(
-            'late_updates.mode is "keep", which simulations alone know; set it to "drop"'
-        )
     config = config.resolved(num_clients=None)
     has_data = not isinstance(config.data, NoData)
     data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None

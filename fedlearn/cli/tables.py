@@ -108,7 +108,7 @@ def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
 
 def rounds_table(rounds: Iterable[RoundSummary]) -> str:
     """Return a table of rounds."""
-    header = ("round", "accuracy", "loss", "reported", "late", "failed", "took", "outcome")
+    header = ("round", "accuracy", "loss", *_OF_ROUNDS, "took", "outcome")
     return aligned([header, *map(_round_row, rounds)])
 
 

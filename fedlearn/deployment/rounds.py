@@ -7,16 +7,19 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.sampling import without
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.deployment.failing import NotedCollector
+from fedlearn.deployment.failing import NotedBuffer, NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
     central_evaluator,
     initial_params,
+    open_collector,
     over_channel,
     release_of,
     run_plan,
@@ -25,12 +28,15 @@ from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
+from fedlearn.rounds.round import Buffering
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.simulation.cluster import Alone
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
 _CPU = torch.device("cpu")
+#: Seconds between two looks whether somebody has come who can be asked.
+_LOOK_S = 0.2
 
 
 def ignored(_: Participations) -> None:
@@ -50,6 +56,7 @@ def run_over(
     identities: Identities | None = None,
     standing: Standing = dict,
     note: Callable[[Participations], None] = ignored,
+    draw: Draw | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -65,6 +72,7 @@ def run_over(
         identities: For secure aggregation.
         standing: See :class:`~fedlearn.rounds.run.RunPlan`.
         note: Told what became of the clients of every attempt at a round.
+        draw: Who is asked in an asynchronous run, in the place of ``opening``.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -74,11 +82,21 @@ def run_over(
         StoreError: The run could not be made durable; its last commit still stands.
     """
     params = initial_params(pieces, _CPU)
+    buffering: Buffering | None = None
+    busy: Callable[[], frozenset[ClientId]] = frozenset
+    end: Callable[[], None] = _nothing
+    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S))
+    if buffered is not None and draw is not None:
+        noted = NotedBuffer(inner=buffered, note=note)
+        is_retried = pieces.asynchrony is None
+        buffering = Buffering(is_retried=is_retried, draw=draw, collector=noted)
+        busy, end = buffered.busy, buffered.close
     plan = run_plan(
         pieces,
         opening=opening,
         collector=NotedCollector(inner=over_channel(pieces, channel, identities), note=note),
-        evaluators=list(_evaluators(pieces, channel)),
+        evaluators=list(_evaluators(pieces, channel, busy)),
+        buffering=buffering,
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
         place=place,
@@ -86,7 +104,13 @@ def run_over(
         first_attempts=first_attempts,
         standing=standing,
     )
-    return train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    end()
+    return state
+
+
+def _nothing() -> None:
+    """End a run of rounds that have all closed."""
 
 
 def _go_on(*_: object) -> bool:
@@ -94,7 +118,9 @@ def _go_on(*_: object) -> bool:
     return False
 
 
-def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
+def _evaluators(
+    pieces: Deployment, channel: Channel, busy: Callable[[], frozenset[ClientId]]
+) -> Iterator[Evaluator]:
     evaluation = pieces.config.evaluation
     if pieces.test is not None:
         model = ResidentModel(
@@ -108,17 +134,24 @@ def _evaluators(pieces: Deployment, channel: Channel) -> Iterator[Evaluator]:
     if evaluation.num_clients:
         yield ChannelEvaluator(
             channel=channel,
-            cohort=partial(_sample, channel, num_clients=evaluation.num_clients, seed=pieces.seed),
+            cohort=partial(
+                _sample, channel, busy, num_clients=evaluation.num_clients, seed=pieces.seed
+            ),
             directions=pieces.directions,
             deadline_s=evaluation.deadline_s,
         )
 
 
 def _sample(
-    channel: Channel, round_num: int, *, num_clients: int, seed: Seed
+    channel: Channel,
+    busy: Callable[[], frozenset[ClientId]],
+    round_num: int,
+    *,
+    num_clients: int,
+    seed: Seed,
 ) -> Sequence[ClientId]:
-    """Return some of the clients that are there now, at most ``num_clients``."""
-    available = list(channel.available())
+    """Return some of the clients that are there now and have no task, at most ``num_clients``."""
+    available = without(list(channel.available()), busy())
     rng = seed.derive("evaluated clients", round_num).numpy()
     num_asked = min(num_clients, len(available))
     chosen = np.sort(rng.choice(len(available), num_asked, replace=False))

@@ -66,8 +66,14 @@ class SemiSynchronous:
         )
         cohort = self.engine.foreseen(
             [
-                Asked(client_id=each, based_on=round_num, attempt=request.attempt, asked_s=0.0)
-                for each in drawn
+                Asked(
+                    client_id=client_id,
+                    based_on=round_num,
+                    attempt=request.attempt,
+                    place=place,
+                    asked_s=0.0,
+                )
+                for place, client_id in enumerate(drawn)
             ],
             request,
         )

@@ -141,9 +141,3 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
     del privacy["bands"]
     with pytest.raises(ConfigError, match=r'or to "cyclic", with privacy\.bands'):
         built(sampled)
-
-
-def test_late_updates_are_kept_in_simulations_alone() -> None:
-    """A coordinator says so, instead of dropping them without a word."""
-    with pytest.raises(ConfigError, match=r'mode is "keep", which simulations alone'):
-        built({"late_updates": {"mode": "keep"}})

@@ -87,8 +87,8 @@ def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixtur
     assert (invited["name"], invited["status"]) == ("clinic-a", "invited")
     ends = invited["invitation_expires_utc"]
     line = typed(capsys, "clients").splitlines()[-1]
-    assert line.split(maxsplit=10) == [
-        *("-", "clinic-a", "invited", "country=ch", *"------"),
+    assert line.split(maxsplit=11) == [
+        *("-", "clinic-a", "invited", "country=ch", *"-------"),
         f"invitation ends {ends}  -",
     ]
     assert invited["connected"] is invited["reported"] is None

@@ -400,9 +400,9 @@ def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
     run.commit(Checkpoint(round_num=2, tensors={}, values=values))
     counts = site.operator.counts_by_client()
     assert {number: list(each.values()) for number, each in counts.items()} == {
-        0: [2, 0, 0],
-        1: [0, 0, 1],
-        2: [0, 1, 0],
+        0: [2, 0, 0, 0],
+        1: [0, 0, 1, 0],
+        2: [0, 1, 0, 0],
     }
     missed = site.operator.missed(first=0)
     assert [(each.client_id, each.status, each.reason) for each in missed[1]] == [
