@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.core.messages import ClientId
+from fedlearn.errors import RoundError
 
 
 class Asked(NamedTuple):
@@ -21,6 +22,7 @@ class Asked(NamedTuple):
     Attributes:
         based_on: The round whose model it trains.
         attempt: The how manieth drawing of clients in that round it is of, from 0.
+        place: Its place in the drawing, from 0.
         asked_s: When it was asked, in seconds since the present round opened; of those that were
             asked before, negative.
         duration_s: Seconds from then to its answer; NaN where nobody knows beforehand.
@@ -30,6 +32,7 @@ class Asked(NamedTuple):
     client_id: ClientId
     based_on: int
     attempt: int
+    place: int
     asked_s: float
     duration_s: float = math.nan
     fails: bool = False
@@ -120,8 +123,12 @@ class Buffer:
             attempt=self._num_draws,
             busy=self._flying.keys() | self._answered,
         )
-        attempt, self._num_draws = self._num_draws, self._num_draws + 1
-        return [Asked(each, self.round_num, attempt, math.nan) for each in drawn]
+        attempt = self._num_draws
+        self._num_draws += bool(drawn)
+        return [
+            Asked(client_id, self.round_num, attempt, place, math.nan)
+            for place, client_id in enumerate(drawn)
+        ]
 
     def put(self, drawn: Iterable[Asked]) -> None:
         """Take those who were drawn, with what is known of them, to be asked by and by."""
@@ -132,8 +139,10 @@ class Buffer:
         asked = list[Asked]()
         while self._drawn and self._num_askable:
             each = self._drawn.popleft()._replace(asked_s=now_s)
-            self._flying[each.client_id] = each
-            asked.append(each)
+            # Where a process goes on with a round, some may have landed in another order.
+            if each.client_id not in self._flying and each.client_id not in self._answered:
+                self._flying[each.client_id] = each
+                asked.append(each)
         return asked
 
     @property
@@ -149,7 +158,13 @@ class Buffer:
     # ---- What becomes of them -------------------------------------------------------------
 
     def land(self, client_id: ClientId) -> Asked:
-        """Return a client that is in flight no more: it answered, failed, or took too long."""
+        """Return a client that is in flight no more: it answered, failed, or took too long.
+
+        Raises:
+            RoundError: It is not in flight.
+        """
+        if client_id not in self._flying:
+            raise RoundError(f"client {client_id} was not asked, or has answered before")
         self._answered.add(client_id)
         return self._flying.pop(client_id)
 
@@ -182,6 +197,7 @@ _DTYPES = {
     "client_id": torch.int64,
     "based_on": torch.int64,
     "attempt": torch.int64,
+    "place": torch.int64,
     "asked_s": torch.float64,
     "duration_s": torch.float64,
     "fails": torch.bool,
@@ -192,7 +208,7 @@ def flight_tensors(flight: Flight) -> dict[str, Tensor]:
     """Return who is in flight, for a checkpoint: by field one number a client; none if nobody is.
 
     Example:
-        >>> flight = (Asked(ClientId(7), 2, 0, -1.5, 3.0), Asked(ClientId(4), 3, 1, -0.5))
+        >>> flight = (Asked(ClientId(7), 2, 0, 5, -1.5, 3.0), Asked(ClientId(4), 3, 1, 0, -0.5))
         >>> repr(flight_from(flight_tensors(flight))) == repr(flight)
         True
     """

@@ -24,6 +24,7 @@ import structlog
 import torch
 
 from fedlearn import build
+from fedlearn.algorithms.flight import Draw
 from fedlearn.config import Config
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
@@ -55,7 +56,7 @@ from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
-from fedlearn.rounds.opening import ChargedOpening, Opening
+from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.store.journal import StoredJournal
@@ -369,7 +370,7 @@ class Coordinator:
             set_aside_after=pieces.config.coordinator.set_aside_after,
             found=self._patiently(stored.failing),
         )
-        opening: Opening = DurableOpening(
+        durable = DurableOpening(
             sampler=pieces.sampler,
             available=partial(present_in, pieces, channel),
             policy=policy,
@@ -384,10 +385,12 @@ class Coordinator:
             live_status=self.live_status,
             clock=self.interruption,
         )
+        opening: Opening = durable
+        draw: Draw = durable.draw
         if charging is not None:  # again where a round goes on: its noise will be drawn anew
-            opening = ChargedOpening(
-                inner=opening, charge=partial(_charge, charging, patiently=self._patiently)
-            )
+            charge = partial(_charge, charging, patiently=self._patiently)
+            opening = ChargedOpening(inner=opening, charge=charge)
+            draw = ChargedDraw(inner=draw, charge=charge)
         with nullcontext() if charging is None else closing(charging):
             run_over(
                 channel,
@@ -417,6 +420,7 @@ class Coordinator:
                 first_attempts=first,
                 identities=self._identities(database),
                 standing=standing_of(charging),
+                draw=draw,
                 note=failing.note,
             )
 

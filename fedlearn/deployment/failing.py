@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collecting import (
+    BufferedCollector,
+    Collected,
+    Collector,
+    RoundRequest,
+)
+from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
 
@@ -96,5 +102,30 @@ class NotedCollector:
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
         """Return what the inner collector does."""
         collected = self.inner.collect(cohort, request)
+        self.note(collected.participations)
+        return collected
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedBuffer:
+    """What fills buffers, and tells what became of the clients of each.
+
+    Attributes:
+        inner: The collector otherwise.
+        note: Told.
+    """
+
+    inner: BufferedCollector
+    note: Callable[[Participations], None]
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients that can be asked now."""
+        return self.inner.available()
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Return what the inner collector does."""
+        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
         self.note(collected.participations)
         return collected

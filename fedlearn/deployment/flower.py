@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 
 from fedlearn import build
+from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.config import resolve_addresses
 from fedlearn.config.pieces import built
@@ -40,7 +41,7 @@ from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.simulate import new_record, outcome_told
 from fedlearn.experiment.site import Site
 from fedlearn.identity.identity import Identity
-from fedlearn.rounds.opening import ChargedOpening, Opening
+from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import Alone, one_thread
 from fedlearn.store.journal import StoredJournal
@@ -235,9 +236,12 @@ class _Served:
         stored.finish(RunStatus.RUNNING, error="")
         identities, notes = self._identities(), self._notes(stored.name)
         self.site.progress.start(stored.record, stored.path, [*notes, *promised])
-        opening: Opening = self._opening(journal)
+        durable = self._opening(journal)
+        opening: Opening = durable
+        draw: Draw = durable.draw
         if charging is not None:
             opening = ChargedOpening(inner=opening, charge=charging.charge)
+            draw = ChargedDraw(inner=draw, charge=charging.charge)
         with nullcontext() if charging is None else closing(charging):
             run_over(
                 self.channel,
@@ -265,6 +269,7 @@ class _Served:
                 first_attempts=first,
                 identities=identities,
                 standing=standing_of(charging),
+                draw=draw,
             )
         self.live_status.phase = Phase.DONE
         counts = asdict(self.channel.counts)

@@ -8,15 +8,18 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.sampling import without
 from fedlearn.build import Deployment
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.failing import NotedCollector
+from fedlearn.deployment.failing import NotedBuffer, NotedCollector
 from fedlearn.experiment.assemble import (
     Identities,
     central_evaluator,
     initial_params,
+    open_collector,
     over_channel,
     release_of,
     run_plan,
@@ -25,6 +28,7 @@ from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
+from fedlearn.rounds.round import Buffering
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
@@ -33,6 +37,8 @@ from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
 _CPU = torch.device("cpu")
+#: Seconds between two looks whether somebody has come who can be asked.
+_LOOK_S = 0.2
 
 
 def ignored(_: Participations) -> None:
@@ -53,6 +59,7 @@ def run_over(
     standing: Standing = dict,
     note: Callable[[Participations], None] = ignored,
     masked_sum: MaskedSumStore | None = None,
+    draw: Draw | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -70,6 +77,7 @@ def run_over(
         note: Told what became of the clients of every attempt at a round.
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.
+        draw: Who is asked in an asynchronous run, in the place of ``opening``.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -80,11 +88,21 @@ def run_over(
     """
     params = initial_params(pieces, _CPU)
     collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
+    buffering: Buffering | None = None
+    busy: Callable[[], frozenset[ClientId]] = frozenset
+    end: Callable[[], None] = _nothing
+    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S))
+    if buffered is not None and draw is not None:
+        noted = NotedBuffer(inner=buffered, note=note)
+        is_retried = pieces.asynchrony is None
+        buffering = Buffering(is_retried=is_retried, draw=draw, collector=noted)
+        busy, end = buffered.busy, buffered.close
     plan = run_plan(
         pieces,
         opening=opening,
         collector=NotedCollector(inner=collector, note=note),
-        evaluators=list(_evaluators(pieces, channel, collector)),
+        evaluators=list(_evaluators(pieces, channel, collector, busy)),
+        buffering=buffering,
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
         place=place,
@@ -93,9 +111,14 @@ def run_over(
         standing=standing,
     )
     state = train(plan, params, checkpoint=checkpoint, store=store, after_round=_go_on)
+    end()
     if masked_sum is not None:
         masked_sum.clear()  # the last round's is open, and committed
     return state
+
+
+def _nothing() -> None:
+    """End a run of rounds that have all closed."""
 
 
 def _go_on(*_: object) -> bool:
@@ -103,7 +126,12 @@ def _go_on(*_: object) -> bool:
     return False
 
 
-def _evaluators(pieces: Deployment, channel: Channel, collector: Collector) -> Iterator[Evaluator]:
+def _evaluators(
+    pieces: Deployment,
+    channel: Channel,
+    collector: Collector,
+    busy: Callable[[], frozenset[ClientId]],
+) -> Iterator[Evaluator]:
     evaluation = pieces.config.evaluation
     if pieces.test is not None:
         model = ResidentModel(
@@ -116,7 +144,7 @@ def _evaluators(pieces: Deployment, channel: Channel, collector: Collector) -> I
         yield central_evaluator(pieces.test, model, Alone(), batch_size=evaluation.batch_size)
     if not evaluation.num_clients:
         return
-    invited = partial(_invited, pieces, channel)
+    invited = partial(_invited, pieces, channel, busy)
     if isinstance(collector, SecureCollector):
         section, measures = pieces.config.secure_aggregation, tuple(pieces.directions)
         yield SecureEvaluator(
@@ -135,12 +163,19 @@ def _evaluators(pieces: Deployment, channel: Channel, collector: Collector) -> I
         )
 
 
-def _invited(pieces: Deployment, channel: Channel, round_num: int) -> Invited:
-    """Return some of the clients that are there now; where a roster draws, of those that it draws.
+def _invited(
+    pieces: Deployment,
+    channel: Channel,
+    busy: Callable[[], frozenset[ClientId]],
+    round_num: int,
+) -> Invited:
+    """Return some of the clients that are there now and have no task.
+
+    Where a roster draws, they are of those that it draws.
 
     They are as many as the configuration says, or as there are.
     """
-    there: Sequence[ClientId] = list(channel.available())
+    there: Sequence[ClientId] = without(list(channel.available()), busy())
     num_clients = min(pieces.config.evaluation.num_clients, len(there))
     if pieces.draw is not None:
         there = pieces.draw.drawn(there, round_num=round_num, num_asked=num_clients)

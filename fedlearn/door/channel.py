@@ -68,6 +68,7 @@ class DoorChannel:
     clock: RealClock
     _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
     _open: list[LiveQuestion] = field(default_factory=list)
+    _encoded: tuple[Request, Offer] | None = None  # what was asked last
 
     def __post_init__(self) -> None:
         # Another coordinator may have been taken over and not know it yet: it has its own. The
@@ -114,9 +115,11 @@ class DoorChannel:
 
     # What an exchange is made of.
 
-    def next_key(self, request: Request) -> TaskKey:
+    def next_key(self, request: Request, *, number: int | None) -> TaskKey:
         """Return the key of a question, the first of whose requests this is."""
         key = TaskKey(self.run_id, request.kind, request.round_num, self._attempt(request), 0)
+        if number is not None:
+            return key._replace(exchange=number)
         last = self._last.get(key.kind)
         if last is not None and last.order[:2] == key.order[:2]:
             key = key._replace(exchange=last.exchange + 1)
@@ -193,12 +196,18 @@ class DoorChannel:
         made_in = (last for last in trained if last.round_num == request.round_num - 1)
         return max((last.attempt for last in made_in), default=0)
 
+    def _offer(self, request: Request, folder: Path) -> Offer:
+        """Return a request encoded; one that is asked again, as others answer, is not anew."""
+        if self._encoded is None or self._encoded[0] is not request:
+            self._encoded = request, _offer(request, folder=folder)
+        return self._encoded[1]
+
     def _offers(self, requests: Iterable[Request]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
         folder = self._passing / "requests"
         with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            offers = [_offer(request, folder=folder) for request in requests]
+            offers = [self._offer(request, folder) for request in requests]
             still = [offer for question in self._open for offer in question.offers]
             needed = {offer.path for offer in [*offers, *still]}
             for path in folder.iterdir():
@@ -247,7 +256,7 @@ class DoorExchange:
         self._is_open = True
         self._is_over = False
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
         """Ask clients, those too that connect later. A disk that is full is waited for.
 
         Raises:
@@ -261,12 +270,16 @@ class DoorExchange:
         if not requests:
             return
         self._close_answered()
-        key = self._channel.next_key(next(iter(requests.values())))
-        self._firsts.setdefault(key.kind, key)
+        key = self._channel.next_key(next(iter(requests.values())), number=number)
+        if number is None:
+            self._firsts.setdefault(key.kind, key)
         with self._put_aside_by_errors():
             question = self._channel.put(key, requests, self)
         if self.ends_s is None:
-            self._started_s, self.ends_s = question.started_s, question.deadline_s
+            # Questions with numbers of their own are asked at times of their own, perhaps by an
+            # earlier process: the time of their exchange is this one's.
+            own_s = question.started_s if number is None else self._channel.clock.now_s()
+            self._started_s, self.ends_s = own_s, question.deadline_s
         log = question.log
         self._questions.append(question)
         found = [reply for reply in log.replies if reply.client_id in question.state.participants]
@@ -302,6 +315,23 @@ class DoorExchange:
         del self._awaited[reply.client_id]
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
         return Arrival(reply.client_id, answer, elapsed_s, read.refuse)
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        """Wait for some clients no more; those whose question was theirs alone are told so.
+
+        Raises:
+            ValueError: Another one who was asked with them is still awaited.
+        """
+        self._accept()
+        gone = {self._awaited[each] for each in client_ids if each in self._awaited}
+        for each in client_ids:
+            self._awaited.pop(each, None)
+        if still := gone & set(self._awaited.values()):
+            raise ValueError(f"{still.pop().folder} has others who are awaited; ask them apart")
+        for question in [each for each in self._questions if each.state.key in gone]:
+            self._close(question, by_itself=False)
+            self._questions.remove(question)
+        self._found = deque(each for each in self._found if each[0].state.key not in gone)
 
     def close(self) -> None:
         """Take no more replies; the clients are told so once that is durable."""
@@ -359,10 +389,13 @@ class DoorExchange:
             left_s = min(self._started_s + until_s, ends_s) - now_s
             try:
                 with self._channel.waiting():
-                    return self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
+                    logged = self.arrivals.get(timeout=max(0.0, min(left_s, _LOOK_S)))
             except Empty:
                 if left_s <= 0.0:
                     return None
+                continue
+            if logged[0] in self._questions:  # else its client was given up meanwhile
+                return logged
         self._is_over = True
         return None
 

@@ -34,6 +34,7 @@ from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
+from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening, SampledOpening
@@ -41,6 +42,7 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Buffering, Release, RoundPlan
 from fedlearn.rounds.run import RunPlan, Standing
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
+from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.choice import (
@@ -308,7 +310,7 @@ def assemble(
         opening = ChargedOpening(inner=opening, charge=charging.charge)
         draw = ChargedDraw(inner=draw, charge=charging.charge)
     buffering = None
-    if (buffered := _buffered(simulation, collector)) is not None:
+    if (buffered := _buffered(simulation, collector, channel)) is not None:
         is_retried = simulation.asynchrony is None
         buffering = Buffering(is_retried=is_retried, draw=draw, collector=buffered)
     plan = run_plan(
@@ -549,20 +551,32 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     )
 
 
-def _buffered(simulation: Simulation, collector: Collector) -> BufferedCollector | None:
+def _buffered(
+    simulation: Simulation, collector: Collector, channel: Channel | None
+) -> BufferedCollector | None:
     """Return what collects rounds with clients in flight; ``None``: there are none."""
     asynchrony, late = simulation.asynchrony, simulation.late_updates
-    if asynchrony is None and late is None:
-        return None
-    if not isinstance(collector, Engine):
-        table = "late_updates" if asynchrony is None else "asynchronous"
-        raise ConfigError(
-            f'engine.transport is "{simulation.config.engine.transport}", but {table}.mode is on; '
-            'set it to "engine"'
+    if isinstance(collector, Engine):
+        if asynchrony is not None:
+            return EventQueue(engine=collector, asynchrony=asynchrony)
+        return None if late is None else SemiSynchronous(engine=collector, late=late)
+    return None if channel is None else open_collector(simulation, channel, wait=None)
+
+
+def open_collector(
+    pieces: Pieces, channel: Channel, *, wait: Callable[[], None] | None
+) -> OpenCollector | SemiSynchronousCollector | None:
+    """Return what collects rounds with clients in flight over a channel; ``None``: none has any."""
+    slab_bytes, policy = pieces.config.engine.slab_bytes, pieces.policy
+    if (asynchrony := pieces.asynchrony) is not None:
+        return OpenCollector(
+            channel=channel, policy=policy, asynchrony=asynchrony, slab_bytes=slab_bytes, wait=wait
         )
-    if asynchrony is not None:
-        return EventQueue(engine=collector, asynchrony=asynchrony)
-    return SemiSynchronous(engine=collector, late=late) if late is not None else None
+    if (late := pieces.late_updates) is not None:
+        return SemiSynchronousCollector(
+            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes, wait=wait
+        )
+    return None
 
 
 def _evaluators(

@@ -103,9 +103,9 @@ class ChargedOpening:
         return cohort
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ChargedDraw:
-    """What draws the clients of asynchronous rounds, whose first drawing is charged.
+    """What draws the clients of asynchronous rounds, and charges each before it asks anybody.
 
     Attributes:
         inner: Draws them.
@@ -114,6 +114,7 @@ class ChargedDraw:
 
     inner: Draw
     charge: Charge
+    _charged: int = -1  # the last round that is
 
     def __call__(
         self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
@@ -125,6 +126,7 @@ class ChargedDraw:
             StoreError: It could not be written down.
         """
         drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
-        if attempt == 0:
+        if round_num != self._charged:  # be there nobody to ask: others are in flight
             self.charge(round_num=round_num, attempt=attempt)
+            self._charged = round_num
         return drawn

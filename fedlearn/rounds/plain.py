@@ -25,7 +25,7 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 MAX_EXAMPLES = 10**9
 
 
-class _Fold:
+class Fold:
     """Updates on their way into the aggregate; each waits where it lies.
 
     A sum takes ``num_together`` in one pass; a rule that needs all of them gets them at the close.
@@ -35,15 +35,16 @@ class _Fold:
         aggregation, params = request.strategy.aggregation, request.params
         self.num_added = 0
         self._aggregation, self._device = aggregation, params.vector.device
-        self._num_together, self._waiting = num_together, list[tuple[ClientId, TrainReply]]()
+        self._num_together = num_together
+        self._waiting = list[tuple[ClientId, TrainReply, float]]()
         self._state: Any = None  # a sum's own business
         if not isinstance(aggregation, FullAggregation):
             lanes, layout = request.strategy.lanes, params.layout
             self._state = aggregation.init(lanes, layout, device=self._device)
 
-    def add(self, client_id: ClientId, update: TrainReply) -> None:
-        """Take an update that passed every check."""
-        self._waiting.append((client_id, update))
+    def add(self, client_id: ClientId, update: TrainReply, *, factor: float) -> None:
+        """Take an update that passed every check; its weight is multiplied by ``factor``."""
+        self._waiting.append((client_id, update, factor))
         self.num_added += 1
         if len(self._waiting) == self._num_together:
             self._accumulate()
@@ -64,16 +65,15 @@ class _Fold:
 
     def _block(self) -> Updates:
         """Return what waits as a block with its weights; each row stays where it lies."""
-        updates = [update for _, update in self._waiting]
+        client_ids, updates, factors = zip(*self._waiting, strict=True)
         lanes = {
             name: [update.lanes[name].to(self._device) for update in updates]
             for name in updates[0].lanes
         }
         like = next(iter(lanes.values()))[0]
         num_examples_B = like.new_tensor([update.num_examples for update in updates])
-        client_ids = [client_id for client_id, _ in self._waiting]
         based_on = [update.round_num for update in updates]
-        weights_B = weights(self._aggregation, num_examples_B)
+        weights_B = weights(self._aggregation, num_examples_B) * like.new_tensor(factors)
         return Updates(client_ids, weights_B, lanes, based_on)
 
 
@@ -108,14 +108,14 @@ class PlainCollector:
         requests = request.messages(cohort)
         arrivals = ask_once(self.channel, requests, deadline_s=self.policy.deadline_s)
         num_together = max(1, self.slab_bytes // request.params.vector.nbytes)
-        fold, metrics = _Fold(request, num_together=num_together), WeightedMeans()
+        fold, metrics = Fold(request, num_together=num_together), WeightedMeans()
         settled: dict[ClientId, Participation] = {}
         for arrival in arrivals:
             update = judged(arrival, request)
             if isinstance(update, TrainReply):
-                fold.add(arrival.client_id, update)
+                fold.add(arrival.client_id, update, factor=1.0)
                 metrics.add(update.metrics, num_examples=update.num_examples)
-            settled[arrival.client_id] = _participation(arrival, update)
+            settled[arrival.client_id] = participation(arrival.client_id, update, arrival.elapsed_s)
             del arrival, update  # before the next one is read: it may be as large as the model
             if fold.num_added == self.policy.num_wanted:
                 break
@@ -186,8 +186,10 @@ def _is_sound(vector: Tensor, part: slice) -> bool:
     return is_sound(vector[part])
 
 
-def _participation(arrival: Arrival, update: TrainReply | Failure) -> Participation:
-    client_id, elapsed_s = arrival.client_id, arrival.elapsed_s
+def participation(
+    client_id: ClientId, update: TrainReply | Failure, elapsed_s: float
+) -> Participation:
+    """Return what became of a client that answered ``elapsed_s`` after it was asked."""
     if isinstance(update, Failure):
         reason = update.reason[:MAX_REASON]
         return Participation(client_id, Status.FAILED, elapsed_s, reason=reason)

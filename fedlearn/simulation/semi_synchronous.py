@@ -65,12 +65,21 @@ class SemiSynchronous:
             busy={each.client_id for each in awaited},
         )
         cohort = self.engine.foreseen(
-            [Asked(each, round_num, request.attempt, 0.0) for each in drawn], request
+            [
+                Asked(
+                    client_id=client_id,
+                    based_on=round_num,
+                    attempt=request.attempt,
+                    place=place,
+                    asked_s=0.0,
+                )
+                for place, client_id in enumerate(drawn)
+            ],
+            request,
         )
         played = _Round(self.engine, self.late, requests, request, awaited, cohort)
         for each in stale:
-            age = self._staleness(each, round_num)
-            reason = f"based on a model {age} rounds old; at most {self._most} are taken"
+            reason = self.late.why_stale(self._staleness(each, round_num))
             played.settle(each, Status.STALE, reason=reason)
         played.play()
         return played.close()

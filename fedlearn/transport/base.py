@@ -52,8 +52,13 @@ class Exchange(Protocol):
     once its answer has been returned, and hears of that only then.
     """
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
         """Send every request; clients may be asked as long as the exchange is not closed.
+
+        Args:
+            requests: By client.
+            number: Of the question among those of its kind, round and attempt, so that a process
+                that goes on finds what an earlier one has received; ``None``: the next one.
 
         Raises:
             ValueError: The exchange is closed, or a client is asked whose answer to an earlier
@@ -75,6 +80,9 @@ class Exchange(Protocol):
             ``None`` if no reply has come by then or by the deadline, and at once if nobody who
             was asked is still to answer.
         """
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        """Wait for some clients no more: what they send is late, and they may be asked again."""
 
     def close(self) -> None:
         """Take no more replies: those that come later, or were not read, are late. Idempotent."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,12 @@ class MemoryExchange:
         self._num_asked = 0
         self._is_open = True
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        number: int | None = None,  # noqa: ARG002 - nobody goes on
+    ) -> None:
         """Send every request, now in virtual time; raises as the protocol says."""
         require_free(self._awaited, requests, is_open=self._is_open)
         if self._num_asked == 0:
@@ -114,6 +119,13 @@ class MemoryExchange:
         reply = self._channel.reply(client_id, encoded())
         refuse = partial(self._channel.refused.__setitem__, client_id)
         return Arrival(client_id, reply, self._elapsed_s, refuse)
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        """Forget that these are still to answer."""
+        gone = set(client_ids)
+        self._awaited -= gone
+        self._due = [each for each in self._due if each[2] not in gone]
+        heapify(self._due)
 
     def close(self) -> None:
         """Forget who is still to answer."""

@@ -104,9 +104,19 @@ class Replaying:
     updates: Sequence[bytes]
     asked: deque[ClientId] = field(default_factory=deque)
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        number: int | None = None,
+    ) -> None:
         """Note who is asked."""
         self.asked.extend(requests)
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        """Forget that these were asked."""
+        for each in client_ids:
+            self.asked.remove(each)
 
     def next(self, *, until_s: float) -> Arrival | None:
         """Return the next reply."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collecting import BufferedCollector, Collected, Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -29,7 +29,9 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
+from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import (
     Buffering,
@@ -46,7 +48,8 @@ from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
-from fedlearn.training.resident import Precision
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.training.resident import Precision, ResidentModel
 from tests.processes import Launcher
 
 NUM_ROUNDS = 4
@@ -71,6 +74,16 @@ AS_SYNCHRONOUS = Asynchrony(
     buffer_size=COHORT,
     concurrency=COHORT,
     max_staleness=0,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=0,
+)
+
+
+STALE = Asynchrony(
+    buffer_size=3,
+    concurrency=7,
+    max_staleness=4,
     staleness_weight=StalenessWeight.POLYNOMIAL,
     staleness_exponent=0.5,
     staleness_hinge=0,
@@ -106,6 +119,7 @@ class Simulation:
     block_size: int = 3
     dropout_rate: float = 0.0
     policy: StragglerPolicy = POLICY
+    over_memory: bool = False
 
     def plan(self, cluster: Cluster) -> RoundPlan:
         clients = population()
@@ -141,14 +155,38 @@ class Simulation:
             policy=self.policy,
             seed=Seed(5),
         )
+        channel = SimulatedSessions(
+            clients,
+            engine.behaviour,
+            trainers_on(
+                ResidentModel(
+                    make_model,
+                    CrossEntropy(),
+                    device=torch.device("cpu"),
+                    precision=Precision.FLOAT32,
+                )
+            ),
+            work=LOCAL,
+        ).channel()
+        collector: Collector = engine
+        if self.over_memory:
+            collector = PlainCollector(channel=channel, policy=self.policy, slab_bytes=0)
         buffering = None
         if self.asynchrony is not None:
-            queue = EventQueue(engine=engine, asynchrony=self.asynchrony)
-            buffering = Buffering(is_retried=False, draw=opening.draw, collector=queue)
+            filling: BufferedCollector = EventQueue(engine=engine, asynchrony=self.asynchrony)
+            if self.over_memory:
+                filling = OpenCollector(
+                    channel=channel,
+                    policy=self.policy,
+                    asynchrony=self.asynchrony,
+                    slab_bytes=0,
+                    wait=None,
+                )
+            buffering = Buffering(is_retried=False, draw=opening.draw, collector=filling)
         return RoundPlan(
             opening=opening,
             policy=self.policy,
-            collector=engine,
+            collector=collector,
             strategy=self.strategy,
             seed=Seed(5),
             buffering=buffering,
@@ -203,21 +241,49 @@ def test_a_buffer_of_a_cohort_is_a_synchronous_round(
     assert_same(buffered(Alone()), synchronous(Alone()))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_buffer_of_a_cohort_is_a_synchronous_round_over_sessions(strategy: str) -> None:
+    """Real sessions through the wire format: the bits of the engine, synchronous or not."""
+    engine = Simulation(STRATEGIES[strategy], ExecutorKind.SEQUENTIAL, block_size=1)
+    sessions = replace(engine, over_memory=True)
+    buffered = replace(sessions, asynchrony=AS_SYNCHRONOUS)
+    assert_same(buffered(Alone()), sessions(Alone()))
+    assert_same(buffered(Alone()), engine(Alone()))
+
+
+@pytest.mark.parametrize("deadline_s", [math.inf, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float) -> None:
+    """Stale updates, clients that drop out, that are late, and that are given up, among them."""
+    engine = Simulation(
+        STRATEGIES[strategy],
+        ExecutorKind.SEQUENTIAL,
+        replace(STALE, max_staleness=2),
+        block_size=1,
+        dropout_rate=0.2,
+        policy=replace(POLICY, num_wanted=3, min_reports=3, deadline_s=deadline_s),
+    )
+    (expected, rounds), (found, others) = (
+        each.run(Alone(), num_rounds=12) for each in (engine, replace(engine, over_memory=True))
+    )
+    assert torch.equal(found.params.vector, expected.params.vector)
+    for one, other in zip(others, rounds, strict=True):
+        assert one.staleness == other.staleness
+        assert one.duration_s == pytest.approx(other.duration_s)
+        left, right = one.participations, other.participations
+        assert left.client_ids.tolist() == right.client_ids.tolist()
+        assert left.codes.tolist() == right.codes.tolist()
+        assert left.reasons == right.reasons
+    told = {each.status for one in rounds for each in one.participations}
+    given_up = Status.STALE if math.isinf(deadline_s) else Status.LATE
+    assert told >= {Status.REPORTED, Status.FAILED, given_up}
+
+
 def test_staleness_makes_another_run() -> None:
     """The control of the tests above: they would tell."""
     synchronous = Simulation(STRATEGIES["fedavg"], ExecutorKind.SEQUENTIAL)
     stale = replace(synchronous, asynchrony=replace(AS_SYNCHRONOUS, max_staleness=1))
     assert not torch.equal(stale(Alone())["params"], synchronous(Alone())["params"])
-
-
-STALE = Asynchrony(
-    buffer_size=3,
-    concurrency=7,
-    max_staleness=4,
-    staleness_weight=StalenessWeight.POLYNOMIAL,
-    staleness_exponent=0.5,
-    staleness_hinge=0,
-)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

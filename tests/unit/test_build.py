@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +30,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.build import Simulation, around, simulation
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.called import user_call
@@ -547,6 +549,19 @@ _SERVER = {"server_learning_rate": 0.5, "tau": 0.25, "beta_1": 0.5, "weight_by_e
             {"name": "fedavgm", "server_learning_rate": 0.5, "server_momentum": 0.75},
             recipes.FedAvgM(
                 _LOCAL, server_learning_rate=0.5, server_momentum=0.75, weight_by_examples=True
+            ),
+        ),
+        (
+            {"name": "fedbuff", "server_learning_rate": 0.5, "server_momentum": 0.75},
+            recipes.FedAvgM(
+                _LOCAL, server_learning_rate=0.5, server_momentum=0.75, weight_by_examples=False
+            ),
+        ),
+        (
+            {"name": "fedasync", "mixing": 0.25, "proximal": 0.75},
+            replace(
+                recipes.FedProx(_LOCAL, proximal=0.75, weight_by_examples=False),
+                server_optimizer=ServerSgd(learning_rate=0.25, momentum=0.0),
             ),
         ),
         (

@@ -200,7 +200,12 @@ class FlowerExchange:
         self._arrived: deque[ClientId] = deque()
         self._is_open = True
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        number: int | None = None,  # noqa: ARG002 - nobody goes on with a question
+    ) -> None:
         """Push every request; raises as the protocol says."""
         require_free(self._waiting, requests, is_open=self._is_open)
         if math.isnan(self._start_s):
@@ -228,6 +233,12 @@ class FlowerExchange:
                 return None
             clock.sleep(min(_TICK_S, remaining_s))
         return None
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        """Drop the replies of these."""
+        gone = [self._waiting.pop(each) for each in client_ids if each in self._waiting]
+        self._channel.drop(gone)
+        self._arrived = deque(each for each in self._arrived if each in self._waiting)
 
     def close(self) -> None:
         """Drop the replies that have not been read."""

@@ -207,8 +207,11 @@ class Overheard:
 
     exchange: Exchange
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
-        self.exchange.ask(requests)
+    def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
+        self.exchange.ask(requests, number=number)
+
+    def give_up(self, client_ids: Sequence[ClientId]) -> None:
+        self.exchange.give_up(client_ids)
 
     def next(self, *, until_s: float) -> Arrival | None:
         return self.exchange.next(until_s=until_s)
@@ -224,9 +227,9 @@ class Lying(Overheard):
     liar: "Liar"
     stage: Stage = Stage.ADVERTISE
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> None:
+    def ask(self, requests: Mapping[ClientId, Request], *, number: int | None = None) -> None:
         self.stage, asked = self.liar.told(requests)
-        self.exchange.ask(asked)
+        self.exchange.ask(asked, number=number)
 
     def next(self, *, until_s: float) -> Arrival | None:
         arrival = self.exchange.next(until_s=until_s)

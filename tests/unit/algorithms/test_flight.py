@@ -90,7 +90,9 @@ def test_more_in_flight_than_can_count_is_refused() -> None:
 
 def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
     """At the bound it still counts."""
-    flight = [Asked(ClientId(client), based_on, 0, -1.0) for client, based_on in ((7, 2), (8, 3))]
+    flight = [
+        Asked(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
+    ]
     limits = asynchrony(buffer_size=2, concurrency=4, max_staleness=2)
     buffer = Buffer(limits, flight, round_num=5)
     assert [each.client_id for each in buffer.give_up()] == [7]
@@ -150,8 +152,8 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
 def test_who_is_in_flight_is_kept_in_a_checkpoint() -> None:
     """Nobody, too."""
     flight = (
-        Asked(ClientId(7), 2, 1, -1.0 / 3.0, 2.0 / 3.0),
-        Asked(ClientId(2**40), 3, 0, -0.1, math.inf, fails=True),
+        Asked(ClientId(7), 2, 1, 4, -1.0 / 3.0, 2.0 / 3.0),
+        Asked(ClientId(2**40), 3, 0, 0, -0.1, math.inf, fails=True),
     )
     assert flight_from(flight_tensors(flight)) == flight
     assert flight_from(flight_tensors(())) == ()

@@ -41,9 +41,18 @@ def pieces(*overrides: str) -> Deployment:
 def test_as_many_evaluate_as_are_wanted_or_there(num_there: int, asked: int) -> None:
     found = pieces("evaluation.clients=20")
     there = There([ClientId(each) for each in range(num_there)])
-    num_clients, client_ids = _invited(found, there, 3)
+    num_clients, client_ids = _invited(found, there, frozenset, 3)
     assert num_clients == len(set(client_ids)) == asked
     assert set(client_ids) <= set(there.client_ids)
+
+
+def test_who_has_a_task_is_not_asked_to_evaluate() -> None:
+    """Of an asynchronous run some train while the model is measured."""
+    there = There([ClientId(each) for each in range(30)])
+    busy = frozenset(there.client_ids[:25])
+    num_clients, client_ids = _invited(pieces("evaluation.clients=20"), there, lambda: busy, 3)
+    assert num_clients == len(client_ids) == 5
+    assert not busy & set(client_ids)
 
 
 def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
@@ -51,11 +60,11 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
     listed = [ClientId(each) for each in range(200)]
     draw = Draw(roster="r", client_ids=listed, factor=2.0)
     found = replace(pieces("evaluation.clients=20"), draw=draw)
-    num_clients, client_ids = _invited(found, There(listed), 3)
+    num_clients, client_ids = _invited(found, There(listed), frozenset, 3)
     assert num_clients == 20
     assert set(client_ids) <= set(draw.drawn(listed, round_num=3, num_asked=20))
     assert 10 < len(client_ids) <= 20
-    assert set(_invited(found, There(listed), 4).client_ids) != set(client_ids)
+    assert set(_invited(found, There(listed), frozenset, 4).client_ids) != set(client_ids)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""Fill the buffer of an asynchronous round over a channel: one exchange, asked again and again."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from fedlearn.algorithms.aggregations import weights
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
+from fedlearn.algorithms.flight import Asked, Buffer, Draw, Flight
+from fedlearn.algorithms.lanes import Aggregate
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
+from fedlearn.core.reported import WeightedMeans
+from fedlearn.rounds.plain import Fold, judged, participation
+from fedlearn.transport.base import Arrival, Channel, Exchange
+
+#: Seconds after which a deployed round looks who has come since.
+_LOOK_S = 1.0
+
+
+@dataclass(kw_only=True, eq=False)
+class OpenCollector:
+    """Fills buffers with the updates of clients that a channel reaches.
+
+    Its exchange stays open from round to round, as long as anybody is in flight. Where a process
+    goes on with a run, it asks those who are in flight anew.
+
+    Attributes:
+        channel: How clients are reached.
+        policy: How long a client may take.
+        asynchrony: When a buffer is full, and what staleness does.
+        slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
+        wait: Waits a moment for clients to come, where nobody is in flight and nobody can be asked;
+            ``None``: nobody will come.
+    """
+
+    channel: Channel
+    policy: StragglerPolicy
+    asynchrony: Asynchrony
+    slab_bytes: int
+    wait: Callable[[], None] | None
+    _exchange: Exchange | None = None
+    _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
+    _in_flight: frozenset[ClientId] = frozenset()
+
+    def available(self) -> Sequence[ClientId]:
+        """Return the clients that can be asked now."""
+        return self.channel.available()
+
+    def close(self) -> None:
+        """Wait for nobody any more: the run is done, and who is in flight is told so."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def busy(self) -> frozenset[ClientId]:
+        """Return who is in flight between two rounds: they have a task already."""
+        return self._in_flight
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Ask and fold replies in until the buffer is full; see :class:`BufferedCollector`."""
+        if not flight:
+            self.close()
+        goes_on = self._exchange is None
+        if self._exchange is None:
+            self._exchange, self._opened_s = self.channel.open(deadline_s=math.inf), 0.0
+        buffer = Buffer(self.asynchrony, flight, round_num=round_num)
+        num_together = max(1, self.slab_bytes // requests[round_num].params.vector.nbytes)
+        fold = Fold(requests[round_num], num_together=num_together)
+        played = _Round(self, self._exchange, self._opened_s, buffer, requests, fold)
+        played.give_up(buffer.give_up(), Status.STALE)
+        if goes_on:
+            played.go_on()
+        played.play(draw)
+        self._opened_s += played.now_s
+        collected = played.close()
+        self._in_flight = frozenset(each.client_id for each in collected.flight)
+        return collected
+
+
+@dataclass(eq=False)
+class _Round:
+    """One round on its way to a full buffer."""
+
+    collector: OpenCollector
+    exchange: Exchange
+    opened_s: float
+    buffer: Buffer
+    requests: Mapping[int, RoundRequest]
+    fold: Fold
+    now_s: float = 0.0
+    metrics: WeightedMeans = field(default_factory=WeightedMeans)
+    messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
+    rows: list[Participation] = field(default_factory=list)
+    num_failed: int = 0
+
+    def play(self, draw: Draw) -> None:
+        """Ask, and take replies, until the buffer is full or nobody is left to fill it."""
+        policy, asynchrony = self.collector.policy, self.collector.asynchrony
+        most_failed = (policy.max_retries + 1) * max(policy.num_wanted, asynchrony.concurrency)
+        while not self.buffer.is_full and self.num_failed <= most_failed:
+            self._refill(draw)
+            if not self.buffer.flight:
+                if self.collector.wait is None:
+                    return
+                self.collector.wait()
+                continue
+            until_s = min(self._ends_s(), self._look_s())
+            arrival = self.exchange.next(until_s=self.opened_s + until_s)
+            if arrival is not None:
+                self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
+                self._take(arrival)
+            elif math.isinf(until_s):
+                return
+            else:
+                self.now_s = max(self.now_s, until_s)
+                self._pass_deadlines()
+
+    def _look_s(self) -> float:
+        """Return when to look who has come since, in seconds since the opening."""
+        return math.inf if self.collector.wait is None else self.now_s + _LOOK_S
+
+    def _refill(self, draw: Draw) -> None:
+        while True:
+            self._ask(self.buffer.ask(self.now_s))
+            if not (drawn := self.buffer.draw(draw)):
+                return
+            self._prepare(drawn)
+            self.buffer.put(drawn)
+
+    def go_on(self) -> None:
+        """Ask those who are in flight, of whom an earlier process may have received something."""
+        flight = sorted(self.buffer.flight, key=lambda each: (each.based_on, each.attempt))
+        self._prepare(flight)
+        self._ask(flight)
+
+    def _prepare(self, asked: Sequence[Asked]) -> None:
+        """Have what each is to be sent; what is alike is one object."""
+        for (based_on, attempt), group in groupby(asked, key=lambda e: (e.based_on, e.attempt)):
+            request = replace(self.requests[based_on], attempt=attempt)
+            self.messages |= request.messages([each.client_id for each in group])
+
+    def _ask(self, asked: Iterable[Asked]) -> None:
+        """Send clients the model that each is to train: each is a question of its own."""
+        for each in asked:
+            message = {each.client_id: self.messages.pop(each.client_id)}
+            self.exchange.ask(message, number=each.place)
+
+    # ---- What becomes of them -------------------------------------------------------------
+
+    def _take(self, arrival: Arrival) -> None:
+        asked = self.buffer.land(arrival.client_id)
+        elapsed_s = self.now_s - asked.asked_s
+        update = judged(arrival, self.requests[asked.based_on])
+        self.rows.append(participation(arrival.client_id, update, elapsed_s))
+        if isinstance(update, TrainReply):
+            self.buffer.take(asked)
+            staleness = np.asarray([self.buffer.staleness(asked)])
+            factor = float(self.collector.asynchrony.weights(staleness)[0])
+            self.fold.add(arrival.client_id, update, factor=factor)
+            self.metrics.add(update.metrics, num_examples=update.num_examples)
+            return
+        self.num_failed += 1
+        if update is arrival.reply:  # the client says so itself, and sends no update
+            self.buffer.excuse(arrival.client_id)
+
+    def _ends_s(self) -> float:
+        """Return when the first in flight has taken too long, in seconds since the opening."""
+        first_s = min(each.asked_s for each in self.buffer.flight)
+        return first_s + self.collector.policy.deadline_s
+
+    def _pass_deadlines(self) -> None:
+        """Give up those that have taken too long."""
+        deadline_s = self.collector.policy.deadline_s
+        over = [each for each in self.buffer.flight if each.asked_s + deadline_s <= self.now_s]
+        for each in over:
+            self.buffer.land(each.client_id)
+        self.give_up(over, Status.LATE)
+
+    def give_up(self, asked: Iterable[Asked], status: Status) -> None:
+        """Wait for some no more."""
+        client_ids = [each.client_id for each in asked]
+        self.exchange.give_up(client_ids)
+        self.rows += [Participation(each, status, math.nan) for each in client_ids]
+
+    def close(self) -> Collected:
+        """Return what came of it."""
+        return Collected(
+            aggregate=self._aggregate() if self.buffer.is_full else None,
+            participations=Participations.of(self.rows),
+            duration_s=self.now_s,
+            train_metrics=self.metrics.close(),
+            staleness=self.buffer.histogram(),
+            flight=self.buffer.flight_after(self.now_s),
+        )
+
+    def _aggregate(self) -> Aggregate:
+        strategy = self.requests[self.buffer.round_num].strategy
+        counted = [row for row in self.rows if row.status is Status.REPORTED]
+        taken = [self.buffer.taken[row.client_id] for row in counted]
+        num_examples_B = torch.tensor([row.num_examples for row in counted], dtype=torch.float64)
+        staleness_B = np.asarray([self.buffer.staleness(each) for each in taken])
+        return damped(
+            self.fold.close(),
+            strategy.lanes,
+            weights_B=weights(strategy.aggregation, num_examples_B),
+            factors_B=torch.from_numpy(self.collector.asynchrony.weights(staleness_B)),
+        )

@@ -1,0 +1,173 @@
+"""An asynchronous coordinator that is killed: nothing is lost or counts twice.
+
+Client k that trains the model of round r votes in ``votes[r, k]``, and an update counts one half
+there, whichever round takes it. So the final model says which updates were counted, and how often.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.core.collecting import Status
+from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
+from fedlearn.door.tasks import Exchanges
+from fedlearn.rounds import plain
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store import checkpoints
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.runs import StoredRun
+from tests.e2e.survival.changes import COUNT_TWICE, FORGET_REPLIES
+from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, reporters
+from tests.processes import Change, Crash, Process, until
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS, BUFFER_SIZE = 3, 2
+
+# ruff: noqa: SLF001 (a coordinator is killed within)
+PHASES = [
+    Crash("before the journal", StoredJournal.open, "before"),
+    Crash("journaled, nothing sent", StoredJournal.open, "after"),
+    Crash("logs opened, nothing sent", ReplyLog.__init__, "after"),
+    Crash("sent", Exchanges.open, "after"),
+    Crash("in the middle of an upload", PartialUpload.write, "after", 3),
+    Crash("before the log", ReplyLog.append, "before"),
+    Crash("logged, no receipt", ReplyLog.append, "after"),
+    Crash("folded, no receipt", Exchanges.consumed, "before"),
+    Crash("a receipt is on its way", Exchanges.consumed, "after"),
+    Crash("between folds", plain.Fold.add, "after"),
+    Crash("folded", plain.Fold.add, "after", 2),
+    Crash("closing, not written down", ReplyLog.close, "before"),
+    Crash("closed", ReplyLog.close, "after"),
+    Crash("before the server step", ServerSgd.step, "before"),
+    Crash("before the commit", StoredRun.commit, "before", 2),
+    Crash("half a checkpoint", checkpoints._serialize, "after"),
+    Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
+    Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
+    Crash("committed, spool not cleaned", forget_exchanges, "before"),
+]
+
+
+def configure(site: VotingSite, *, num_rounds: int) -> None:
+    """Three clients train at all times, and two updates make a round."""
+    site.configure(
+        num_rounds=num_rounds,
+        sections={
+            "algorithm": {"name": "fedbuff"},
+            "asynchronous": {
+                "buffer_size": BUFFER_SIZE,
+                "concurrency": NUM_CLIENTS,
+                "max_staleness": 30,
+                "staleness_weight": "constant",
+            },
+            "cohort": {},
+            "stragglers": {},
+        },
+    )
+
+
+def populate(site: VotingSite) -> list[Process]:
+    for number in range(NUM_CLIENTS):
+        site.enrol(number)
+    return [site.join(number) for number in range(NUM_CLIENTS)]
+
+
+def audit(site: VotingSite) -> None:
+    """Check that the run is done, and that each update on record is in the model exactly once.
+
+    Raises:
+        Miscounted: One is there twice or not at all, or a client was told that one counts which
+            does not.
+    """
+    with site.places.database() as database:
+        run = database.run(RUN)
+        status, records, checkpoint = run.record.status, run.rounds(), run.load()
+    if status is not RunStatus.DONE:
+        raise Miscounted(f"the run is {status}")
+    if [record.round_num for record in records] != list(range(site.config.num_rounds)):
+        raise Miscounted(f"rounds {[record.round_num for record in records]} are on record")
+    assert checkpoint is not None
+    votes = checkpoint.tensors["params/votes"] * BUFFER_SIZE
+    if not set(votes.unique().tolist()) <= {0.0, 1.0}:
+        raise Miscounted(f"an update is there twice: {votes.nonzero().tolist()}")
+    reported = Counter[int]()
+    for record in records:
+        if record.count(Status.REPORTED) != BUFFER_SIZE:
+            raise Miscounted(f"round {record.round_num}: {record.participations}")
+        reported.update(
+            each.client_id for each in record.participations if each.status is Status.REPORTED
+        )
+    for number in range(NUM_CLIENTS):
+        if votes[:, number].sum() != reported[number]:
+            raise Miscounted(f"client {number}: {votes[:, number]}, {reported[number]} on record")
+        told = site.told(number, "accepted")
+        lost = {round_num for round_num in told if votes[round_num, number] != 1.0}
+        if lost:
+            raise Miscounted(f"client {number} was told that those of {lost} count")
+
+
+def test_the_books_of_an_asynchronous_run_are_right(site: VotingSite) -> None:
+    """The control of the others: nobody disturbs it; the slow one among three holds up nobody."""
+    configure(site, num_rounds=6)
+    coordinator = site.serving()
+    with site.holding(2):
+        populate(site)
+        assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert site.told(2, "accepted") == set()
+    records = site.rounds()
+    assert [record.count(Status.REPORTED) for record in records] == [BUFFER_SIZE] * 6
+
+
+def restarted(site: VotingSite, *changes: Change) -> Process:
+    """Kill a coordinator that has acknowledged one update of two, and that client; start anew."""
+    configure(site, num_rounds=2)
+    first = site.serving()
+    with site.holding(1, 2):
+        clients = populate(site)
+        until(lambda: site.told(0, "accepted") == {0})
+        first.kill()
+    clients[0].kill()
+    return site.serving(changes=changes)
+
+
+def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
+    """Once, and first: it came before the others."""
+    second = restarted(site)
+    assert second.wait() == 0, second.tail()
+    audit(site)
+    assert 0 in reporters(site.rounds()[0])
+
+
+def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
+    """The control of the audit."""
+    second = restarted(site, FORGET_REPLIES)
+    assert second.wait() == 0, second.tail()
+    with pytest.raises(Miscounted, match="was told that those of"):
+        audit(site)
+
+
+def test_a_buffer_takes_nothing_of_who_is_not_in_flight(site: VotingSite) -> None:
+    """An exchange that returns a reply twice is an error, and counts for nothing."""
+    second = restarted(site, COUNT_TWICE)
+    assert second.wait() == 3, second.tail()
+    assert "was not asked, or has answered" in second.out()
+
+
+def test_a_kill_in_any_phase_loses_nothing(site: VotingSite) -> None:
+    """One coordinator after the other is killed, each at its phase; what is committed stays."""
+    configure(site, num_rounds=len(PHASES) + 4)
+    committed, clients = site.rounds(), list[Process]()
+    for phase in [replace(each, armed_by=StoredRun.commit) for each in PHASES]:
+        process = site.serving(crash=phase)
+        clients = clients or populate(site)
+        assert process.wait() is None, f"{phase.phase}: it went on\n{process.tail()}"
+        assert process.has_crashed_itself(), f"{phase.phase}: {process.tail()}"
+        latest = site.rounds()
+        assert latest[: len(committed)] == committed, phase.phase
+        committed = latest
+    last = site.coordinator()
+    assert last.wait() == 0, last.tail()
+    audit(site)
