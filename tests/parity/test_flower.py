@@ -22,7 +22,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.client.flower import Node, client_app
-from fedlearn.client.policy import Policy
+from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import Status
@@ -189,9 +189,10 @@ def grid_of_nodes(
         trainer = TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
         return around(trainer)
 
+    policy = Policy(secure_aggregation=SecureAggregationPolicy(min_cohort=SECURE.min_survivors))
     return MortalGrid(
         VirtualClock(),
-        client_app(make_trainer, policy_of=lambda _: Policy()),
+        client_app(make_trainer, policy_of=lambda _: policy),
         nodes={1000 + client: client for client in range(len(SIZES))},
     )
 
