@@ -280,7 +280,10 @@ def runs(
             if lost := [] if adopt else database.orphans():
                 told = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
                 typer.echo(told, err=True)
-            histories = [(each, database.run(each.name).rounds()) for each in database.runs()]
+            histories = [
+                (each, database.run(each.name).round_summaries(each.num_rounds))
+                for each in database.runs()
+            ]
     if as_json:
         for history in histories:
             typer.echo(run_line(history))

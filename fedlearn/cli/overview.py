@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from textwrap import fill
+from typing import TypeAlias
 
 from fedlearn.cli.tables import client_text, how_text, missed_values
 from fedlearn.core.clock import SystemClock
@@ -12,7 +13,7 @@ from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
 from fedlearn.experiment.comparison import (
-    History,
+    Measured,
     Summary,
     aligned,
     best_point,
@@ -26,9 +27,12 @@ from fedlearn.experiment.comparison import (
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.spending import spending
-from fedlearn.rounds.records import RoundRecord
+from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry
+
+#: A run, and its rounds without what became of each client.
+Brief: TypeAlias = tuple[RunRecord, Sequence[Measured]]
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 #: Of who was late or failed: the latest rounds, clients of one, and objects of all.
@@ -43,12 +47,12 @@ _TABLES = (
 # ---- All runs -----------------------------------------------------------------------------
 
 
-def runs_table(histories: Sequence[History], *, width: int | None) -> str:
+def runs_table(histories: Sequence[Brief], *, width: int | None) -> str:
     """Return an aligned table, one line a run: name, status, rounds, best accuracy, created."""
     return aligned([_HEADER, *map(_row, histories)], width=width)
 
 
-def _row(history: History) -> tuple[str, ...]:
+def _row(history: Brief) -> tuple[str, ...]:
     record, rounds = history
     return (
         printable(record.name),
@@ -59,12 +63,12 @@ def _row(history: History) -> tuple[str, ...]:
     )
 
 
-def run_line(history: History) -> str:
+def run_line(history: Brief) -> str:
     """Return the facts of :func:`runs_table` about one run as a JSON object."""
     return json_text(_brief(history))
 
 
-def _brief(history: History) -> dict[str, object]:
+def _brief(history: Brief) -> dict[str, object]:
     record, rounds = history
     return {
         "run": record.name,
@@ -76,7 +80,7 @@ def _brief(history: History) -> dict[str, object]:
     }
 
 
-def _best_accuracy(history: History) -> float | None:
+def _best_accuracy(history: Brief) -> float | None:
     best = best_point(series(history[1], "accuracy"), "max")
     return None if best is None else best.value
 

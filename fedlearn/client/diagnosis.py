@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -21,8 +22,10 @@ from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, P
 from fedlearn.identity.identity import SERVER_NAME, Invitation
 from fedlearn.session.faults import in_users_code
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.grpc_client import announce
 
 _CLOCK = SystemClock()
+_NOT_HEARD = ConnectionError, ConnectionRefused, ProtocolError, DeploymentError, TimeoutError
 _TIMEOUT_S = 10.0
 #: A difference between two clocks that is worth a word.
 _MAX_OFFSET_S = 60.0
@@ -71,6 +74,11 @@ def diagnose(
     disk = _disk(home)
     yield disk
     places = {"door": invited.addresses, "enrolment": invited.enrolment_addresses}
+    is_enrolled = enrolment is not None and enrolment.is_with(invited)
+    if is_enrolled:
+        del places["door"]  # a session shows more, and to the coordinator no stranger
+    else:
+        _announce(invited)
     looks = (
         _address(name, address, invited, clock)
         for name, addresses in places.items()
@@ -78,7 +86,7 @@ def diagnose(
     )
     yield from _one_clock(chain.from_iterable(looks))
     # Keys that are to be replaced prove nothing; a session would end that of one that runs.
-    if enrolment is not None and enrolment.is_with(invited) and disk.is_fine:
+    if enrolment is not None and is_enrolled and disk.is_fine:
         yield from _session(enrolment, clock)
     if trainer is not None:
         yield _data(trainer)
@@ -138,6 +146,18 @@ def _obstacle(home: Path, place: Path) -> str | None:
     if is_in_use:
         return f"{home} is in use by another process of this client, which takes part already"
     return None
+
+
+def _announce(invited: Invitation) -> None:
+    """Tell the coordinator that connections will come to its door that say nothing.
+
+    Where that is in vain, the looks say what is wrong, and the coordinator counts strangers.
+    """
+    for address in invited.enrolment_addresses if invited.ca_pem else ():
+        with suppress(*_NOT_HEARD):
+            told = announce(address, invited, num_connections=len(invited.addresses))
+            asyncio.run(asyncio.wait_for(told, _TIMEOUT_S))
+            return
 
 
 def _address(name: str, address: str, invited: Invitation, clock: WallClock) -> Iterator[Finding]:

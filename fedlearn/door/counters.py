@@ -54,6 +54,7 @@ class DoorCounters:
     connections: int = 0
     authenticated: int = 0
     enrolment_connections: int = 0
+    looks: int = 0
     sessions: int = 0
     sessions_replaced: int = 0
     sessions_dropped: int = 0

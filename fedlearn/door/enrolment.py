@@ -21,7 +21,7 @@ from fedlearn.door.settings import DoorSettings
 from fedlearn.errors import DeploymentError, EnrolmentRefused, StoreError
 from fedlearn.identity.identity import certificate_fingerprint, expires_unix_s
 from fedlearn.identity.lineage import Lineage, newest_key
-from fedlearn.identity.registry import EnrolledClient, Registry
+from fedlearn.identity.registry import EnrolledClient, Registry, token_digest
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.content import enrolment_bytes
@@ -31,6 +31,7 @@ MAX_ENROLMENT_BYTES = 16 << 10
 
 _MAX_PER_S = 50.0
 _MAX_NAME, _MAX_TOKEN_BYTES = 64, 128
+_MAX_LOOKS = 16  # that are announced at once
 
 _log = structlog.get_logger(__name__)
 
@@ -77,6 +78,25 @@ class Enrolments:
         await self.enrolled.renew()
         reply = wire_pb2.EnrolReply(certificate_pem=certificate_pem, client_id=client.client_id)
         await context.write(reply.SerializeToString())
+
+    async def announce(self, context: Context) -> None:
+        """Expect connections to the door that say nothing; raises as :meth:`enrol`."""
+        data = await read_first(context, timeout_s=self.settings.handshake_timeout_s)
+        if not self._bucket.has(now_s=self.clock.now_s()):
+            reason = "too many enrolments; try again"
+            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, "rate")
+        request = parsed(wire_pb2.LookRequest, data)
+        try:
+            invited = await asyncio.to_thread(self.registry.open_invitations)
+        except StoreError as error:
+            reason = "the invitations cannot be read now; try later"
+            raise Ended(grpc.StatusCode.UNAVAILABLE, reason) from error
+        open_now = {(each.name, each.token_sha256) for each in invited}
+        if (request.name, token_digest(request.token)) not in open_now:
+            reason = "this invitation is unknown or used"
+            raise Ended(grpc.StatusCode.PERMISSION_DENIED, reason, "enrolment")
+        self.counters.looks += min(request.num_connections, _MAX_LOOKS)
+        await context.write(wire_pb2.LookReply().SerializeToString())
 
     def _redeem(self, request: wire_pb2.EnrolRequest) -> tuple[bytes, EnrolledClient]:
         if len(request.name) > _MAX_NAME or len(request.token) > _MAX_TOKEN_BYTES:

@@ -111,6 +111,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         connections="TLS connections begun; 0 without TLS.",
         enrolment_connections="TLS connections begun, to the enrolment port.",
         authenticated="Connections that an enrolled client has made.",
+        looks="Connections that invited clients have announced, to look whether the door is there.",
     ),
     **_counters(
         "sessions",

@@ -289,7 +289,10 @@ class Door:
             self.enrolment_address = self._listen_on(
                 settings.enrolment_address,
                 wire.ENROLMENT,
-                {"Enrol": partial(self._serve_anyone, enrolments.enrol)},
+                {
+                    "Enrol": partial(self._serve_anyone, enrolments.enrol),
+                    "Announce": partial(self._serve_anyone, enrolments.announce),
+                },
                 max_bytes=MAX_ENROLMENT_BYTES,
                 max_connections=num_enrolling,
                 idle_s=settings.handshake_timeout_s,
@@ -410,11 +413,12 @@ class Door:
         if now_s - self._reported_s < _REPORT_S:
             return
         self._reported_s = now_s
-        strangers = self.counters.connections - self.counters.authenticated
+        counters = self.counters
+        strangers = counters.connections - counters.authenticated - counters.looks
         if strangers > self._strangers:
             num_new = strangers - self._strangers
             _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
-        self._strangers = strangers
+        self._strangers = max(strangers, self._strangers)  # a look may be announced and not come
         self._report_refusals()
 
     def _report_refusals(self) -> None:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
@@ -153,6 +153,26 @@ class Counts(NamedTuple):
         return ", ".join(f"{getattr(self, name)} {name}" for name in names)
 
 
+class Measured(Protocol):
+    """A finished round, with its participations or without."""
+
+    @property
+    def round_num(self) -> int:
+        """Index, from 0."""
+
+    @property
+    def virtual_s(self) -> float:
+        """Virtual seconds since the run began."""
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss of the reports."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured after it, by name."""
+
+
 class Point(NamedTuple):
     """A metric after so many rounds and virtual seconds of a run; its value is finite."""
 
@@ -166,7 +186,7 @@ def headline(metrics: Mapping[str, float], name: str) -> float | None:
     return metrics.get(name, metrics.get(f"clients/{name}_mean"))
 
 
-def series(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
+def series(rounds: Sequence[Measured], name: str) -> list[Point]:
     """Return the finite values of a metric over a run; ``train_loss`` is one, too."""
     values = (
         (record, record.train_loss if name == "train_loss" else headline(record.metrics, name))

@@ -140,6 +140,9 @@ class Registry(Protocol):
     def revision(self) -> int:
         """Return a number that grows whenever a client is added or changed."""
 
+    def open_invitations(self) -> "list[InvitationRecord]":
+        """Return the invitations that nobody has used, by name; some may have expired."""
+
     def contacts(self) -> list[Contact]:
         """Return what is known of all clients that have ever connected, by number."""
 

@@ -43,6 +43,7 @@ class RoundSummary:
     counts: Mapping[Status, int]
     train_loss: float
     duration_s: float
+    virtual_s: float
     seconds: float
     metrics: Mapping[str, float]
     train_metrics: Mapping[str, float]

@@ -180,6 +180,13 @@ class DoorConnection:
             raise ConnectionError(f"{self._address} ended the enrolment without an answer")
         return reply
 
+    async def announce(self, request: wire_pb2.LookRequest) -> None:
+        """Say that some connections to the door will be looks, as :func:`announce` does."""
+        with self._call("Announce", service=wire.ENROLMENT) as call:
+            await call.write(request)
+            await call.end_writing()
+            await call.read(wire_pb2.LookReply, patiently=False)
+
     async def download(self, digest: bytes, *, num_bytes: int, path: Path) -> None:
         """Get a request's bytes into ``path``, from where the bytes that are there end.
 
@@ -340,6 +347,24 @@ async def enrol(
     if credentials and not identity.is_subject_of(reply.certificate_pem):
         raise ProtocolError(f"the certificate from {address} is not for this client's key")
     return reply.certificate_pem, reply.client_id
+
+
+async def announce(address: str, invitation: Invitation, *, num_connections: int) -> None:
+    """Tell the coordinator that who is invited will look whether its door can be reached.
+
+    Connections that say nothing at the door are strangers' otherwise.
+
+    Args:
+        address: ``host:port``, one of the enrolment addresses.
+        invitation: With its token, which is not used up, and a certificate authority.
+        num_connections: To the door, how many there will be.
+    """
+    credentials = Credentials(ca_pem=invitation.ca_pem, certificate_pem=b"", tls_key_pem=b"")
+    request = wire_pb2.LookRequest(
+        name=invitation.name, token=invitation.token, num_connections=num_connections
+    )
+    async with DoorConnection(address, credentials) as connection:
+        await connection.announce(request)
 
 
 class _Ended(ConnectionError):

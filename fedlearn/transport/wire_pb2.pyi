@@ -228,6 +228,20 @@ class EnrolRequest(_message.Message):
     lineage: bytes
     def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., csr_pem: _Optional[bytes] = ..., identity_key: _Optional[bytes] = ..., identity_signature: _Optional[bytes] = ..., lineage: _Optional[bytes] = ...) -> None: ...
 
+class LookRequest(_message.Message):
+    __slots__ = ("name", "token", "num_connections")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    num_connections: int
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., num_connections: _Optional[int] = ...) -> None: ...
+
+class LookReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class EnrolReply(_message.Message):
     __slots__ = ("certificate_pem", "client_id")
     CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from fedlearn.client import live_session
 from fedlearn.client.diagnosis import Finding, Verdict, diagnose
 from fedlearn.client.home import Home
 from fedlearn.core.clock import SystemClock, VirtualClock, WallClock
 from fedlearn.core.messages import ClientId
+from fedlearn.door import server
 from fedlearn.identity.identity import Invitation, expires_unix_s
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.grpc_client import DoorConnection, DoorSession, enrol
+from tests.processes import until
 
 SOURCE = """
 class Trainer:
@@ -139,6 +142,38 @@ def test_a_look_changes_nothing(
     assert seen == [[]]
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o755
     assert sorted(home.folder.iterdir()) == there
+
+
+def num_strangers(coordinator: FakeCoordinator) -> float:
+    """Return how many connections nobody can account for."""
+    counted = coordinator.counters()
+    return counted["connections"] - counted["authenticated"] - counted["looks"]
+
+
+def test_a_look_is_no_strangers(
+    coordinator: FakeCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before joining, since it is announced, and afterwards; the control is one that is not."""
+    monkeypatch.setattr(server, "_REPORT_S", 0.0)
+    invitation = coordinator.invite("laptop")
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert found(invitation, tmp_path)["door TLS"].is_fine
+        assert num_strangers(coordinator) == 0
+        assert coordinator.counters()["looks"] == 2
+        enrolled(invitation, tmp_path)
+        assert found(invitation, tmp_path)["session"].is_fine
+        assert num_strangers(coordinator) == 0
+        coordinator.revoke("laptop")  # returns once the door has looked around
+        assert [each for each in logs if each["event"] == "strangers"] == []
+    other = coordinator.invite("desktop")
+    wrong = changed(other, token=json.loads(invitation.read_text())["token"])
+    with capture_logs() as logs:
+        assert found(wrong, tmp_path / "other")["door TLS"].is_fine
+        assert num_strangers(coordinator) == 1
+        assert coordinator.counters()["looks"] == 2
+        assert coordinator.counters()["refused{reason=enrolment}"] == 1
+        until(lambda: any(each["event"] == "strangers" for each in logs))
 
 
 def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path) -> None:

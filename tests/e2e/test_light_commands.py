@@ -120,6 +120,7 @@ def test_operators_commands_import_neither_torch_nor_numpy() -> None:
 def test_commands_about_runs_and_keys_import_little() -> None:
     """Participations are columns of numpy's, and what a client has sent is protobuf."""
     found = imported_by(*OF_RUNS, *OF_CLIENTS)
+    assert found["runs"] == found["runs --json"] == [], "rounds are summed up by the database"
     of_runs = {name for command in OF_RUNS for name in found[command]}
     of_clients = {name for command in OF_CLIENTS for name in found[command]}
     assert (of_runs, of_clients) == ({"numpy"}, {"google.protobuf"})

@@ -61,7 +61,7 @@ def test_a_thread_of_the_rounds_that_is_stuck_is_told(site: Site) -> None:
     http = site.config.coordinator.http_address
     until(lambda: asked(http, "/livez") == UNAVAILABLE, told=coordinator.tail)
     assert "the thread of the rounds has shown no sign of life for" in said(site, "/livez")
-    assert asked(http, "/readyz") == OK
+    until(lambda: asked(http, "/readyz") == OK, told=coordinator.tail)
     (site.folder / HELD).write_bytes(b"go on")
     until(lambda: asked(http, "/livez") == OK, told=coordinator.tail)
 
