@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from fedlearn.client.agent import Agent, AgentStatus
+from fedlearn.client.backoff import Backoff
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -825,6 +826,19 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
         agent.give_consent()
         assert application.wait_for(EventKind.CRASHED).message == "exit code 0"
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_waking_an_agent_starts_a_process_that_has_crashed_again(
+    application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where what was missing has been put in place."""
+    monkeypatch.setattr(Backoff, "next_s", lambda _: 3600.0)
+    with application.agent(application.invitation, trainer=f"{application.trainer}:exits") as agent:
+        agent.give_consent()
+        application.wait_for(EventKind.CRASHED)
+        agent.wake()
+        application.wait_for(EventKind.CRASHED)
 
 
 @pytest.mark.slow
