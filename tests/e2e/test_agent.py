@@ -752,6 +752,35 @@ time.sleep(3600)
             process.kill()
 
 
+@pytest.mark.slow
+def test_an_application_that_is_killed_takes_a_process_with_it_that_still_imports(
+    application: Application,
+) -> None:
+    """Torch takes seconds, here an hour: nobody waits for it to be told that nobody is there."""
+    torch = application.folder / "torch"
+    torch.mkdir()
+    here = f"open({str(application.folder / 'making')!r}, 'w').close()"
+    (torch / "__init__.py").write_text(f"import time\n{here}\ntime.sleep(3600)\n")
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(application.folder)!r})
+{application.starting()}
+print(agent.status().pid, flush=True)
+time.sleep(3600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        try:
+            eventually((application.folder / "making").exists)
+            process.kill()
+            eventually(lambda: not is_alive(pid))
+        finally:
+            process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_what_leads_nowhere_is_told_before_there_is_a_process(application: Application) -> None:
     """Where the application makes its agent."""
     application.invitation.unlink()
