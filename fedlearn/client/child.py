@@ -15,21 +15,22 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
 from fedlearn.client.conditions import Facts
 from fedlearn.client.descendants import MARK, end_marked
 from fedlearn.client.events import AgentEvent, EventKind
+from fedlearn.client.folder import ClientFolder
 from fedlearn.client.forks import keep_from_forks
-from fedlearn.client.home import Home
-from fedlearn.client.live_session import cancel
 from fedlearn.client.options import CHANGES, OPTIONS
 from fedlearn.client.places import place_of, told_while_it_lasts
-from fedlearn.client.runtime import Runtime, make_runtime
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
+
+if TYPE_CHECKING:  # imported once it is watched whether the application is still there
+    from fedlearn.client.runtime import Runtime
 
 #: Seconds that the process of an application that has died may take to end.
 _PREDECESSOR_S = 15.0
@@ -88,7 +89,7 @@ class _Application:
 
         threading.Thread(target=wait, name="fedlearn-watch", daemon=True).start()
 
-    async def listen(self, runtime: Runtime) -> None:
+    async def listen(self, runtime: "Runtime") -> None:
         """Hear what the application knows until it is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._link)
         with suppress(ConnectionError):  # it was killed
@@ -109,7 +110,9 @@ def _be_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def _run(runtime: Runtime, application: _Application) -> None:
+async def _run(runtime: "Runtime", application: _Application) -> None:
+    from fedlearn.client.live_session import cancel  # noqa: PLC0415 (gRPC)
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, runtime.stop)
     listening = asyncio.create_task(application.listen(runtime))
     try:
@@ -132,6 +135,7 @@ def main() -> NoReturn:
     by whoever of the two is left.
     """
     application = _Application(socket.socket(fileno=int(sys.argv[1])))
+    application.watch()
     code = 0
     try:
         _serve(application)
@@ -153,11 +157,12 @@ def _serve(application: _Application) -> None:
         wrapper_class=structlog.make_filtering_bound_logger("warning"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    application.watch()
     os.register_at_fork(after_in_child=_be_worker)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
+    from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
+
     try:
-        with Home(options.home).locked(timeout_s=_PREDECESSOR_S):
+        with ClientFolder(options.home).locked(timeout_s=_PREDECESSOR_S):
             pass  # the process of an application that has just died ends within a batch
         with told_while_it_lasts(f"{options.trainer} is still being made", application.tell):
             runtime = make_runtime(options, on_event=application.tell)

@@ -1,4 +1,4 @@
-"""A client's own file: what it refuses, when its device may train, and by how many processes.
+"""A client's own file: what it refuses, when its device may train, and how it takes part.
 
 It is another tree than the coordinator's, and lies with whom the data belong to.
 """

@@ -36,7 +36,7 @@ from fedlearn.testing.asking import Model, params_of, round_of
 from fedlearn.testing.local_door import LocalDoor
 from fedlearn.testing.stand_ins import Idle, taking_part
 from fedlearn.training.trainer import LocalTrainer
-from fedlearn.transport.base import ask_once
+from fedlearn.transport.base import Channel, ask_once
 
 #: Seconds between two looks at who is connected.
 _LOOK_S = 0.02
@@ -93,6 +93,7 @@ class FakeCoordinator(LocalDoor):
         eligible = (requirements or Requirements()).admits
         super().__init__(Path(self._temporary.name), run_id=run_id, eligible=eligible)
         self._rounds, self._stand_ins = count(), count()
+        self._channel: Channel | None = None  # while it is there
         self._secure_run_id = SecretBytes.generate(_RUN_BYTES).reveal()
 
     def __enter__(self) -> Self:
@@ -134,7 +135,7 @@ class FakeCoordinator(LocalDoor):
     @contextmanager
     def away(self) -> Iterator[None]:
         """Be out of reach while the block runs, then come back: same addresses, same run."""
-        door = self.doors.pop()
+        door, self._channel = self.doors.pop(), None
         back = DoorSettings(address=door.address, enrolment_address=door.enrolment_address)
         door.stop(grace_s=0.0)
         try:
@@ -144,8 +145,8 @@ class FakeCoordinator(LocalDoor):
 
     def connected(self) -> list[str]:
         """Return the names of the clients that may be asked now."""
-        names = self._names()
-        return [names[client_id] for client_id in self._channel.available()]
+        names, channel = self._names(), self._channel
+        return [] if channel is None else [names[each] for each in channel.available()]
 
     def train(
         self, model: Model, asked: Settings | Strategy, *, deadline_s: float = 60.0
@@ -165,8 +166,8 @@ class FakeCoordinator(LocalDoor):
             DeploymentError: No client is connected.
         """
         request, names = round_of(model, asked, round_num=next(self._rounds)), self._names()
-        requests = request.messages(self._cohort())
-        arrivals = ask_once(self._channel, requests, deadline_s=deadline_s)
+        channel, cohort = self._cohort()
+        arrivals = ask_once(channel, request.messages(cohort), deadline_s=deadline_s)
         return {names[arrival.client_id]: judged(arrival, request) for arrival in arrivals}
 
     def train_securely(
@@ -193,7 +194,7 @@ class FakeCoordinator(LocalDoor):
                 than a sum.
             DeploymentError: No client is connected.
         """
-        cohort, names = self._cohort(), self._names()
+        (channel, cohort), names = self._cohort(), self._names()
         request = round_of(model, asked, round_num=next(self._rounds))
         if plan is None:
             aggregation = request.strategy.aggregation
@@ -205,7 +206,7 @@ class FakeCoordinator(LocalDoor):
                 noise_multiplier=None,
             )
         collector = SecureCollector(
-            channel=self._channel,
+            channel=channel,
             policy=StragglerPolicy(
                 num_wanted=len(cohort),
                 over_selection=1.0,
@@ -258,15 +259,18 @@ class FakeCoordinator(LocalDoor):
         """Ask all clients that are connected to evaluate, as :meth:`train` does."""
         round_num, names = next(self._rounds), self._names()
         request = EvaluateRequest(round_num=round_num, tensors=params_of(model).named())
-        requests = dict.fromkeys(self._cohort(), request)
-        arrivals = ask_once(self._channel, requests, deadline_s=deadline_s)
+        channel, cohort = self._cohort()
+        requests = dict.fromkeys(cohort, request)
+        arrivals = ask_once(channel, requests, deadline_s=deadline_s)
         return {names[each.client_id]: measured(each, round_num=round_num) for each in arrivals}
 
-    def _cohort(self) -> Sequence[ClientId]:
+    def _cohort(self) -> tuple[Channel, Sequence[ClientId]]:
+        if self._channel is None:
+            raise DeploymentError("this coordinator is away; ask once it is back")
         cohort = self._channel.available()
         if not cohort:
             raise DeploymentError("no client is connected; call `wait_for` before asking")
-        return cohort
+        return self._channel, cohort
 
     def _names(self) -> dict[ClientId, str]:
         return {client.client_id: client.name for client in self.registry.clients()}

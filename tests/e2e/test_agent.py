@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from fedlearn.client.agent import Agent, AgentStatus
+from fedlearn.client.backoff import Backoff
 from fedlearn.client.conditions import Conditions, Probes
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
@@ -751,6 +752,35 @@ time.sleep(3600)
             process.kill()
 
 
+@pytest.mark.slow
+def test_an_application_that_is_killed_takes_a_process_with_it_that_still_imports(
+    application: Application,
+) -> None:
+    """Torch takes seconds, here an hour: nobody waits for it to be told that nobody is there."""
+    torch = application.folder / "torch"
+    torch.mkdir()
+    here = f"open({str(application.folder / 'making')!r}, 'w').close()"
+    (torch / "__init__.py").write_text(f"import time\n{here}\ntime.sleep(3600)\n")
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(application.folder)!r})
+{application.starting()}
+print(agent.status().pid, flush=True)
+time.sleep(3600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        try:
+            eventually((application.folder / "making").exists)
+            process.kill()
+            eventually(lambda: not is_alive(pid))
+        finally:
+            process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_what_leads_nowhere_is_told_before_there_is_a_process(application: Application) -> None:
     """Where the application makes its agent."""
     application.invitation.unlink()
@@ -825,6 +855,19 @@ def test_an_end_that_nobody_asked_for_is_a_crash(
         agent.give_consent()
         assert application.wait_for(EventKind.CRASHED).message == "exit code 0"
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_waking_an_agent_starts_a_process_that_has_crashed_again(
+    application: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where what was missing has been put in place."""
+    monkeypatch.setattr(Backoff, "next_s", lambda _: 3600.0)
+    with application.agent(application.invitation, trainer=f"{application.trainer}:exits") as agent:
+        agent.give_consent()
+        application.wait_for(EventKind.CRASHED)
+        agent.wake()
+        application.wait_for(EventKind.CRASHED)
 
 
 @pytest.mark.slow

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.extra_settings import WithExtra
+from fedlearn.algorithms.extra_settings import WithExtra, divided
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.build import deployment, simulation
 from fedlearn.client.flower import client_app
 from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.policy import ExtraPolicy, Policy
 from fedlearn.client.runtime import Runtime
+from fedlearn.config import from_mapping
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
@@ -201,6 +204,17 @@ def test_a_simulation_tells_trainers_of_the_users_own(
     )
     weights = run.weights(best=False)
     assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in weights.values())
+
+
+def test_a_configuration_tells_them_simulated_and_deployed(tmp_path: Path) -> None:
+    """One table of one file for both; a deployment's clients bring their trainers."""
+    client = {"optimizer": "own", "extra": EXTRA}
+    deployed = deployment(from_mapping({"client": client}, source="a test"), data_dir=tmp_path)
+    own = {"client": client | {"trainer": f"{__file__}:shifting"}}
+    simulated = simulation(from_mapping(own, source="a test"), data_dir=tmp_path)
+    for pieces in (deployed, simulated):
+        _, extra = divided(settings_of(pieces.algorithm.local))
+        assert extra == EXTRA
 
 
 def test_they_are_told_beside_what_privacy_asks(

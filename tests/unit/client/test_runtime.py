@@ -82,6 +82,7 @@ class ScriptedDoor:
         self.blobs: dict[bytes, bytes] = {}
         self.offsets: list[int] = []
         self.cut_downloads_after: int | None = None
+        self.come_back_s: list[float] = []  # to whoever comes next, instead of a session
         self._pushed: queue.Queue[wire_pb2.FromCoordinator | None] = queue.Queue()
         self._server = grpc.server(ThreadPoolExecutor(16))
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {  # Any: of several calls
@@ -160,6 +161,10 @@ class ScriptedDoor:
     def _session(
         self, messages: Iterator[wire_pb2.FromClient], context: grpc.ServicerContext
     ) -> Iterator[wire_pb2.FromCoordinator]:
+        if self.come_back_s:
+            told = ((wire.COME_BACK_METADATA, str(self.come_back_s.pop(0))),)
+            context.set_trailing_metadata(told)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self._pushed = pushed = queue.Queue[wire_pb2.FromCoordinator | None]()
         welcome = wire_pb2.Welcome(protocol=wire.PROTOCOL, client_id=3, run_id=self.run_id)
         yield wire_pb2.FromCoordinator(welcome=welcome)
@@ -1356,6 +1361,21 @@ def test_no_coordinator_sends_a_client_away_for_ever(home: Home, door: ScriptedD
         running.wait_for(EventKind.CONNECTED)
         door.push(come_back=wire_pb2.ComeBack(after_s=1e9))
         running.wait_for(EventKind.CONNECTED)
+
+
+def test_a_coordinator_that_serves_nobody_now_says_when_to_come_back(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """And is obeyed, as far as the client agrees to that; then its own back-off goes on."""
+    door.come_back_s = [0.7, 1e9]
+    with (
+        capture_logs() as logs,
+        client(home, Quick(), reconnection=Reconnection(max_absence_s=0.9)) as running,
+    ):
+        running.wait_for(EventKind.OFFLINE)
+        running.wait_for(EventKind.CONNECTED)
+    pauses = [(log["asked_s"], log["pause_s"]) for log in logs if log["event"] == "pause"]
+    assert pauses == [(0.7, 0.7), (1e9, 0.9)]
 
 
 def test_waking_a_client_ends_an_absence_and_the_next_one_is_as_long_as_asked(

@@ -219,8 +219,12 @@ def test_a_coordinator_that_goes_away_comes_back_where_it_was(
         async with joined(invitation) as (session, _, client_id):
             run_id = session.welcome.run_id
         address, run_ids = fake_coordinator.address, {run_id, fake_coordinator.run_id}
-        with fake_coordinator.away(), pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(*address.split(":"))
+        with fake_coordinator.away():
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection(*address.split(":"))
+            assert fake_coordinator.connected() == []
+            with pytest.raises(DeploymentError, match="this coordinator is away"):
+                fake_coordinator.train(network(), SETTINGS)
         assert fake_coordinator.address == address
         async with joined(fake_coordinator.invite("clinic-a")) as (session, _, again):
             assert again == client_id
