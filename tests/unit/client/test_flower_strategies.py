@@ -1,11 +1,12 @@
 """A client's ClientApp before Flower's own strategies: what it answers, and how it refuses."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.clientapp.mod import LocalDpMod, arrays_size_mod, fixedclipping_mod, message_size_mod
 from torch import Tensor, nn
 
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
@@ -21,6 +22,7 @@ from fedlearn.training.trainer import (
     TaskControl,
     TrainContext,
 )
+from fedlearn.transport.flower import Mod
 from tests.grid import LocalGrid
 
 LOCAL = LocalSgd(epochs=1, batch_size=None, learning_rate=0.1)
@@ -29,7 +31,7 @@ START = ArrayRecord({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
 
 def torch_trainer(_: Node) -> LocalTrainer:
     features = torch.arange(12.0).view(4, 3)
-    labels = torch.tensor([0, 1, 1, 0])
+    labels = torch.tensor([0, 1, 1, 1])
     return TorchTrainer.of(lambda: nn.Linear(3, 2), features, labels, device="cpu")
 
 
@@ -56,10 +58,11 @@ def reply_of(
     trainer: Callable[[Node], LocalTrainer] = torch_trainer,
     policy: Policy | None = None,
     local: LocalUpdate | None = LOCAL,
+    mods: Sequence[Mod] = (),
     **config: float | str,
 ) -> Message:
     """Return what a node answers to a strategy's message."""
-    app = client_app(trainer, policy_of=lambda _: policy or Policy(), local=local)
+    app = client_app(trainer, policy_of=lambda _: policy or Policy(), local=local, mods=mods)
     grid = LocalGrid(VirtualClock(), app, nodes={12: 0})
     told: dict[str, float | str] = {"server-round": 1} | {
         k.replace("_", "-"): v for k, v in config.items()
@@ -80,6 +83,21 @@ def test_a_trainer_of_ones_own_is_told_the_config() -> None:
     assert dict(measured.content.metric_records["metrics"]) == {"sum": 0.0, "num-examples": 3}
 
 
+def weight_in(reply: Message) -> Tensor:
+    return reply.content.array_records["arrays"].to_torch_state_dict()["weight"]
+
+
+def test_flowers_own_mods_are_around_the_client() -> None:
+    """Before its strategies a reply has their records, so that mods see, and may change, them."""
+    plain = reply_of()
+    measured = reply_of(mods=[message_size_mod, arrays_size_mod])
+    assert torch.equal(weight_in(measured), weight_in(plain))
+    assert plain.content.metric_records == measured.content.metric_records
+    noised = reply_of(mods=[LocalDpMod(10.0, 1.0, 5.0, 1e-5)])
+    assert noised.content.metric_records == plain.content.metric_records
+    assert not torch.equal(weight_in(noised), weight_in(plain))
+
+
 REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
 
 
@@ -92,6 +110,7 @@ REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
         (lambda: reply_of(policy=Policy(max_epochs=2), local_epochs=3), "max_epochs"),
         (lambda: reply_of(kind="evaluate", policy=Policy(evaluate=False)), "evaluate"),
         (lambda: reply_of(warmth=3), "does not honour the setting 'warmth', which is 3"),
+        (lambda: reply_of(clipping_norm=1.0, mods=[fixedclipping_mod]), "'clipping_norm'"),
         (lambda: reply_of(lr=-1.0), "learning_rate"),
         (lambda: reply_of(lr="much"), "'learning_rate' is 'much'"),
         (lambda: reply_of(proximal_mu=-0.5), "proximal"),

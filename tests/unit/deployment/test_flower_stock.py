@@ -257,6 +257,29 @@ def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
     assert not any(name.startswith("clients/") for name in heard.rounds[0].metrics)
 
 
+class SlowGrid(LocalGrid):
+    """One node never answers."""
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        latency_s, reply = super().answered(client, message)
+        return math.inf if client == 1 else latency_s, reply
+
+
+@pytest.mark.slow
+def test_a_round_of_other_apps_closes_at_its_deadline(tmp_path: Path) -> None:
+    """With those that have reported, and at the first that are wanted where more are asked."""
+    write_config(tmp_path)
+    grid = SlowGrid(VirtualClock(), APP, nodes=dict(NODES))
+    once = "num_rounds=1;evaluation.deadline_s=0.3"
+    heard = run_on(grid, tmp_path, overrides=f"{once};stragglers.deadline_s=0.7")
+    by_client = {each.client_id: each.status for each in heard.rounds[0].participations}
+    assert by_client == {12: Status.LATE, 13: Status.REPORTED, 2**63 - 1: Status.REPORTED}
+    more = f"{once};name=more;cohort.num_wanted=2;stragglers.over_selection=1.5"
+    heard = run_on(SlowGrid(VirtualClock(), APP, nodes=dict(NODES)), tmp_path, overrides=more)
+    assert len(heard.rounds[0].participations) == 3
+    assert heard.rounds[0].count(Status.REPORTED) == 2
+
+
 def test_fewer_nodes_than_make_a_round_fail_the_run_with_their_number(tmp_path: Path) -> None:
     """Nobody has to introduce himself."""
     write_config(tmp_path)

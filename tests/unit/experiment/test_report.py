@@ -163,6 +163,17 @@ def test_the_quantiles_over_clients_stand_in_their_table(usual: str) -> None:
     assert texts[start : start + 6] == expected
 
 
+def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) -> None:
+    """The last one, and none elsewhere."""
+    assert "mean by examples" not in usual
+    spread = {"mean": 0.6, "by_examples": 0.7}
+    measured = {"loss": 1.0} | {f"clients/dose_{part}": v for part, v in spread.items()}
+    outline = Outline(page(run(), [finished(0, {1: GOOD}, measured)]))
+    shown = [text for text in outline.texts if text.strip()]
+    start = shown.index("mean by examples") + 1
+    assert shown[start : start + 7] == ["dose", "0.6000", "-", "-", "-", "-", "0.7000"]
+
+
 def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
     """Coloured by what became of it, and told when pointed at."""
     cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", usual)

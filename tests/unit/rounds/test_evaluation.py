@@ -1,6 +1,7 @@
 """Federated evaluation over a channel."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,30 @@ def test_only_those_count_that_answer_in_time(deadline_s: float, expected: float
 def test_when_nobody_answers_there_are_no_metrics() -> None:
     """Not a zero, and not an error."""
     assert evaluator(deadline_s=-1.0).evaluate(PARAMS, round_num=0) == {}
+
+
+def counting(num_examples: int, loss: float) -> Handler:
+    """A client that says that it has so many examples."""
+    reply = EvaluateReply(round_num=1, num_examples=num_examples, metrics={"loss": loss})
+    return lambda _, state: (encode(reply), state)
+
+
+@pytest.mark.parametrize("claimed", [0, 10**9 + 1, 2**63 - 1])
+def test_means_by_examples_weigh_clients_and_none_that_claims_too_much(claimed: int) -> None:
+    """It is told so; without means by examples its count decides nothing, and it counts."""
+    handlers = {CLIENTS[0]: counting(30, 1.0), CLIENTS[1]: counting(10, 2.0)}
+    handlers[CLIENTS[2]] = counting(claimed, 9.0)
+    channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    evenly = ChannelEvaluator(
+        channel=channel, cohort=lambda _: CLIENTS[:3], directions={}, deadline_s=1.0
+    )
+    metrics = replace(evenly, weighs=True).evaluate(PARAMS, round_num=1)
+    assert metrics["clients/loss_by_examples"] == 1.25
+    assert metrics["clients/loss_mean"] == 1.5
+    assert f"num_examples {claimed}" in channel.refused[CLIENTS[2]]
+    others = evenly.evaluate(PARAMS, round_num=1)
+    assert others["clients/loss_mean"] == 4.0
+    assert "clients/loss_by_examples" not in others
 
 
 class Constant:
