@@ -62,7 +62,8 @@ class EvaluationSection(Section):
     clients: Whole | Literal["auto"] = Field(
         "auto",
         description="Clients evaluated for the quantiles over clients, at most the population; "
-        f'0: none; "auto": {_USUAL_EVALUATED}, or in a simulation of fewer clients all.',
+        f'0: none; "auto": {_USUAL_EVALUATED}, or in a simulation of fewer clients all. Deployed '
+        "with secure aggregation they measure in a sum, which tells their mean alone.",
     )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(

@@ -113,8 +113,10 @@ class PastReleases:
             )
 
     def after(self, terms: Terms, survivors: Sequence[ClientId]) -> "PastReleases":
-        """Return what is remembered once a sum is to be opened."""
+        """Return what is remembered once a sum is to be opened; of one session it counts once."""
         before = self._of_round(terms)
+        if before is not None and before.attempt == terms.attempt:
+            return self
         new = PastRelease(
             run_id=terms.run_id,
             evaluates=terms.evaluates,

@@ -39,13 +39,13 @@ from fedlearn.errors import (
 )
 from fedlearn.secagg import messages
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
-from fedlearn.secagg.client_state import ClientState
 from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.plan import request_hash
+from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import described
-from fedlearn.session.history import History, HistoryFile
+from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
 from fedlearn.session.results import evaluate_reply, trained
 from fedlearn.session.secure import KeptState, after_failure, contribution, measured, message_in
@@ -206,7 +206,11 @@ class ClientSession:
             kept = replace(kept, pins=pins)
         elif pins != before:
             self.pin_file.write(pins)
-        self._note(answered, session, history)
+        if self.history_file is not None and history is not None:
+            after = history.after(answered, session.releases)
+            if after != history:
+                self.history_file.write(after)  # before the answer leaves
+            session = replace(session, releases=PastReleases())  # it stands in one place
         return reply, replace(kept, trainer=trainer_state, session=session)
 
     def _draw(self, pins: Pins) -> Draw | None:
@@ -215,14 +219,6 @@ class ClientSession:
             return None
         factor = self.secure.policy.max_draw_factor
         return Draw(roster=pins.roster, client_ids=pins.clients.keys(), factor=factor)
-
-    def _note(self, answered: messages.Up, session: ClientState, before: History | None) -> None:
-        """Keep what an answer makes of the history, before it leaves."""
-        if self.history_file is None or before is None:
-            return
-        after = before.after(answered, session.releases)
-        if after != before:
-            self.history_file.write(after)
 
     def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> EvaluateReply:
         result = self.trainer.evaluate(request.tensors, control=control)

@@ -107,6 +107,13 @@ def test_releases_are_counted_by_round_and_end_the_session() -> None:
     assert last_of(first.released(released(replace(TERMS, round_num=3)))) == (3, 1, 1)
 
 
+def test_a_release_that_is_worked_on_again_after_a_crash_counts_once() -> None:
+    """The history outlives the run's state, and may be ahead of it by one answer."""
+    first = FRESH.released(released(TERMS))
+    behind = replace(FRESH.at(STEPS[4]), releases=first.releases)
+    assert last_of(behind.released(released(TERMS))) == (2, 1, 1)
+
+
 def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
     state = FRESH.released(released(TERMS)).at(STEPS[1])
     assert SECRETS[2].reveal() in state.to_bytes()
