@@ -81,6 +81,16 @@ class SecureAggregationSection(Section):
         """Whether updates are summed under masks."""
         return self.mode != "off"
 
+    def problems(self) -> Iterator[Problem]:
+        """Refuse a roster that would draw nobody."""
+        if self.roster and not self.draws:
+            text = (
+                f'is "{self.roster}", but nobody is drawn where secure aggregation is off, or '
+                'holds against no active coordinator; set secure_aggregation.mode to "complete" or '
+                '"sparse" and secure_aggregation.adversary to "active", or leave the roster out'
+            )
+            yield Problem(("roster", "mode", "adversary"), text)
+
     @property
     def draws(self) -> bool:
         """Whether rounds ask whom a roster draws."""

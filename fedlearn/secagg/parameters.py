@@ -62,6 +62,7 @@ References:
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -372,9 +373,15 @@ def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: floa
     return int(np.argmax(above <= 2.0**log2_tail))
 
 
+@cache
+def _log_factorials() -> NDArray[np.float64]:
+    """Return log x! for x = 0 … MAX_CLIENTS; not to be written to."""
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, MAX_CLIENTS + 1)))])
+
+
 def _hypergeometric(population: int, marked: int, drawn: int) -> NDArray[np.float64]:
     """Return P[X = x] for x = 0 … drawn."""
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, population + 1)))])
+    log_factorial = _log_factorials()
 
     def log_choose(n: int, k: NDArray[np.int64]) -> NDArray[np.float64]:
         inside = (k >= 0) & (k <= n)

@@ -670,6 +670,17 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             "no sparse graph on 13 clients",
         ),
         (
+            ["secure_aggregation.roster=all.roster"],
+            'roster: is "all.roster", but nobody is drawn where secure aggregation is off',
+        ),
+        (
+            [
+                "secure_aggregation={mode='complete',adversary='honest-but-curious'}",
+                "secure_aggregation.roster=all.roster",
+            ],
+            'roster: is "all.roster", but nobody is drawn where',
+        ),
+        (
             ["secure_aggregation.mode=complete", "data.source=mnist-by-writer"],
             'cohort.num_wanted: is "auto", but secure aggregation derives its threshold from',
         ),
@@ -741,6 +752,7 @@ def test_contradictions_are_refused(overrides: list[str], expected: str) -> None
         ["secure_aggregation.mode=off", "cohort.sampling=poisson"],
         ["updates.max_norm=10.0", "updates.max_examples=1000"],
         ["secure_aggregation={mode='sparse',dropout=0.1}", "stragglers.over_selection=1.0"],
+        ["secure_aggregation={mode='complete',roster='all.roster'}"],
         ["secure_aggregation.mode=sparse", "secure_aggregation.adversary=honest-but-curious"],
     ],
 )

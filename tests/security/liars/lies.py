@@ -154,7 +154,7 @@ TERMS = [
         "a sparse graph",
         Stage.ADVERTISE,
         lambda told: told.sign(replace(terms_of(told), topology=Topology.SPARSE, num_neighbours=4)),
-        "`num_neighbours`",
+        "`allow_sparse`",
     ),
     Lie("a threshold of one", Stage.ADVERTISE, impossible_number(threshold=1)),
     Lie("a threshold of none", Stage.ADVERTISE, impossible_number(threshold=0)),
