@@ -45,6 +45,8 @@ class LiveStatus:
         training: By kind how far the coordinator's own training is, or the last one was.
         counts: Of all rounds in this process: clients by how they ended.
         round_times: How long they took without waiting.
+        staleness: Of all rounds in this process that take updates of older models: updates by their
+            staleness.
     """
 
     num_rounds: int = 0
@@ -62,6 +64,7 @@ class LiveStatus:
     training: "dict[str, Progress]" = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
     round_times: RoundTimes = field(default_factory=lambda: RoundTimes(clock=SystemClock()))
+    staleness: Mapping[int, int] = field(default_factory=dict)
 
     def finished(self, record: RoundRecord) -> None:
         """Take note of a finished round; what follows is its commit."""
@@ -72,6 +75,8 @@ class LiveStatus:
         self.metrics = {**self.metrics, **record.metrics}  # not all is measured in each round
         for status in Status:
             self.counts[status] += record.count(status)
+        for age, number in record.staleness.items():
+            self.staleness = {**self.staleness, age: self.staleness.get(age, 0) + number}
         self.phase = Phase.COMMITTING
 
     def trained(self, kind: str, progress: "Progress") -> None:
@@ -129,5 +134,7 @@ class LiveStatus:
         return {"round_work_seconds": self.round_times.histogram}
 
     def counters(self) -> dict[str, float]:
-        """Return how many clients ended how, by name."""
-        return {f"participations{{status={name}}}": n for name, n in self.counts.items()}
+        """Return how many clients ended how, and how stale updates were, by name."""
+        ended = {f"participations{{status={name}}}": n for name, n in self.counts.items()}
+        stale = {f"updates{{staleness={age}}}": n for age, n in self.staleness.items()}
+        return {**ended, **stale}

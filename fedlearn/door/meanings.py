@@ -104,7 +104,12 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     **_counters(
         "clients",
         participations="Clients by the `status` in which their round ended: reported, late, "
-        "failed.",
+        "failed, stale.",
+    ),
+    **_counters(
+        "updates",
+        updates="Of rounds that take updates of older models: those in the aggregate by their "
+        "`staleness`; absent in other runs.",
     ),
     **_counters(
         "connections",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.collecting import Collector, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.recipes import FedAdam, FedAvg
+from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -31,9 +31,16 @@ from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.identity.identity import Identity
+from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+from fedlearn.rounds.round import (
+    Buffering,
+    RoundPlan,
+    ServerState,
+    run_buffered_round,
+    run_round,
+)
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
@@ -56,6 +63,7 @@ from fedlearn.training.trainer import (
     TaskControl,
     TrainContext,
 )
+from fedlearn.transport.base import Channel
 from fedlearn.transport.flower import FlowerChannel
 from tests.grid import LocalGrid
 
@@ -325,6 +333,51 @@ def test_flower_gives_the_same_model_bit_for_bit(
     found, found_order = run(algorithm, over_flower(algorithm))
     assert found_order == order
     assert torch.equal(found.vector, expected.vector)
+
+
+def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]:
+    """Return, of each asynchronous round, the model, the staleness, and who reported."""
+    limits = FedBuff(KEEPING, buffer_size=2, concurrency=4, max_staleness=2).asynchrony
+    policy = replace(POLICY, num_wanted=2)
+    collector = OpenCollector(
+        channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=None
+    )
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
+    )
+    plan = RoundPlan(
+        opening=opening,
+        policy=policy,
+        collector=PlainCollector(channel=channel, policy=policy, slab_bytes=0),
+        strategy=FedAvg(KEEPING),
+        seed=Seed(5),
+        buffering=Buffering(asynchrony=limits, draw=opening.draw, collector=collector),
+    )
+    assert plan.buffering is not None
+    torch.manual_seed(0)
+    state, rounds = plan.init(Params.of(make_model())), []
+    for _ in range(6):
+        state, collected, _ = run_buffered_round(state, plan, plan.buffering)
+        reported = [
+            int(each.client_id)
+            for each in collected.participations
+            if each.status is Status.REPORTED
+        ]
+        rounds.append((state.params, dict(collected.staleness), reported))
+    collector.close()
+    return rounds
+
+
+def test_asynchronous_rounds_over_flower_give_the_same_model_bit_for_bit() -> None:
+    """An exchange that is asked again and again, stale updates, and clients that are given up."""
+    sessions = SimulatedSessions(
+        population(), Spread(), trainers_on(resident()), work=KEEPING
+    ).channel()
+    expected, found = buffered(sessions), buffered(channel_over(grid_of_nodes()))
+    for (model, staleness, reported), (other, others, order) in zip(found, expected, strict=True):
+        assert (staleness, reported) == (others, order)
+        assert torch.equal(model.vector, other.vector)
+    assert max(age for _, staleness, _ in found for age in staleness) >= 1
 
 
 class Telling:

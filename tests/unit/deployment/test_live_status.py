@@ -61,3 +61,18 @@ def test_a_round_that_was_not_evaluated_leaves_the_last_evaluation() -> None:
     assert live_status.metrics == {"accuracy": 0.9, "loss": 0.3, "server_loss": 0.2}
     live_status.finished(replace(RECORD, round_num=2, metrics={"accuracy": 0.8, "loss": 0.4}))
     assert live_status.gauges()["accuracy"] == 0.8
+
+
+def test_the_staleness_of_updates_is_counted_over_rounds() -> None:
+    """As the metrics tell it; of synchronous rounds there is nothing to tell."""
+    live_status = LiveStatus()
+    live_status.finished(RECORD)
+    assert not any(name.startswith("updates") for name in live_status.counters())
+    for staleness in ({0: 3, 2: 1}, {0: 1, 1: 3}):
+        live_status.finished(replace(RECORD, staleness=staleness))
+    found = {n: v for n, v in live_status.counters().items() if n.startswith("updates")}
+    assert found == {
+        "updates{staleness=0}": 4,
+        "updates{staleness=2}": 1,
+        "updates{staleness=1}": 3,
+    }
