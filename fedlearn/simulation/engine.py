@@ -21,7 +21,7 @@ from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
-from fedlearn.algorithms.local import LocalUpdate, read_only
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, read_only
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
@@ -31,7 +31,7 @@ from fedlearn.core.reported import WeightedMeans
 from fedlearn.errors import EngineError, SettingsRefused, UnusableResult
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.cluster import Cluster, gathered
-from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
@@ -181,10 +181,12 @@ class Engine:
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         work = list(zip(updates, requests, strict=True))
-        for (local, sent_to), block in _blocks(mine, work, self.block_size):
-            trained = self._train_block(client_ids[block], sent_to, local)
+        is_apart = not self._takes_apart(updates, requests)
+        for block in _blocks(mine, work, self.block_size, is_apart=is_apart):
+            asked = [requests[place] for place in block.tolist()]
+            trained = self._train_block(client_ids[block], asked, updates[block[0]])
             lowered = None if factors is None else factors[block]
-            sent = self._updates(client_ids[block], trained, sent_to, factors=lowered)
+            sent = self._updates(client_ids[block], trained, asked, factors=lowered)
             is_light = np.ones(len(block), np.bool_)
             if bounds is not None:
                 is_light = trained.num_examples_K <= bounds.max_examples
@@ -209,6 +211,19 @@ class Engine:
         )
         return Wave(report[0], report[1].astype(np.int64), verdicts, metrics, everything)
 
+    def _takes_apart(
+        self, updates: Sequence[LocalUpdate], requests: Sequence[RoundRequest]
+    ) -> bool:
+        """Return whether a block may have clients that start from several models.
+
+        Their steps must not depend on the round, nor on what is told in it.
+        """
+        return (
+            getattr(self.executor, "takes_apart", False)
+            and all(type(update) is LocalSgd for update in updates)
+            and not any(request.told for request in requests)
+        )
+
     def _locals(
         self, client_ids: NDArray[np.int64], request: RoundRequest
     ) -> Sequence[LocalUpdate]:
@@ -216,8 +231,14 @@ class Engine:
         return request.strategy.locals_for(cast("list[ClientId]", client_ids.tolist()))
 
     def _train_block(
-        self, client_ids: NDArray[np.int64], request: RoundRequest, local: LocalUpdate
+        self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
     ) -> Trained:
+        request, apart = requests[0], None
+        if not _is_one(requests):
+            apart = Apart(
+                rounds_K=np.asarray([each.round_num for each in requests]),
+                starts_KP=torch.stack([each.params.vector for each in requests]),
+            )
         work = Work.of(
             self.population.load(client_ids),
             client_ids,
@@ -227,6 +248,7 @@ class Engine:
             round_num=request.round_num,
             seed=Seed(request.seed),
             kept=stacked(request.kept, client_ids.tolist()),
+            apart=apart,
         )
         try:
             with read_only(
@@ -258,11 +280,12 @@ class Engine:
         self,
         client_ids: NDArray[np.int64],
         trained: Trained,
-        request: RoundRequest,
+        requests: Sequence[RoundRequest],
         *,
         factors: NDArray[np.float64] | None,
     ) -> Updates:
         """Return a block's updates as they would leave their clients, with their weights."""
+        request = requests[0]
         num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
         weights_B = self.weights(num_examples_B, request)
         if factors is not None:
@@ -271,7 +294,7 @@ class Engine:
             client_ids=cast("list[ClientId]", client_ids.tolist()),
             weights_B=weights_B,
             lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
-            based_on=[request.round_num] * len(client_ids),
+            based_on=[each.round_num for each in requests],
         )
         strategy, layout = request.strategy, request.params.layout
         # A transform may add a lane, and by the last one all are there.
@@ -378,10 +401,12 @@ def _blocks(
     mine: NDArray[np.int64],
     work: Sequence[tuple[LocalUpdate, RoundRequest]],
     block_size: int,
-) -> Iterator[tuple[tuple[LocalUpdate, RoundRequest], NDArray[np.int64]]]:
-    """Cut clients into blocks that do the same from the same model, in their order.
+    *,
+    is_apart: bool,
+) -> Iterator[NDArray[np.int64]]:
+    """Cut clients into blocks that do the same, in their order; one by one each has its turn.
 
-    One by one each has its turn.
+    Those that start from several models are in several blocks if that ``is_apart``.
     """
     groups = [mine]
     if block_size > 1 and not all(_is_one(each) for each in zip(*work, strict=True)):
@@ -391,11 +416,12 @@ def _blocks(
             update, request = work[index]
             if update not in alike:
                 alike.append(update)
-            kinds.setdefault((alike.index(update), request.round_num), []).append(index)
+            model = request.round_num if is_apart else 0
+            kinds.setdefault((alike.index(update), model), []).append(index)
         groups = [np.asarray(group, np.int64) for group in kinds.values()]
     for group in groups:
         for start in range(0, len(group), block_size):
-            yield work[group[start]], group[start : start + block_size]
+            yield group[start : start + block_size]
 
 
 def _is_one(pieces: Sequence[object]) -> bool:

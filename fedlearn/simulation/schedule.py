@@ -48,14 +48,15 @@ def schedule(
     rows: ClientRows,
     client_ids: NDArray[np.int64],
     *,
-    round_num: int,
+    round_num: int | NDArray[np.int64],
     seed: Seed,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Schedule:
     """Return the batches of a block's clients: shape [K], those with most steps first.
 
-    ``rows`` are their examples, in this order; ``dtype`` is that of the weights.
+    ``rows`` are their examples, in this order; ``round_num`` is one for all, or each client's own:
+    shape [K]; ``dtype`` is that of the weights.
     """
     sizes_K = np.diff(rows.offsets)
     steps_K = work.steps_per_epoch(sizes_K)
@@ -88,13 +89,13 @@ def _orders(
     sizes_K: NDArray[np.int64],
     client_ids: NDArray[np.int64],
     *,
-    round_num: int,
+    round_num: int | NDArray[np.int64],
     seed: Seed,
 ) -> NDArray[np.int64]:
     """Return what ``shuffled_positions`` does for each client and epoch: [K, E, largest client]."""
     position_N = np.arange(int(sizes_K.max()))
     keys_KEN = seed.hash(
-        round_num,
+        round_num if isinstance(round_num, int) else round_num[:, None, None],
         client_ids[:, None, None],
         np.arange(work.epochs)[None, :, None],
         position_N[None, None, :],

@@ -20,6 +20,19 @@ from fedlearn.training.keyed_dropout import step_keys
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Apart:
+    """Clients of a block that were asked in several rounds.
+
+    Attributes:
+        rounds_K: In which: shape [K].
+        starts_KP: The model that each starts from, one row a client.
+    """
+
+    rounds_K: NDArray[np.int64]
+    starts_KP: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
     """A block of K clients to train.
 
@@ -35,6 +48,8 @@ class Work:
         round_num: Round index.
         seed: The run's.
         kept: What the clients kept, by name one row each: shape [K, n]; what is missing is zero.
+        apart: Where they were asked in several rounds, by executors that take it; ``None``: all
+            start from ``params``.
     """
 
     params: Params
@@ -48,6 +63,7 @@ class Work:
     round_num: int
     seed: Seed
     kept: Mapping[str, Tensor]
+    apart: Apart | None = None
 
     @classmethod
     def of(
@@ -61,6 +77,7 @@ class Work:
         round_num: int,
         seed: Seed,
         kept: Mapping[str, Tensor],
+        apart: Apart | None = None,
     ) -> Self:
         """Return the work on these clients' examples, where the model lies; the rest as above."""
         vector = params.vector
@@ -76,7 +93,7 @@ class Work:
                 local.work,
                 rows,
                 client_ids,
-                round_num=round_num,
+                round_num=round_num if apart is None else apart.rounds_K,
                 seed=seed,
                 dtype=vector.dtype,
                 device=vector.device,
@@ -84,6 +101,7 @@ class Work:
             round_num=round_num,
             seed=seed,
             kept=kept,
+            apart=apart,
         )
 
     def num_examples(self) -> NDArray[np.int64]:
@@ -126,7 +144,10 @@ class Trained:
 
 
 class Executor(Protocol):
-    """Trains blocks of clients."""
+    """Trains blocks of clients.
+
+    One with an attribute ``takes_apart`` that is true trains each from a model of its own.
+    """
 
     def train(self, work: Work) -> Trained:
         """Return the clients' deltas and losses."""

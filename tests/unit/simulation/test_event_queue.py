@@ -59,13 +59,15 @@ class ToTheirOwn:
     """An executor whose clients take a step each towards its own id, from the model it is sent."""
 
     diverging: frozenset[int] = frozenset()
+    takes_apart: bool = False
     blocks: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def train(self, work: Work) -> Trained:
         ids = work.client_ids.tolist()
         self.blocks.append((work.round_num, ids))
         aims_K = torch.tensor([math.nan if c in self.diverging else float(c) for c in ids])
-        deltas_KP = RATE * (aims_K[:, None] - work.params.vector)
+        starts = work.params.vector if work.apart is None else work.apart.starts_KP
+        deltas_KP = RATE * (aims_K[:, None] - starts)
         return Trained(
             deltas_KP=deltas_KP,
             lanes={},
@@ -235,6 +237,19 @@ def test_clients_of_one_model_train_as_a_block() -> None:
     assert len(later) < 2 * 4, "those of one model are together"
     assert {based_on for based_on, _ in later} > {0}
     assert len(executor.trained) == 3 * 4
+
+
+def test_clients_of_several_models_train_as_a_block_where_the_executor_takes_it() -> None:
+    """Each from its own: the same model as apart, but for rounding, in fewer blocks."""
+    limits = asynchrony(buffer_size=4, concurrency=9)
+    apart, together = ToTheirOwn(), ToTheirOwn(takes_apart=True)
+    (expected, _), (found, rounds) = (
+        run(plan(limits, each), num_rounds=8) for each in (apart, together)
+    )
+    assert [len(ids) for _, ids in together.blocks] == [4] * 8
+    assert len(apart.blocks) > 8
+    assert any(len(each.staleness) > 1 for each in rounds), "of several models"
+    torch.testing.assert_close(found.params.vector, expected.params.vector)
 
 
 def test_who_is_given_up_is_never_trained_and_told() -> None:

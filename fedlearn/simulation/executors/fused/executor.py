@@ -88,6 +88,9 @@ class FusedExecutor:
         chain: The model.
     """
 
+    #: Each client's model is a row, so each may be another one's at first.
+    takes_apart = True
+
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._last: Workspace | None = None
@@ -101,7 +104,8 @@ class FusedExecutor:
         """
         num_clients, global_P = len(work.client_ids), work.params.vector
         workspace = self._workspace_for(work)
-        workspace.stack.load(global_P, num_clients=num_clients)
+        start = global_P if work.apart is None else work.apart.starts_KP
+        workspace.stack.load(start, num_clients=num_clients)
         params = [workspace.stack.params_KP[:num_clients]]
         told = {name: [each_P[None]] for name, each_P in {MODEL: global_P, **work.told}.items()}
         memory = new_memory(work.local, params, kept=work.kept)
@@ -120,7 +124,7 @@ class FusedExecutor:
         if rules is None:  # else the copies are ahead of the rows, and nothing was reported
             workspace.stack.refresh(num_clients)
         return Trained(
-            deltas_KP=workspace.stack.deltas(global_P, num_clients=num_clients),
+            deltas_KP=workspace.stack.deltas(start, num_clients=num_clients),
             lanes=report.lanes,
             losses_K=losses_K,
             num_examples_K=work.num_examples(),

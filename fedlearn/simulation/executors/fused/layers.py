@@ -55,9 +55,9 @@ class Stack:
     def _grads(self) -> dict[str, Tensor]:
         return self._layout.views(self.grads_KP)
 
-    def load(self, global_P: Tensor, *, num_clients: int) -> None:
-        """Give the first clients the global model, in the rows and in the copies."""
-        self.params_KP[:num_clients].copy_(global_P)
+    def load(self, start: Tensor, *, num_clients: int) -> None:
+        """Give the first clients the model [P], or a row [K, P] each, also in the copies."""
+        self.params_KP[:num_clients].copy_(start)
         self.refresh(num_clients)
 
     def refresh(self, num_clients: int) -> None:
@@ -65,9 +65,9 @@ class Stack:
         for name, copy in self._copies.items():
             copy[:num_clients].copy_(self._rows[name][:num_clients])
 
-    def deltas(self, global_P: Tensor, *, num_clients: int) -> Tensor:
-        """Return local minus global, in the rows' memory."""
-        for name, value in self._layout.views(global_P).items():
+    def deltas(self, start: Tensor, *, num_clients: int) -> Tensor:
+        """Return local minus what :meth:`load` was given, in the rows' memory."""
+        for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
             torch.sub(self._values[name][:num_clients], value, out=rows)
         return self.params_KP[:num_clients]
