@@ -386,7 +386,7 @@ class Coordinator:
             clock=self.interruption,
         )
         opening: Opening = durable
-        draw: Draw = durable.draw
+        draw: Draw = durable.draw if pieces.late_updates is None else durable.draw_cohort
         if charging is not None:  # again where a round goes on: its noise will be drawn anew
             charge = partial(_charge, charging, patiently=self._patiently)
             opening = ChargedOpening(inner=opening, charge=charge)

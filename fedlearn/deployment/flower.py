@@ -238,7 +238,8 @@ class _Served:
         self.site.progress.start(stored.record, stored.path, [*notes, *promised])
         durable = self._opening(journal)
         opening: Opening = durable
-        draw: Draw = durable.draw
+        is_late_kept = self.pieces.late_updates is not None
+        draw: Draw = durable.draw_cohort if is_late_kept else durable.draw
         if charging is not None:
             opening = ChargedOpening(inner=opening, charge=charging.charge)
             draw = ChargedDraw(inner=draw, charge=charging.charge)

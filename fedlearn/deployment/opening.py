@@ -85,20 +85,46 @@ class DurableOpening:
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
+        return self._opened(round_num, attempt=attempt, busy=frozenset())
+
+    def draw_cohort(
+        self,
+        num: int,  # noqa: ARG002 - the policy's, as of any cohort
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+    ) -> Sequence[ClientId]:
+        """Return the cohort of a round that takes late updates, of who is not busy.
+
+        Who is busy counts among those that the round waits for.
+
+        Raises:
+            FedlearnError: What :meth:`open` raises.
+        """
+        return self._opened(round_num, attempt=attempt, busy=frozenset(busy))
+
+    def _opened(
+        self, round_num: int, *, attempt: int, busy: frozenset[ClientId]
+    ) -> tuple[ClientId, ...]:
         self.live_status.attempt = attempt
         self.live_status.round_times.begin()
         opened = self.journal.find(round_num, attempt)
         if opened is None:
             with self.live_status.round_times.waiting():
-                present = self._awaited(round_num)  # not while the run is paused
+                there = self._awaited(round_num, busy)  # not while the run is paused
+            present = without(there, busy)
             self.check()  # an early fence; what counts is that of the journal's transaction
-            cohort = self.sampler.sample(
-                present,
-                num_asked=min(self.policy.num_asked, len(present)),
-                round_num=round_num,
-                attempt=attempt,
-                seed=self.seed,
-            )
+            num_asked = min(self.policy.num_asked, len(present))
+            cohort = tuple[ClientId, ...]()
+            if num_asked:
+                cohort = self.sampler.sample(
+                    present,
+                    num_asked=num_asked,
+                    round_num=round_num,
+                    attempt=attempt,
+                    seed=self.seed,
+                )
             opened = OpenRound(
                 round_num=round_num,
                 attempt=attempt,
@@ -121,12 +147,14 @@ class DurableOpening:
             Fenced: Another coordinator has taken over; nothing is written.
             StoreError: The journal cannot be read or written.
         """
+        self.live_status.round_times.begin()
         opened = self.journal.find(round_num, attempt)
         if opened is not None:
             return opened.cohort
-        while self.is_paused():
-            self.live_status.phase = Phase.PAUSED
-            self.clock.sleep(_LOOK_S)
+        with self.live_status.round_times.waiting():
+            while self.is_paused():
+                self.live_status.phase = Phase.PAUSED
+                self.clock.sleep(_LOOK_S)
         self.check()
         there = without(self.available(round_num), busy)
         if not there:
@@ -149,8 +177,11 @@ class DurableOpening:
         self.live_status.phase = Phase.ROUND
         return drawn
 
-    def _awaited(self, round_num: int) -> Sequence[ClientId]:
-        """Return who is there: all that would be asked or, after patience, enough for a round."""
+    def _awaited(self, round_num: int, busy: Collection[ClientId]) -> Sequence[ClientId]:
+        """Return who is there: all that would be asked or, after patience, enough for a round.
+
+        Those who are busy count, too, be they connected at the moment or not.
+        """
         while True:
             while self.is_paused():
                 self.live_status.phase = Phase.PAUSED
@@ -164,11 +195,12 @@ class DurableOpening:
                     max(fewest, self.num_needed - self.num_set_aside()) if is_patient else fewest
                 )
                 present = self.available(round_num)
-                if len(present) >= num_needed:
+                num_there = len(without(present, busy)) + len(busy)
+                if num_there >= num_needed:
                     return present
                 if not is_patient and self.clock.now_s() >= ends_s + num_waits * self.patience_s:
                     num_waits += 1
-                    self.too_few(len(present), num_waits)
+                    self.too_few(num_there, num_waits)
                 self.live_status.num_needed = num_needed
                 self.live_status.phase = Phase.WAITING
                 self.clock.sleep(_LOOK_S)

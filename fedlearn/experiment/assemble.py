@@ -574,7 +574,7 @@ def open_collector(
         )
     if (late := pieces.late_updates) is not None:
         return SemiSynchronousCollector(
-            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes, wait=wait
+            channel=channel, policy=policy, late=late, slab_bytes=slab_bytes
         )
     return None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from fedlearn.algorithms.collecting import Collected, RoundRequest, damped
 from fedlearn.algorithms.flight import Asked, Draw, Flight
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
-from fedlearn.algorithms.sampling import without
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
@@ -53,15 +52,12 @@ class SemiSynchronousCollector:
         policy: When a round closes.
         late: What becomes of who is late, and what the deadline follows.
         slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
-        wait: Waits a moment for clients to come, where there are too few for a cohort; ``None``:
-            nobody will come.
     """
 
     channel: Channel
     policy: StragglerPolicy
     late: LateUpdates
     slab_bytes: int
-    wait: Callable[[], None] | None
     _exchange: Exchange | None = None
     _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
@@ -97,23 +93,18 @@ class SemiSynchronousCollector:
         played.give_up(stale)
         if goes_on:
             played.ask([each for each in awaited if each.client_id not in self._held])
-        played.ask_cohort(self._drawn(awaited, requests[round_num], draw))
+        drawn = draw(
+            self.policy.num_asked,
+            round_num=round_num,
+            attempt=requests[round_num].attempt,
+            busy={each.client_id for each in awaited},
+        )
+        played.ask_cohort(drawn)
         played.play(self._held)
         self._opened_s += played.now_s
         collected, self._held = played.close(), played.held
         self._in_flight = frozenset(each.client_id for each in collected.flight)
         return collected
-
-    def _drawn(
-        self, awaited: Sequence[Asked], request: RoundRequest, draw: Draw
-    ) -> Sequence[ClientId]:
-        """Return whom the round asks, once there are enough beside those that are awaited."""
-        busy, num_asked = {each.client_id for each in awaited}, self.policy.num_asked
-        while self.wait is not None and (
-            len(without(self.available(), busy)) + len(busy) < num_asked
-        ):
-            self.wait()
-        return draw(num_asked, round_num=request.round_num, attempt=request.attempt, busy=busy)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.errors import EngineError
@@ -114,3 +114,34 @@ def test_a_trainer_that_knows_no_force_is_refused() -> None:
     assert run(trainer=Mine, algorithm=fl.FedAvg(SGD), num_rounds=1).history
     with pytest.raises(EngineError, match="elasticity"):
         run(trainer=Mine, num_rounds=1)
+
+
+def kernels() -> nn.Module:
+    """Return a network whose kernels the fused executor trains in copies."""
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+
+
+def images() -> fl.FederatedData:
+    """Return images of which some are bright above."""
+    features = torch.randn(240, 1, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
+    labels = (features[:, 0, :2].sum((1, 2)) > 0).astype("int64")
+    clients = fl.Iid(num_clients=NUM_CLIENTS)
+    return fl.from_arrays(features, labels, partition=clients, test_fraction=0.2, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["vmap", "fused"])
+def test_kernels_begin_and_are_sent_as_they_shall(executor: str) -> None:
+    """As one client after another, with a model of its own each and a force in each round."""
+    found, expected = (
+        fl.simulate(
+            kernels,
+            images(),
+            ALGORITHM,
+            num_rounds=4,
+            cohort={"num_wanted": NUM_CLIENTS},
+            engine={"executor": each},
+        )
+        for each in (executor, "sequential")
+    )
+    torch.testing.assert_close(weights(found), weights(expected), rtol=0.0, atol=1e-6)

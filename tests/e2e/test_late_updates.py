@@ -78,6 +78,26 @@ def test_workers_and_executors_change_nothing_but_rounding(engine: dict[str, Any
         assert left.virtual_s == right.virtual_s
 
 
+TOO_FEW = {"over_selection": 1.25, "deadline_s": 5.0, "min_reports": 4, "max_retries": 20}
+
+
+@pytest.mark.parametrize("stragglers", [SETTINGS["stragglers"], TOO_FEW], ids=["late", "retried"])
+def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, Any]) -> None:
+    """Models, virtual time and what became of whom, where rounds are tried again, too."""
+    exactly = {"num_workers": 1, "executor": "sequential", "block_size": 1}
+    engine = run(stragglers=stragglers, engine=exactly)
+    sessions = run(stragglers=stragglers, engine={"transport": "memory"})
+    assert torch.equal(weights(sessions), weights(engine))
+    for left, right in zip(sessions.history, engine.history, strict=True):
+        assert {each[:2] for each in left.participations} == {
+            each[:2] for each in right.participations
+        }
+        assert (left.attempt, dict(left.staleness)) == (right.attempt, dict(right.staleness))
+        assert left.virtual_s == pytest.approx(right.virtual_s, rel=1e-12)
+    retried = any(record.attempt for record in engine.history)
+    assert retried == (stragglers is TOO_FEW)
+
+
 SCAFFOLD = fl.Scaffold(
     sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1),
     num_clients=12,

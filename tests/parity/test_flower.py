@@ -351,13 +351,13 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
         collector=PlainCollector(channel=channel, policy=policy, slab_bytes=0),
         strategy=FedAvg(KEEPING),
         seed=Seed(5),
-        buffering=Buffering(asynchrony=limits, draw=opening.draw, collector=collector),
+        buffering=Buffering(is_retried=False, draw=opening.draw, collector=collector),
     )
     assert plan.buffering is not None
     torch.manual_seed(0)
     state, rounds = plan.init(Params.of(make_model())), []
     for _ in range(6):
-        state, collected, _ = run_buffered_round(state, plan, plan.buffering)
+        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
         reported = [
             int(each.client_id)
             for each in collected.participations

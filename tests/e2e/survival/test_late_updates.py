@@ -1,0 +1,145 @@
+"""A semi-synchronous coordinator that is killed: a late update counts once, in a later round.
+
+As in :mod:`tests.e2e.survival.test_asynchronous` an update of client k that is based on round r
+votes in ``votes[r, k]``; of n that a round takes each counts 1 / n there.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fedlearn.core.collecting import Status
+from fedlearn.rounds.records import RunStatus
+from fedlearn.store.runs import StoredRun
+from tests.e2e.survival.changes import FORGET_REPLIES
+from tests.e2e.survival.harness import RUN, Miscounted, VotingSite
+from tests.e2e.survival.test_asynchronous import PHASES
+from tests.processes import Change, Process, until
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS, SLOW = 3, 2
+#: Around what makes an update count, and what makes a round durable.
+SOME_PHASES = ("logged, no receipt", "folded", "before the server step", "before the commit")
+
+
+def configure(site: VotingSite, *, num_rounds: int, deadline_s: float) -> None:
+    """All three are asked, and a round closes with those that are in time."""
+    site.configure(
+        num_rounds=num_rounds,
+        min_reports=1,
+        deadline_s=deadline_s,
+        ballast=1000,
+        sections={
+            "algorithm": {"name": "fedavg", "weight_by_examples": False},
+            "late_updates": {
+                "mode": "keep",
+                "staleness_weight": "constant",
+                "max_staleness": 10_000,
+            },
+        },
+    )
+
+
+def audit(site: VotingSite) -> Counter[int]:
+    """Check that each update on record is in the model exactly once; return their staleness.
+
+    Raises:
+        Miscounted: One is there twice or not at all, or a client was told that one counts which
+            does not.
+    """
+    with site.places.database() as database:
+        run = database.run(RUN)
+        status, records, checkpoint = run.record.status, run.rounds(), run.load()
+    if status is not RunStatus.DONE:
+        raise Miscounted(f"the run is {status}")
+    assert checkpoint is not None
+    votes = checkpoint.tensors["params/votes"]
+    for number in range(NUM_CLIENTS):
+        shares = [
+            1.0 / record.count(Status.REPORTED)
+            for record in records
+            for each in record.participations
+            if (each.client_id, each.status) == (number, Status.REPORTED)
+        ]
+        found = [value for value in votes[:, number].tolist() if value]
+        if sorted(found) != pytest.approx(sorted(shares), rel=1e-5):
+            raise Miscounted(f"client {number}: {sorted(found)}, on record {sorted(shares)}")
+        if lost := {told for told in site.told(number, "accepted") if not votes[told, number]}:
+            raise Miscounted(f"client {number} was told that those of {lost} count")
+    ages = Counter[int]()
+    for record in records:
+        ages.update(record.staleness)
+    return ages
+
+
+def populate(site: VotingSite) -> list[Process]:
+    for number in range(NUM_CLIENTS):
+        site.enrol(number)
+    return [site.join(number) for number in range(NUM_CLIENTS)]
+
+
+def test_who_is_late_counts_in_a_later_round(site: VotingSite) -> None:
+    """Nobody disturbs it; the slow client holds up no more than the round in which it was asked."""
+    configure(site, num_rounds=40, deadline_s=1.0)
+    coordinator = site.serving()
+    with site.holding(SLOW):
+        populate(site)
+        until(lambda: len(site.rounds()) >= 2)
+    assert coordinator.wait() == 0, coordinator.tail()
+    ages = audit(site)
+    assert sum(count for age, count in ages.items() if age) >= 1
+    first, second = site.rounds()[:2]
+    assert first.count(Status.LATE) == 1
+    assert len(second.participations) == 2, "who is awaited is not asked"
+    assert second.duration_s < first.duration_s
+
+
+def test_a_kill_loses_no_late_update(site: VotingSite) -> None:
+    """Who is late is awaited by the next coordinator, too, and counts once."""
+    phases = [each for each in PHASES if each.phase in SOME_PHASES]
+    assert len(phases) == len(SOME_PHASES)
+    configure(site, num_rounds=40, deadline_s=2.0)
+    clients, committed = list[Process](), site.rounds()
+    with site.holding(SLOW):
+        for phase in [replace(each, armed_by=StoredRun.commit) for each in phases]:
+            process = site.serving(crash=phase)
+            clients = clients or populate(site)
+            assert process.wait() is None, f"{phase.phase}: it went on\n{process.tail()}"
+            assert process.has_crashed_itself(), f"{phase.phase}: {process.tail()}"
+            latest = site.rounds()
+            assert latest[: len(committed)] == committed, phase.phase
+            committed = latest
+    last = site.coordinator()
+    assert last.wait() == 0, last.tail()
+    ages = audit(site)
+    assert sum(count for age, count in ages.items() if age) >= 1
+
+
+def restarted(site: VotingSite, *changes: Change) -> Process:
+    """Kill a coordinator that has acknowledged one update, and that client; start anew."""
+    configure(site, num_rounds=1, deadline_s=5.0)
+    first = site.serving()
+    with site.holding(1, SLOW):
+        clients = populate(site)
+        until(lambda: site.told(0, "accepted") == {0})
+        first.kill()
+    clients[0].kill()
+    return site.serving(changes=changes)
+
+
+def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
+    """Once."""
+    second = restarted(site)
+    assert second.wait() == 0, second.tail()
+    audit(site)
+    assert site.rounds()[0].count(Status.REPORTED) == NUM_CLIENTS
+
+
+def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
+    """The control of the audit."""
+    second = restarted(site, FORGET_REPLIES)
+    assert second.wait() == 0, second.tail()
+    with pytest.raises(Miscounted, match="was told that those of"):
+        audit(site)

@@ -1,0 +1,76 @@
+"""Semi-synchronous rounds are the same over Flower as over memory."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.late_updates import LateUpdates
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.core.collecting import Status
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import Buffering, RoundPlan, run_buffered_round
+from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
+from tests.parity import test_flower as flower
+
+LATE = LateUpdates(
+    max_staleness=20,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=0.5,
+    staleness_hinge=0,
+    deadline_quantile=None,
+    deadline_window=3,
+    least_deadline_s=0.0,
+)
+
+
+def ran(
+    collector: PlainCollector, *, deadline_s: float
+) -> tuple[Tensor, list[dict[int, int]], int]:
+    """Return the model after six rounds, how stale their updates were, and how many were late."""
+    policy = replace(flower.POLICY, deadline_s=deadline_s)
+    semi = SemiSynchronousCollector(
+        channel=collector.channel, policy=policy, late=LATE, slab_bytes=0
+    )
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=semi.available, policy=policy, seed=Seed(5)
+    )
+    buffering = Buffering(is_retried=True, draw=opening.draw, collector=semi)
+    plan = RoundPlan(
+        opening=opening,
+        policy=policy,
+        collector=collector,
+        strategy=FedAvg(flower.LOCAL),
+        seed=Seed(5),
+        buffering=buffering,
+    )
+    torch.manual_seed(0)
+    state, ages, num_late = plan.init(Params.of(flower.make_model())), list[dict[int, int]](), 0
+    for _ in range(6):
+        state, collected, _ = run_buffered_round(state, plan, buffering, attempt=0)
+        ages.append(dict(collected.staleness))
+        num_late += collected.count(Status.LATE)
+    semi.close()
+    return state.params.vector, ages, num_late
+
+
+@pytest.mark.parametrize("deadline_s", [3.5, math.inf])
+def test_flower_keeps_late_updates_as_memory_does(deadline_s: float) -> None:
+    """Where some are late, and, as the control, where nobody is."""
+    strategy = FedAvg(flower.LOCAL)
+    memory, over_flower = flower.in_memory(strategy), flower.over_flower(strategy)
+    assert isinstance(memory, PlainCollector)
+    assert isinstance(over_flower, PlainCollector)
+    expected, ages, num_late = ran(memory, deadline_s=deadline_s)
+    found, found_ages, found_late = ran(over_flower, deadline_s=deadline_s)
+    assert torch.equal(found, expected)
+    assert (found_ages, found_late) == (ages, num_late)
+    assert (num_late > 0) == math.isfinite(deadline_s)
+    assert any(age for each in ages for age in each) == math.isfinite(deadline_s)
