@@ -4,6 +4,7 @@ The numbers that the documentation names are measured here.
 """
 
 import asyncio
+import re
 import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,12 @@ class Deployment:
         with urlopen(f"http://{self.http}/metrics", timeout=LONG_S) as response:
             lines = response.read().decode().splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
+        return {_without_run(name): float(value) for name, value in pairs}
+
+
+def _without_run(sample: str) -> str:
+    """Return the name of a sample without the label of its run, which all have."""
+    return re.sub(r',?run="[^"]+",?', "", sample).removesuffix("{}")
 
 
 @pytest.fixture

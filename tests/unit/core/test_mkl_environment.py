@@ -35,9 +35,16 @@ for offset in range(16):
     found.append(torch.cat([outputs.flatten(), (outputs.t() @ there).flatten()]))
 print(sum(not torch.equal(found[0], each) for each in found))
 """
+#: What an application starts a training process with: its end of a socket, and the options.
+STARTED = """
+import io, socket
+here, there = socket.socketpair()
+sys.argv[1:] = [str(there.fileno())]
+sys.stdin = io.TextIOWrapper(io.BytesIO(b'{"home": "nowhere", "trainer": "mine:make"}'))
+"""
 ENTRIES = {
     "the command line": "sys.argv[1:] = ['check']; runpy.run_module('fedlearn', None, '__main__')",
-    "the training process": "runpy.run_module('fedlearn.client.child', None, '__main__')",
+    "the training process": f"{STARTED}runpy.run_module('fedlearn.client.child', None, '__main__')",
     "a script": "import fedlearn as fl; fl.FedAvg",
     "an application's tests": "import fedlearn.testing; fedlearn.testing.FakeCoordinator",
     "a Flower app": "import fedlearn.client.flower",

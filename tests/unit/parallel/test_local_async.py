@@ -160,12 +160,12 @@ def test_a_process_that_is_gone_fails_the_task_and_tells_no_data(
 ) -> None:
     """The message goes to the coordinator; the others are ended, and the next task has new ones."""
     one = TorchTrainer.of(model, Examples(kills=kills), device="cpu")
-    hogwild = Hogwild(one, num_processes=2)
+    hogwild, others = Hogwild(one, num_processes=2), children_of(os.getpid())
     for _ in range(2):
         with pytest.raises(ProcessesParted, match=words) as raised:
             hogwild.train(weights(), context=context())
         assert "patient" not in str(raised.value)
-        assert not children_of(os.getpid())
+        assert not set(children_of(os.getpid())) - set(others)
 
 
 class Watching(Unattended):
@@ -184,11 +184,11 @@ class Watching(Unattended):
 
 def test_a_task_can_be_called_off_and_tells_how_far_it_is() -> None:
     """No process is left, and the trainer trains the next task."""
-    hogwild = Hogwild(trainer(), num_processes=2)
+    hogwild, others = Hogwild(trainer(), num_processes=2), children_of(os.getpid())
     long = context(replace(SGD, epochs=10_000), control=Watching(cancels=True))
     with pytest.raises(Cancelled):
         hogwild.train(weights(), context=long)
-    assert not children_of(os.getpid())
+    assert not set(children_of(os.getpid())) - set(others)
     watching = Watching(cancels=False)
     found = hogwild.train(weights(), context=context(control=watching))
     assert watching.told[-1][0] == 1.0
