@@ -136,7 +136,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
     counts = summary.counts
-    asked = f"{summary.num_clients} different clients, asked {sum(counts)} times"
+    asked = f"{summary.num_clients} different clients, asked {summary.num_asked} times"
     yield "took part", f"{asked}: {counts.text()}"
     for reason, count in summary.reasons:
         yield "failed", f"{count} x {printable(reason or 'no reason given')}"

@@ -63,7 +63,13 @@ from fedlearn.simulation.evaluation import (
 from fedlearn.simulation.event_queue import EventQueue
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.semi_synchronous import SemiSynchronous
-from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.simulation.sessions import (
+    BufferedSessionCollector,
+    SessionCollector,
+    SessionsKept,
+    SimulatedSessions,
+    trainers_on,
+)
 from fedlearn.simulation.sources import Examples
 from fedlearn.training.example_gradients import require_separable
 from fedlearn.training.keyed_dropout import untouched
@@ -293,7 +299,7 @@ def assemble(
     params = initial_params(simulation, device)
     job = job_of(simulation, params, cluster.world_size)
     model = job.resident_model()
-    channel: Channel | None = None
+    channel: MemoryChannel | None = None
     if simulation.config.engine.transport == "memory":
         channel, collector = _sessions(simulation, model)
     else:
@@ -523,15 +529,16 @@ def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChann
         further_bytes=further_bytes(strategy, model.layout),
         identities=simulated,
     ).channel()
-    if simulated is None:
-        return channel, over_channel(simulation, channel, None)
-    identities = Identities(
-        run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
-        signer=simulated.coordinator[0],
-        directory=lambda: simulated,
-        sends_directory=False,
-    )
-    return channel, over_channel(simulation, channel, identities)
+    identities = None
+    if simulated is not None:
+        identities = Identities(
+            run_id=SecretBytes.generate(RUN_BYTES).reveal(),  # sessions of a resumed run are new
+            signer=simulated.coordinator[0],
+            directory=lambda: simulated,
+            sends_directory=False,
+        )
+    collector = over_channel(simulation, channel, identities)
+    return channel, SessionCollector(inner=collector, sessions=SessionsKept(channel))
 
 
 def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
@@ -552,7 +559,7 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
 
 
 def _buffered(
-    simulation: Simulation, collector: Collector, channel: Channel | None
+    simulation: Simulation, collector: Collector, channel: MemoryChannel | None
 ) -> BufferedCollector | None:
     """Return what collects rounds with clients in flight; ``None``: there are none."""
     asynchrony, late = simulation.asynchrony, simulation.late_updates
@@ -560,7 +567,9 @@ def _buffered(
         if asynchrony is not None:
             return EventQueue(engine=collector, asynchrony=asynchrony)
         return None if late is None else SemiSynchronous(engine=collector, late=late)
-    return None if channel is None else open_collector(simulation, channel, wait=None)
+    if channel is None or (inner := open_collector(simulation, channel, wait=None)) is None:
+        return None
+    return BufferedSessionCollector(inner=inner, sessions=SessionsKept(channel))
 
 
 def open_collector(

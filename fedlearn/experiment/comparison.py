@@ -3,14 +3,15 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.distribution import Direction, sign, split
+from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
@@ -146,6 +147,12 @@ class Counts(NamedTuple):
     def of(cls, record: RoundRecord) -> Self:
         """Count one round."""
         return cls(*(record.count(Status(name)) for name in cls._fields))
+
+    @classmethod
+    def of_all(cls, participations: Iterable[Participation]) -> Self:
+        """Count participations of any rounds."""
+        found = Counter(each.status for each in participations)
+        return cls(*(found[Status(name)] for name in cls._fields))
 
     def text(self) -> str:
         """Return them in words; who was stale is told where somebody was."""
@@ -287,6 +294,8 @@ class Summary:
         seconds: Real seconds in all.
         num_clients: Different clients asked.
         counts: Participations of all rounds.
+        again: Those of them of clients that were counted as late before, where late updates are
+            kept: each was asked once, and has two.
         num_skipped: Rounds that left the model as it was.
         num_retries: Further attempts, all rounds together.
         reasons: Failure reasons and how often, the most frequent first.
@@ -302,10 +311,21 @@ class Summary:
     seconds: float
     num_clients: int
     counts: Counts
+    again: Counts
     num_skipped: int
     num_retries: int
     reasons: tuple[tuple[str, int], ...]
     privacy: Spending | None = None
+
+    @property
+    def num_asked(self) -> int:
+        """How many times clients were asked whose rounds are over."""
+        return sum(self.counts) - sum(self.again)
+
+    @property
+    def num_in_time(self) -> int:
+        """How many of these times they reported in the round that asked them."""
+        return self.counts.reported - self.again.reported
 
     @property
     def is_resumable(self) -> bool:
@@ -378,7 +398,6 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         None,
     )
     participations = [each for one in rounds for each in one.participations]
-    counts = [Counts.of(one) for one in rounds]
     reasons = Counter(each.reason for each in participations if each.status is Status.FAILED)
     return Summary(
         record=record,
@@ -389,13 +408,26 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         virtual_s=rounds[-1].virtual_s if rounds else 0.0,
         seconds=sum(one.seconds for one in rounds),
         num_clients=len({each.client_id for each in participations}),
-        counts=Counts(
-            *(sum(column) for column in zip((0,) * len(Counts._fields), *counts, strict=True))
-        ),
+        counts=Counts.of_all(participations),
+        again=Counts.of_all(_again(record, participations)),
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         reasons=tuple(reasons.most_common()),
     )
+
+
+def _again(record: RunRecord, participations: Iterable[Participation]) -> Iterator[Participation]:
+    """Yield what became of clients that were late in an earlier round, and not asked again."""
+    table = record.config.get("late_updates")
+    if not isinstance(table, Mapping) or table.get("mode") != "keep":
+        return
+    awaited = set[ClientId]()
+    for each in participations:
+        if each.client_id in awaited:
+            awaited.remove(each.client_id)
+            yield each
+        elif each.status is Status.LATE:
+            awaited.add(each.client_id)
 
 
 # ---- Two runs -----------------------------------------------------------------------------
@@ -477,6 +509,7 @@ def compare(
     totals = (
         Measure(name=name, a=total(of_a), b=total(of_b), text=text, less_is_better=None)
         for name, (total, text) in _TOTALS.items()
+        if name != "stale" or total(of_a) or total(of_b)
     )
     return Comparison(
         names=(a[0].name, b[0].name),
@@ -582,6 +615,7 @@ _TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]]
     "reported": (lambda run: run.counts.reported, _count_text),
     "late": (lambda run: run.counts.late, _count_text),
     "failed": (lambda run: run.counts.failed, _count_text),
+    "stale": (lambda run: run.counts.stale, _count_text),
     "skipped rounds": (lambda run: run.num_skipped, _count_text),
     "virtual time": (lambda run: run.virtual_s, duration_text),
     "real time": (lambda run: run.seconds, duration_text),

@@ -123,8 +123,7 @@ def _shown(value: Any) -> Any:  # of any type that a template prints
 
 def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     """Yield names, values and notes."""
-    best, counts = summary.best, summary.counts
-    asked = sum(counts)
+    best, asked = summary.best, summary.num_asked
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
     yield (
         f"best {best.metric if best else leading}",
@@ -143,8 +142,8 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
         note = f"{cohorts} for who saw the cohorts; δ {delta}; {spent.hidden}"
         yield "ε of the models", f"{spent.epsilon:.3g}", note
     yield "clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"
-    share = f"{100 * counts.reported / asked:.0f} % reported in time" if asked else ""
-    yield "reports", f"{counts.reported:,}", share
+    share = f"{100 * summary.num_in_time / asked:.0f} % reported in time" if asked else ""
+    yield "reports", f"{summary.counts.reported:,}", share
 
 
 def _interruptions(summary: Summary) -> str:

@@ -37,10 +37,17 @@ from fedlearn.rounds.pieces import begun_by, stepped_by, strategy_at, told_by
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Version:
-    """What clients in flight were sent: an earlier model, and what they were told beside it."""
+    """What clients in flight were sent, in an earlier round.
+
+    Attributes:
+        params: The model.
+        told: What they were told beside it.
+        state: The strategy's state of that round, where what clients do depends on it; else empty.
+    """
 
     params: Params
     told: Lanes
+    state: State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +213,27 @@ def run_buffered_round(
     """
     strategy = strategy_at(plan.strategy, state.strategy_state)
     request = _request(state, plan, strategy, attempt=attempt)
+    usual = plan.strategy if state.strategy_state else strategy
     requests = {
-        based_on: replace(request, round_num=based_on, params=sent.params, told=sent.told)
+        based_on: replace(
+            request,
+            round_num=based_on,
+            params=sent.params,
+            told=sent.told,
+            strategy=strategy_at(plan.strategy, sent.state) if sent.state else usual,
+        )
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
     collected = buffering.collector.collect(
         state.flight, requests, round_num=state.round_num, draw=buffering.draw
     )
-    awaited = sorted({each.based_on for each in collected.flight})
-    versions = {
-        each: Version(params=requests[each].params, told=requests[each].told) for each in awaited
-    }
+    newest = Version(
+        params=request.params,
+        told=request.told,
+        state={} if strategy is plan.strategy else state.strategy_state,
+    )
+    sent_in = {**state.versions, state.round_num: newest}
+    versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
     state = replace(state, flight=collected.flight, versions=versions)
     return _stepped(state, plan, collected, request)
 

@@ -317,6 +317,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
     for based_on, sent in server.versions.items():
         tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.told.items()}
+        tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
     if state.best_params is not None:
         tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
     values: dict[str, Scalar] = {
@@ -356,6 +357,7 @@ def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
             based_on: Version(
                 params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
                 told=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
+                state=_part(checkpoint, f"{_VERSION}{based_on}/state/", device),
             )
             for based_on in sorted({each.based_on for each in flight})
         },

@@ -23,6 +23,7 @@ from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, read_only
 from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
@@ -124,7 +125,7 @@ class Engine:
 
     def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
         """Return a request as these clients' devices meet it."""
-        updates = self._locals(client_ids, request)
+        updates = self._locals(client_ids, [request] * len(client_ids))
         alike = updates[:1] if _is_one(updates) else updates
         epochs = [update.work.epochs for update in alike]
         return DeviceRound(
@@ -172,7 +173,7 @@ class Engine:
             EngineError: See :meth:`collect`.
         """
         request, count = requests[0], len(client_ids)
-        updates, bounds = self._locals(client_ids, request), self.bounds(request)
+        updates, bounds = self._locals(client_ids, requests), self.bounds(request)
         steps = _num_steps(updates, self.population.num_examples(client_ids))
         reduction.begin(client_ids)
         # Rows: loss, examples, verdict. Each worker fills in its clients, a sum joins them.
@@ -186,7 +187,7 @@ class Engine:
             asked = [requests[place] for place in block.tolist()]
             trained = self._train_block(client_ids[block], asked, updates[block[0]])
             lowered = None if factors is None else factors[block]
-            sent = self._updates(client_ids[block], trained, asked, factors=lowered)
+            sent = _updates(client_ids[block], trained, asked, reduction, factors=lowered)
             is_light = np.ones(len(block), np.bool_)
             if bounds is not None:
                 is_light = trained.num_examples_K <= bounds.max_examples
@@ -225,10 +226,20 @@ class Engine:
         )
 
     def _locals(
-        self, client_ids: NDArray[np.int64], request: RoundRequest
+        self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest]
     ) -> Sequence[LocalUpdate]:
-        """Return what each client does."""
-        return request.strategy.locals_for(cast("list[ClientId]", client_ids.tolist()))
+        """Return what each client does, by what it was sent."""
+        strategies = {id(each.strategy): each.strategy for each in requests}
+        if len(strategies) == 1:
+            strategy = requests[0].strategy
+            return strategy.locals_for(cast("list[ClientId]", client_ids.tolist()))
+        places, locals_ = dict[int, list[int]](), dict[int, LocalUpdate]()
+        for place, each in enumerate(requests):
+            places.setdefault(id(each.strategy), []).append(place)
+        for key, some in places.items():
+            ids = cast("list[ClientId]", client_ids[some].tolist())
+            locals_ |= zip(some, strategies[key].locals_for(ids), strict=True)
+        return [locals_[place] for place in range(len(requests))]
 
     def _train_block(
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
@@ -276,36 +287,37 @@ class Engine:
         """Return the aggregation weights of clients with these example counts: shape [B]."""
         return weights(self.summing or request.strategy.aggregation, num_examples_B)
 
-    def _updates(
-        self,
-        client_ids: NDArray[np.int64],
-        trained: Trained,
-        requests: Sequence[RoundRequest],
-        *,
-        factors: NDArray[np.float64] | None,
-    ) -> Updates:
-        """Return a block's updates as they would leave their clients, with their weights."""
-        request = requests[0]
-        num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
-        weights_B = self.weights(num_examples_B, request)
-        if factors is not None:
-            weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
-        updates = Updates(
-            client_ids=cast("list[ClientId]", client_ids.tolist()),
-            weights_B=weights_B,
-            lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
-            based_on=[each.round_num for each in requests],
-        )
-        strategy, layout = request.strategy, request.params.layout
-        # A transform may add a lane, and by the last one all are there.
-        transforms = strategy.transforms
-        reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
-        _require_declared(updates, reported, layout, who=strategy.local)
-        for place, transform in enumerate(transforms, start=1):
-            updates = transform(updates)
-            lanes = reported if place < len(transforms) else strategy.lanes
-            _require_declared(updates, lanes, layout, who=transform)
-        return updates
+
+def _updates(
+    client_ids: NDArray[np.int64],
+    trained: Trained,
+    requests: Sequence[RoundRequest],
+    reduction: Reduction,
+    *,
+    factors: NDArray[np.float64] | None,
+) -> Updates:
+    """Return a block's updates as they would leave their clients, with their weights."""
+    request = requests[0]
+    num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
+    weights_B = weights(reduction.aggregation, num_examples_B)
+    if factors is not None:
+        weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
+    updates = Updates(
+        client_ids=cast("list[ClientId]", client_ids.tolist()),
+        weights_B=weights_B,
+        lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
+        based_on=[each.round_num for each in requests],
+    )
+    strategy, layout = request.strategy, request.params.layout
+    # A transform may add a lane, and by the last one all are there.
+    transforms = strategy.transforms
+    reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
+    _require_declared(updates, reported, layout, who=strategy.local)
+    for place, transform in enumerate(transforms, start=1):
+        updates = transform(updates)
+        lanes = reported if place < len(transforms) else strategy.lanes
+        _require_declared(updates, lanes, layout, who=transform)
+    return updates
 
 
 def _folded(
@@ -410,14 +422,15 @@ def _blocks(
     """
     groups = [mine]
     if block_size > 1 and not all(_is_one(each) for each in zip(*work, strict=True)):
-        alike = list[LocalUpdate]()
+        alike = list[tuple[LocalUpdate, Sequence[Transform]]]()
         kinds = dict[tuple[int, int], list[int]]()
         for index in mine.tolist():
             update, request = work[index]
-            if update not in alike:
-                alike.append(update)
+            does = (update, request.strategy.transforms)
+            if does not in alike:
+                alike.append(does)
             model = request.round_num if is_apart else 0
-            kinds.setdefault((alike.index(update), model), []).append(index)
+            kinds.setdefault((alike.index(does), model), []).append(index)
         groups = [np.asarray(group, np.int64) for group in kinds.values()]
     for group in groups:
         for start in range(0, len(group), block_size):

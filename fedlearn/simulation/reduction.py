@@ -21,7 +21,11 @@ from fedlearn.simulation.cluster import Cluster
 
 
 class Summed:
-    """Adds blocks up. Memory: one contribution."""
+    """Adds blocks up. Memory: one contribution.
+
+    Attributes:
+        aggregation: What the updates are combined by.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Summed:
         *,
         max_norm: float | None,
     ) -> None:
-        self._aggregation, self._lanes, self._params = aggregation, lanes, params
+        self.aggregation, self._lanes, self._params = aggregation, lanes, params
         self._max_norm = max_norm
         self._total = self._wave = self._empty()
 
@@ -50,7 +54,7 @@ class Summed:
         not, or longer than one of them may be, are the rows looked at one by one. (Absurd values
         that cancel within a block pass: simulated clients diverge, they do not conspire.)
         """
-        block = self._aggregation.accumulate(self._empty(), updates)
+        block = self.aggregation.accumulate(self._empty(), updates)
         sound, max_norm = np.ones(len(updates.client_ids), np.bool_), self._max_norm
         if max_norm is not None:  # a weight below 1 would hide a long row in the sum
             max_norm *= min(1.0, float(updates.weights_B.min()))
@@ -58,7 +62,7 @@ class Summed:
             sound = sound_rows(updates, max_norm=self._max_norm)
             if not sound.all():
                 some = only(updates, np.flatnonzero(sound))
-                block = self._aggregation.accumulate(self._empty(), some)
+                block = self.aggregation.accumulate(self._empty(), some)
         self._wave = merged(self._wave, block)
         return sound
 
@@ -69,16 +73,20 @@ class Summed:
 
     def close(self) -> Aggregate:
         """Return the aggregate of all waves, of at least one client."""
-        aggregate: Aggregate = self._aggregation.finalize(self._total)
+        aggregate: Aggregate = self.aggregation.finalize(self._total)
         return aggregate
 
     def _empty(self) -> Any:  # Any: as above
         device = self._params.vector.device
-        return self._aggregation.init(self._lanes, self._params.layout, device=device)
+        return self.aggregation.init(self._lanes, self._params.layout, device=device)
 
 
 class Gathered:
-    """Keeps every update, in order of arrival whoever trained it. Memory: all contributions."""
+    """Keeps every update, in order of arrival whoever trained it. Memory: all contributions.
+
+    Attributes:
+        aggregation: What the updates are combined by.
+    """
 
     def __init__(
         self,
@@ -88,7 +96,7 @@ class Gathered:
         *,
         max_norm: float | None,
     ) -> None:
-        self._aggregation, self._params, self._max_norm = aggregation, params, max_norm
+        self.aggregation, self._params, self._max_norm = aggregation, params, max_norm
         self._sizes = {lane.name: lane.size(params.layout) for lane in lanes}
         self._waves = list[Updates]()
 
@@ -126,7 +134,7 @@ class Gathered:
             name: torch.cat([matrix(wave.lanes[name]) for wave in waves]) for name in self._sizes
         }
         based_on = [each for wave in waves for each in wave.based_on]
-        combined = self._aggregation.combine(Updates(client_ids, weights_B, lanes, based_on))
+        combined = self.aggregation.combine(Updates(client_ids, weights_B, lanes, based_on))
         return Aggregate(lanes=combined, num_clients=len(client_ids))
 
 

@@ -4,12 +4,20 @@ Slower than the engine and equal to it, for parity and for code that lives in se
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.collecting import (
+    BufferedCollector,
+    Collected,
+    Collector,
+    RoundRequest,
+)
+from fedlearn.algorithms.flight import Draw, Flight
+from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
@@ -23,6 +31,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.randomness import Seed
+from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -111,6 +120,78 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             upload_bytes=num_bytes + self.further_bytes,
             seed=Seed(train.seed),
         )
+
+
+@dataclass(frozen=True)
+class SessionsKept:
+    """What trainers of sessions in memory keep: it is the run's state, as it is in the engine.
+
+    Attributes:
+        channel: To the sessions.
+    """
+
+    channel: MemoryChannel
+
+    def restore(self, kept: Kept) -> None:
+        """Give sessions that have not begun in this process what they kept before."""
+        for client_id in kept.keys() - self.channel.states.keys():
+            state = KeptState(trainer=kept[client_id], session=None)
+            self.channel.states[ClientId(client_id)] = state.to_bytes()
+
+    def added_to(self, collected: Collected, *, before: Kept) -> Collected:
+        """Return a round with what everybody's trainer keeps after it: no keys of sessions."""
+        asked = {each.client_id for each in collected.participations}
+        states = {each: self.channel.states.get(each, b"") for each in asked}
+        changes: Kept = {each: KeptState.of(state).trainer for each, state in states.items()}
+        return replace(collected, kept=updated(before, changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionCollector:
+    """A collector over sessions in memory, with what they keep.
+
+    Attributes:
+        inner: Collects.
+        sessions: What they keep.
+    """
+
+    inner: Collector
+    sessions: SessionsKept
+
+    def available(self) -> Sequence[ClientId]:
+        """Return all clients."""
+        return self.inner.available()
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+        """Return what the inner one does, and what the sessions keep then."""
+        self.sessions.restore(request.kept)
+        return self.sessions.added_to(self.inner.collect(cohort, request), before=request.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferedSessionCollector:
+    """The same where clients are in flight before a round and after it.
+
+    Attributes:
+        inner: Collects.
+        sessions: What they keep.
+    """
+
+    inner: BufferedCollector
+    sessions: SessionsKept
+
+    def available(self) -> Sequence[ClientId]:
+        """Return all clients."""
+        return self.inner.available()
+
+    def collect(
+        self, flight: Flight, requests: Mapping[int, RoundRequest], *, round_num: int, draw: Draw
+    ) -> Collected:
+        """Return what the inner one does, and what the sessions keep then."""
+        before = requests[round_num].kept
+        self.sessions.restore(before)
+        collected = self.inner.collect(flight, requests, round_num=round_num, draw=draw)
+        return self.sessions.added_to(collected, before=before)
 
 
 def _training(request: Request | Reply) -> TrainRequest | None:

@@ -19,6 +19,9 @@ from fedlearn.core.messages import ClientId, Failure, Reply, Request
 from fedlearn.errors import ProtocolError
 from fedlearn.transport.base import Arrival, reply_in, require_free
 
+#: What is due at the time that is waited until has come, however both sums of seconds are rounded.
+_ROUNDING_S = 1e-9
+
 #: One message in, one out, with the client's state before and after.
 Handler = Callable[[bytes, bytes], tuple[bytes, bytes]]
 
@@ -109,7 +112,7 @@ class MemoryExchange:
         """Return the next reply; without one by ``until_s``, that is the time then."""
         if not self._awaited:
             return None
-        if not self._due or self._due[0][0] > min(until_s, self._deadline_s):
+        if not self._due or self._due[0][0] > min(until_s + _ROUNDING_S, self._deadline_s):
             if until_s < self._deadline_s:
                 self._pass_to(max(until_s, self._elapsed_s))
             return None

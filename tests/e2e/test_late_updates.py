@@ -98,6 +98,22 @@ def test_sessions_over_memory_are_the_engine_to_the_bit(stragglers: dict[str, An
     assert retried == (stragglers is TOO_FEW)
 
 
+def test_who_takes_as_long_as_the_deadline_is_in_time() -> None:
+    """Over memory as in the engine: deadlines are durations of clients that take as long again."""
+    same: dict[str, Any] = {
+        "cohort": {"num_wanted": 5},
+        "devices": SETTINGS["devices"] | {"round_jitter_sigma": 0.0},
+        "late_updates": SETTINGS["late_updates"] | {"deadline_quantile": 0.8},
+    }
+    engine = run(engine={"num_workers": 1, "executor": "sequential", "block_size": 1}, **same)
+    sessions = run(engine={"transport": "memory"}, **same)
+    for left, right in zip(sessions.history, engine.history, strict=True):
+        assert {each[:2] for each in left.participations} == {
+            each[:2] for each in right.participations
+        }
+    assert torch.equal(weights(sessions), weights(engine))
+
+
 SCAFFOLD = fl.Scaffold(
     sgd=fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1),
     num_clients=12,

@@ -185,6 +185,40 @@ def test_an_interrupted_run_goes_on_to_the_same_bits() -> None:
         assert torch.equal(tensor, resumed.weights(best=False)[name])
 
 
+#: SGD whose clients keep their momentum from round to round.
+KEEPING = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1, momentum=0.5, keep_momentum=True)
+PLAIN = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        pytest.param(fl.FedAvg(KEEPING), {}, id="momentum"),
+        pytest.param(
+            fl.Scaffold(sgd=PLAIN, num_clients=12, server_learning_rate=1.0), {}, id="scaffold"
+        ),
+        pytest.param(
+            fl.FedAvg(KEEPING, weight_by_examples=False),
+            {"secure_aggregation": {"mode": "complete"}},
+            id="secure",
+        ),
+    ],
+)
+def test_sessions_over_memory_keep_what_is_theirs_through_a_crash(
+    algorithm: fl.Strategy, settings: dict[str, Any]
+) -> None:
+    """What trainers keep is in the checkpoint, as it is of clients of the engine."""
+    same = {"algorithm": algorithm, "engine": {"transport": "memory"}, **settings}
+    whole = run(name="whole", **same)
+    with pytest.raises(KeyboardInterrupt):
+        run(Quiet(break_after=5), name="broken", **same)
+    resumed = run(resume="broken", **same).weights(best=False)
+    for name, tensor in whole.weights(best=False).items():
+        # Masks are drawn anew, and so is the rounding of what they hide.
+        tolerance = 1e-3 if settings else 0.0
+        torch.testing.assert_close(resumed[name], tensor, rtol=0.0, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

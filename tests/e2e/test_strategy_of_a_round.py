@@ -1,6 +1,7 @@
 """A strategy that is another one in each round, by its state."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,71 @@ def test_what_clients_do_may_depend_on_the_state(engine: dict[str, object]) -> N
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0.0, atol=1e-6)
         assert not torch.allclose(tensor, constant[name], atol=1e-3), "the control"
+
+
+#: Rounds in which updates come that were trained from earlier models.
+UNEVEN = {"kind": "lognormal", "speed_sigma": 1.5, "round_jitter_sigma": 0.0}
+OVERTAKING: dict[str, dict[str, object]] = {
+    "buffered": {
+        "asynchronous": {
+            "mode": "buffered",
+            "buffer_size": 2,
+            "concurrency": 6,
+            "staleness_hinge": 0,
+        }
+    },
+    "late": {
+        "late_updates": {"mode": "keep"},
+        "cohort": {"num_wanted": 3},
+        "stragglers": {"over_selection": 2.0, "min_reports": 1},
+    },
+}
+
+
+def overtaken(
+    algorithm: fl.Strategy,
+    mode: str,
+    **settings: Any,  # Any: tables of the configuration, and arguments
+) -> fl.Run:
+    """Run rounds that faster clients go on with while slower ones train."""
+    table: dict[str, Any] = {"num_rounds": 8, "devices": UNEVEN} | OVERTAKING[mode] | settings
+    return fl.simulate(lambda: nn.Linear(6, 2), data(), algorithm, **table)
+
+
+@pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])
+@pytest.mark.parametrize("mode", OVERTAKING)
+def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str, object]) -> None:
+    """By the state of the round in which it was asked, wherever it runs."""
+    run = overtaken(fl.FedAvg(fl.ScheduledRate(inner=SGD, rate_decay=0.5)), mode, engine=engine)
+    assert any(age > 0 for each in run.history for age in each.staleness), "the control"
+    found = overtaken(Halving(local=SGD), mode, engine=engine).weights(best=False)
+    for name, expected in run.weights(best=False).items():
+        torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-6)
+
+
+@dataclass
+class Raising:
+    """Ends a run in the middle, once."""
+
+    before: int
+
+    def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
+        """Raise after a round."""
+        del model
+        if record.round_num == self.before:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("mode", OVERTAKING)
+def test_a_run_that_goes_on_knows_what_was_asked(mode: str) -> None:
+    """The state of earlier rounds is in the checkpoint with their models."""
+    same: dict[str, Any] = {"store": {"checkpoint_every_s": 0.0}}
+    whole = overtaken(Halving(local=SGD), mode, **same)
+    with pytest.raises(InterruptedError):
+        overtaken(Halving(local=SGD), mode, name="cut", callbacks=[Raising(4)], **same)
+    gone_on = overtaken(Halving(local=SGD), mode, resume="cut", **same)
+    for name, expected in whole.weights(best=False).items():
+        assert torch.equal(gone_on.weights(best=False)[name], expected)
 
 
 def test_a_strategy_that_says_none_is_refused() -> None:

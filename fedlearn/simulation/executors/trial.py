@@ -36,7 +36,7 @@ _TIMES = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
-    """Two clients with batches of three and two examples, and what two steps make of them.
+    """Two clients of three and two examples, and what two epochs make of them.
 
     Attributes:
         work: The clients.
@@ -149,10 +149,13 @@ def _train(model: ResidentModel, work: Work) -> Trained:
 
 
 def _sample_of(work: Work) -> Work:
-    """Return the work of two clients with a batch each, in two epochs."""
+    """Return the work of two clients with a batch each, or smaller ones, in two epochs.
+
+    No batch is larger than the clients' own, for which a stacked step is laid out.
+    """
     rows, client_ids = spread(len(work.labels), 5, like=work.labels).cpu().numpy(), np.arange(2)
     batches = schedule(
-        LocalWork(epochs=2, batch_size=None, shuffle=False),
+        LocalWork(epochs=2, batch_size=work.local.work.batch_size, shuffle=False),
         ClientRows(work.features, work.labels, rows, np.array([0, 3, 5])),
         client_ids,
         round_num=0,

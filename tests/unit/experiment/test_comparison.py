@@ -94,6 +94,27 @@ def test_a_summary_counts_what_happened() -> None:
     assert summary.reasons == (("gone", 4),)
 
 
+def test_who_was_late_and_counts_later_was_asked_once() -> None:
+    """Of three late clients, each reports in the next round; where they are dropped it is asked."""
+    kept = run("slow-heron-3", {"late_updates": {"mode": "keep"}})
+    summary, dropped = (summarize(each, A[1]) for each in (kept, run("slow-heron-4")))
+    assert summary.counts == dropped.counts
+    assert (summary.num_asked, summary.num_in_time) == (9, 1)
+    assert (dropped.num_asked, dropped.num_in_time) == (12, 4)
+
+
+def test_who_was_stale_is_compared_where_somebody_was() -> None:
+    """A row more beside those of every run."""
+    round_, *others = rounds([0.1, 0.2])
+    stale = Participation(ClientId(9), Status.STALE, 1.0, 0, math.nan, "")
+    asynchronous = [
+        replace(round_, participations=Participations.of([*round_.participations, stale])),
+        *others,
+    ]
+    assert measured(compare(A, (run("still-crane-2"), asynchronous)))["stale"] == (0, 1)
+    assert "stale" not in measured(compare(A, B))
+
+
 def test_the_last_evaluation_is_not_what_a_step_says_of_itself() -> None:
     """A round between two evaluations has the coordinator's own loss, and the epsilon spent."""
     evaluated, between = rounds([0.6, None])

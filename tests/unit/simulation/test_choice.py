@@ -488,6 +488,15 @@ def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
         named(job(normalised), ExecutorKind.FUSED)
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3, None])
+@pytest.mark.parametrize("kind", [ExecutorKind.VMAP, ExecutorKind.FUSED])
+def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | None) -> None:
+    """The trial takes batches that the clients' own size allows."""
+    make_model = chain if kind is ExecutorKind.FUSED else normalised
+    small = job(make_model, local=replace(PLAIN, batch_size=batch_size))
+    assert named(small, kind).reason == "as configured"
+
+
 @pytest.mark.slow
 def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path) -> None:
     """The next run measures again, and mends it."""
