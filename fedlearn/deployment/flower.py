@@ -164,15 +164,13 @@ class _Served:
         )
 
     def _stock_channel(self) -> StockChannel:
-        told = self.leader.pieces.config.flower
         return StockChannel(
             grid=self.federation.grid,
             clock=self.leader.interruption,
             patience_s=self.patience_s,
             records=StockRecords.of(
                 self.leader.pieces.make_model(),
-                train_config=told.train_config,
-                evaluate_config=told.evaluate_config,
+                evaluate_config=self.leader.pieces.config.flower.evaluate_config,
             ),
         )
 
