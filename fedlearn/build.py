@@ -15,7 +15,7 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.asynchronous import Asynchrony, require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.elastic_averaging import EASGD
-from fedlearn.algorithms.extra_settings import WithExtra
+from fedlearn.algorithms.extra_settings import ExtraSettings, WithExtra
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric, require_name
@@ -329,12 +329,14 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
 
 def _require_nothing_of_clients(algorithm: Strategy) -> None:
     """Refuse an algorithm whose clients do more than to train and to return their model."""
-    own = OwnTraining()
+    local, own = algorithm.local, OwnTraining()
+    if isinstance(local, ExtraSettings):  # which they read in their `config`
+        local = local.inner
     asked = {
         "gives clients things of their own to do": isinstance(algorithm, PerClient),
         f"needs the lane {algorithm.lanes[-1].name!r} of clients": len(algorithm.lanes) > 1,
         "changes updates before they leave their clients": bool(algorithm.transforms),
-        "says how clients train": algorithm.local != own,
+        "says how clients train": local != own,
     }
     problem = next((text for text, is_asked in asked.items() if is_asked), None)
     if problem is not None:

@@ -1,7 +1,7 @@
 """A run on a Flower federation: whose ClientApps answer there, and what they are told."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ Entries: TypeAlias = Annotated[
     told_as("a table of texts, finite numbers and truth values", type="object"),
 ]
 #: What is told with every message anyway.
-_ROUND = "server-round"
+ROUND = "server-round"
 
 
 class FlowerSection(Section):
@@ -24,12 +24,12 @@ class FlowerSection(Section):
         "is written for Flower's own strategies, which trains as it likes and without secure "
         "aggregation, and is known by its node's id.",
     )
-    train_config: Entries = Field(
-        {}, description='Of "flower": what clients read in `config` when they train.'
-    )
     evaluate_config: Entries = Field(
-        {}, description='Of "flower": what clients read in `config` when they evaluate.'
+        {},
+        description='Of "flower": what clients read in `config` when they evaluate. What they read '
+        "when they train stands in client.extra.",
     )
+    moved: ClassVar[Mapping[str, str]] = {"train_config": "client.extra"}
 
     @property
     def is_foreign(self) -> bool:
@@ -38,14 +38,11 @@ class FlowerSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Refuse what nobody would read, and an entry that is not the user's to set."""
-        for name in ("train_config", "evaluate_config"):
-            config = getattr(self, name)
-            if config and not self.is_foreign:
-                text = (
-                    'is given, but client_apps is "fedlearn", whose clients are told how to train '
-                    'by the table client; leave it out, or set client_apps to "flower"'
-                )
-                yield Problem((name, "client_apps"), text)
-            if _ROUND in config:
-                text = f'has "{_ROUND}", which is the round; leave it out'
-                yield Problem((name,), text)
+        if self.evaluate_config and not self.is_foreign:
+            text = (
+                'is given, but client_apps is "fedlearn", whose clients are told nothing when they '
+                'evaluate; leave it out, or set client_apps to "flower"'
+            )
+            yield Problem(("evaluate_config", "client_apps"), text)
+        if ROUND in self.evaluate_config:
+            yield Problem(("evaluate_config",), f'has "{ROUND}", which is the round; leave it out')

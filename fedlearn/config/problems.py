@@ -214,6 +214,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 def _advise(place: Place, value: Any, raw: Any, root: type[Section]) -> str:
     """Return what to write instead of the unknown key of ``place``."""
+    if (now := place.owner.moved.get(place.path[-1])) is not None:
+        return f"it stands in {now} now"
     known, trees = tuple(known_keys(root)), (raw, root().model_dump())
     elsewhere = [each.condition() for each in known if each.path == place.path]
     if elsewhere:

@@ -223,8 +223,8 @@ class Client(DeclaredSection):
     extra: Scalars = Field(
         {},
         description="Free-form settings that every trainer is told, by name: texts, truth values "
-        "and finite numbers, which it finds in context.extra. Trainers that do not honour one, "
-        "fedlearn's own included, refuse it.",
+        "and finite numbers, which it finds in context.extra, or a ClientApp of Flower's in "
+        "`config`. Trainers that do not honour one, fedlearn's own included, refuse it.",
     )
 
     def problems(self) -> Iterator[Problem]:

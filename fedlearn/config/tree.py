@@ -23,7 +23,7 @@ from fedlearn.config.cohort import (
 )
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, Data, NoData
-from fedlearn.config.flower import FlowerSection
+from fedlearn.config.flower import ROUND, FlowerSection
 from fedlearn.config.late_updates import LateUpdatesSection
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
@@ -315,13 +315,16 @@ class Config(Section):
                 'comes back, and another turn; use "uniform" or "poisson"'
             )
             yield Problem(("cohort.sampling", apps), text)
-        asked = self.client.model_dump(exclude={"trainer", "trainer_args"})
+        if ROUND in self.client.extra:
+            text = f"is what {whose} read as the round; leave it out"
+            yield Problem((f"client.extra.{ROUND}", apps), text)
+        asked = self.client.model_dump(exclude={"trainer", "trainer_args", "extra"})
         name = next((name for name in asked if asked[name] != own.get(name)), None)
         if name is not None:
             remedy = 'set it to "own"' if name == "optimizer" else "leave it out"
             text = (
                 f"is {shown(asked[name])}, but {whose} train as they are written; {remedy}, and "
-                "give what they read in flower.train_config"
+                "give what they read in client.extra"
             )
             yield Problem((f"client.{name}", apps), text)
 

@@ -14,7 +14,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
@@ -24,45 +24,32 @@ import structlog
 import torch
 
 from fedlearn import build
-from fedlearn.algorithms.flight import Draw
 from fedlearn.config import Config
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.interruption import Interruption, stop_signals
-from fedlearn.deployment.leading import leading
-from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.deployment.leader import Leader, ReachableClients
+from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
-from fedlearn.deployment.opening import DurableOpening, present_in, waited_on
+from fedlearn.deployment.opening import waited_on
 from fedlearn.deployment.places import Places, host_of, spool_of
 from fedlearn.deployment.record import (
-    ForgettingStore,
-    TellingStore,
     ensure_deployed,
-    first_attempts,
 )
-from fedlearn.deployment.rounds import run_over
 from fedlearn.door.authority import Authority
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.assemble import Identities, require_plain, standing_of
+from fedlearn.experiment.assemble import Identities, require_plain
 from fedlearn.experiment.comparison import summarize
-from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress
-from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
-from fedlearn.privacy.ledger import Charging
-from fedlearn.privacy.plan import BandedPlan
-from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening
-from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.simulation.cluster import Alone, one_thread
-from fedlearn.store.journal import StoredJournal
+from fedlearn.rounds.records import RunStatus
+from fedlearn.simulation.cluster import one_thread
 from fedlearn.store.lease import Lease, deployment
-from fedlearn.store.masked_sum import MaskedSumFile
-from fedlearn.store.patience import Patience, PatientJournal
+from fedlearn.store.patience import Patience
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
@@ -164,11 +151,6 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _charge(charging: Charging, *, patiently: Patience, round_num: int, attempt: int) -> None:
-    """Charge a round, however long the database is away."""
-    patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
-
-
 def enrolled_keys(registry: Registry, *, patiently: Patience) -> Mapping[ClientId, bytes]:
     """Return the identity keys of all clients that are not revoked, each as a lineage.
 
@@ -197,30 +179,25 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         """Prepare what its threads share."""
-        policy = self.pieces.policy
         self._signs = SignsOfLife(
             stuck_after_s=self.places.config.coordinator.stuck_after_s, clock=SystemClock()
         )
         self.interruption = Interruption(
             lambda seconds: self._signs.show(_ROUNDS, sleeps_s=seconds),
         )
-        self.live_status = LiveStatus(
-            num_rounds=self.pieces.config.num_rounds,
-            num_wanted=policy.num_wanted,
-            min_reports=policy.min_reports,
-            deadline_s=policy.deadline_s,
-            measures=tuple(self.pieces.directions),
+        self._leader = Leader(
+            pieces=self.pieces,
+            data_dir=self.places.addresses.data_dir,
+            interruption=self.interruption,
+            progress=self.progress,
+            database_away_s=_DATABASE_AWAY_S,
         )
-        self._paused = threading.Event()
-        self._failing: FailingClients | None = None
+        self.live_status, self._patiently = self._leader.live_status, self._leader.patiently
         self._lease: Lease | None = None
         self._door: Door | None = None
         self._authority: Authority | None = None
         self._door_lock = threading.Lock()  # nobody asks a door that is being closed
         self._log = structlog.get_logger(__name__)
-        self._patiently = Patience(
-            clock=self.interruption, give_up_s=_DATABASE_AWAY_S, log=self._log
-        )
 
     # ---- The process ----------------------------------------------------------------------
 
@@ -243,25 +220,17 @@ class Coordinator:
     @contextmanager
     def _holding(self, database: Database) -> Iterator[Lease]:
         """Wait for the lease, and hold it."""
-        held = leading(
+        held = self._leader.leading(
             database,
             self.places.run_name,
-            ttl_s=self.places.config.coordinator.lease_ttl_s,
             status=self.status,
-            paused=self._paused,
-            interruption=self.interruption,
             alive=partial(self._signs.show, _DATABASE),
-            patiently=self._patiently,
-            stand_by=self._stand_by,
         )
         try:
             with held as self._lease:
                 yield self._lease
         finally:
             self._lease = None
-
-    def _stand_by(self) -> None:
-        self.live_status.phase = Phase.STANDBY
 
     def _lead(self, database: Database, lease: Lease) -> None:
         """Run the rounds that are due, and record how that ended."""
@@ -282,7 +251,7 @@ class Coordinator:
                 # once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
                 with outcome_told(stored, self.progress, resumable=resumable):
-                    self._run(database, lease, stored, record, door)
+                    self._leader.run(self._clients(database, door), stored, record, lease)
             else:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))
                 self.progress.end(summarize(record, stored.rounds()))
@@ -339,90 +308,23 @@ class Coordinator:
 
     # ---- The run --------------------------------------------------------------------------
 
-    def _run(
-        self, database: Database, lease: Lease, stored: StoredRun, record: RunRecord, door: Door
-    ) -> None:
-        journal = PatientJournal(
-            journal=StoredJournal(database, record.name, guard=lease.guard),
-            patiently=self._patiently,
-        )
-        checkpoint = self._patiently(stored.load)
-        self.live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        policy = self.pieces.policy
-        begins_anew = self.pieces.secure is not None or isinstance(self.pieces.privacy, BandedPlan)
-        first = first_attempts(journal.last(), record.status, policy, begins_anew=begins_anew)
+    def _clients(self, database: Database, door: Door) -> ReachableClients:
         channel = door.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
-        notes, charging, num_lost = self._patiently(
-            lambda: promise(
-                self.pieces,
-                stored,
-                num_finished=self.live_status.num_finished,
-                clock=self.interruption,
-            )
-        )
-        self.progress.start(record, stored.path, (f"clients are served at {door.address}", *notes))
-        pieces = gone_on(self.pieces, num_lost=num_lost)
-        failing = self._failing = FailingClients(
+        return ReachableClients(
+            channel=channel,
+            notes=(f"clients are served at {door.address}",),
+            is_asked_anew=False,  # the door has what they have sent
+            num_needed=self.pieces.num_needed,
+            patience_s=self.places.config.coordinator.patience_s,
+            too_few=waited_on,
+            identities=self._identities(database),
             names=door.names,
             set_aside=channel.set_aside,
-            set_aside_after=pieces.config.coordinator.set_aside_after,
-            found=self._patiently(stored.failing),
-        )
-        durable = DurableOpening(
-            sampler=pieces.sampler,
-            available=partial(present_in, pieces, channel),
-            policy=policy,
-            seed=self.pieces.seed,
-            num_needed=self.pieces.num_needed,
             num_set_aside=channel.num_set_aside,
-            too_few=waited_on,
-            patience_s=self.pieces.config.coordinator.patience_s,
-            is_paused=self._paused.is_set,
-            check=self.interruption.check,
-            journal=journal,
-            live_status=self.live_status,
-            clock=self.interruption,
+            forget=channel.forget,
         )
-        opening: Opening = durable
-        draw: Draw = durable.draw if pieces.late_updates is None else durable.draw_cohort
-        if charging is not None:  # again where a round goes on: its noise will be drawn anew
-            charge = partial(_charge, charging, patiently=self._patiently)
-            opening = ChargedOpening(inner=opening, charge=charge)
-            draw = ChargedDraw(inner=draw, charge=charge)
-        with nullcontext() if charging is None else closing(charging):
-            run_over(
-                channel,
-                pieces,
-                opening=opening,
-                store=ForgettingStore(
-                    store=TellingStore(store=stored, tell=self.progress.round),
-                    patiently=self._patiently,
-                    journal=journal,
-                    forget=channel.forget,
-                    live_status=self.live_status,
-                ),
-                checkpoint=checkpoint,
-                masked_sum=MaskedSumFile(
-                    path=stored.path / "masked-sum", patiently=self._patiently
-                ),
-                clock=self.interruption,
-                place=Place(
-                    kind="deployment",
-                    folder=stored.path / FOLDER,
-                    data_dir=self.places.addresses.data_dir,
-                    is_described=True,
-                    cluster=Alone(),
-                    control=self.interruption,
-                    told=self.live_status.trained,
-                ),
-                first_attempts=first,
-                identities=self._identities(database),
-                standing=standing_of(charging),
-                draw=draw,
-                note=failing.note,
-            )
 
     def _identities(self, database: Database) -> Identities | None:
         """Return what secure aggregation signs and verifies with, where there are keys."""
@@ -440,8 +342,7 @@ class Coordinator:
 
     def status(self) -> dict[str, object]:
         """Return what operators are told, as JSON values."""
-        failing = {} if self._failing is None else self._failing.status()
-        own = self.live_status.values() | {"process": os.getpid(), "failing": failing}
+        own = self.live_status.values() | {"process": os.getpid()}
         return own | self._door_status()
 
     def snapshot(self) -> Snapshot:

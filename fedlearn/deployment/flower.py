@@ -5,51 +5,37 @@ What ``flwr run`` is given says which run: see :mod:`fedlearn.deployment.flower_
 
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import structlog
 
 from fedlearn import build
-from fedlearn.algorithms.flight import Draw
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.config import resolve_addresses
 from fedlearn.config.pieces import built
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.interruption import Interruption
-from fedlearn.deployment.leading import leading
-from fedlearn.deployment.live_status import LiveStatus, Phase
-from fedlearn.deployment.opening import DurableOpening, present_in
+from fedlearn.deployment.leader import Leader, ReachableClients
+from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.record import (
-    ForgettingStore,
-    TellingStore,
     ensure_deployed,
-    first_attempts,
 )
-from fedlearn.deployment.rounds import run_over
 from fedlearn.errors import StoreError, TooFewNodes
-from fedlearn.experiment.assemble import Identities, standing_of
+from fedlearn.experiment.assemble import Identities
 from fedlearn.experiment.comparison import summarize
-from fedlearn.experiment.privacy import gone_on, promise
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.run import Run, begin
-from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.simulate import new_record, outcome_told
 from fedlearn.experiment.site import Site
 from fedlearn.identity.identity import Identity
-from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening
 from fedlearn.rounds.records import RunStatus
-from fedlearn.simulation.cluster import Alone, one_thread
-from fedlearn.store.journal import StoredJournal
+from fedlearn.simulation.cluster import one_thread
 from fedlearn.store.lease import Lease
-from fedlearn.store.masked_sum import MaskedSumFile
-from fedlearn.store.patience import Patience
 from fedlearn.store.retention import Retention
-from fedlearn.store.runs import Database, StoredRun
+from fedlearn.store.runs import StoredRun
 from fedlearn.transport import flower
 from fedlearn.transport.flower import Federation, FlowerChannel, StockChannel, StockRecords
 
@@ -120,11 +106,23 @@ def run(
                 progress.start(stored.record, stored.path, ("it was done before",))
                 progress.end(summarize(stored.record, stored.rounds()))
             else:
-                served = _Served(federation, pieces, site, interruption)
-                with served.leading(database, name) as lease:
+                leader = Leader(
+                    pieces=pieces,
+                    data_dir=site.addresses.data_dir,
+                    interruption=interruption,
+                    progress=progress,
+                    database_away_s=_DATABASE_AWAY_S,
+                )
+                served = _Served(federation, site, leader)
+                with leader.leading(
+                    database,
+                    name,
+                    status=served.status,
+                    alive=lambda: None,  # nobody asks the app
+                ) as lease:
                     stored = database.run(name, guard=lease.guard)
                     with outcome_told(stored, progress), _stop_recorded(stored):
-                        served.run(database, stored, lease)
+                        served.run(stored, lease)
         return Run(stored, pieces.make_model)
 
 
@@ -144,49 +142,35 @@ class _Served:
     """A run that a ServerApp serves, and what it says of itself."""
 
     federation: Federation
-    pieces: build.Deployment
     site: Site
-    interruption: Interruption
-    paused: threading.Event = field(default_factory=threading.Event)
+    leader: Leader
     channel: FlowerChannel | StockChannel = field(init=False)
     identity: Identity | None = field(init=False)
-    live_status: LiveStatus = field(init=False)
-    patiently: Patience = field(init=False)
 
     def __post_init__(self) -> None:
-        pieces, policy, log = self.pieces, self.pieces.policy, structlog.get_logger(__name__)
+        pieces = self.leader.pieces
         self.identity = (
             None if pieces.secure is None else coordinator_identity(self.site.addresses.runs_dir)
         )
         self.channel = self._stock_channel() if pieces.config.flower.is_foreign else self._channel()
-        self.live_status = LiveStatus(
-            num_rounds=pieces.config.num_rounds,
-            num_wanted=policy.num_wanted,
-            min_reports=policy.min_reports,
-            deadline_s=policy.deadline_s,
-            measures=tuple(pieces.directions),
-        )
-        self.patiently = Patience(clock=self.interruption, give_up_s=_DATABASE_AWAY_S, log=log)
 
     def _channel(self) -> FlowerChannel:
         return FlowerChannel(
             grid=self.federation.grid,
             run_id=self.federation.run_id,
-            clock=self.interruption,
+            clock=self.leader.interruption,
             patience_s=self.patience_s,
             coordinator_key=b"" if self.identity is None else self.identity.public_key,
         )
 
     def _stock_channel(self) -> StockChannel:
-        told = self.pieces.config.flower
         return StockChannel(
             grid=self.federation.grid,
-            clock=self.interruption,
+            clock=self.leader.interruption,
             patience_s=self.patience_s,
             records=StockRecords.of(
-                self.pieces.make_model(),
-                train_config=told.train_config,
-                evaluate_config=told.evaluate_config,
+                self.leader.pieces.make_model(),
+                evaluate_config=self.leader.pieces.config.flower.evaluate_config,
             ),
         )
 
@@ -194,109 +178,39 @@ class _Served:
     def patience_s(self) -> float:
         return float(number(self.federation.run_config, "patience-s"))
 
-    @contextmanager
-    def leading(self, database: Database, name: str) -> Iterator[Lease]:
-        """Hold the run's lease."""
-        with leading(
-            database,
-            name,
-            ttl_s=self.pieces.config.coordinator.lease_ttl_s,
-            status=self.status,
-            paused=self.paused,
-            interruption=self.interruption,
-            alive=lambda: None,  # nobody asks the app
-            patiently=self.patiently,
-            stand_by=self._stand_by,
-        ) as lease:
-            yield lease
-
-    def _stand_by(self) -> None:
-        self.live_status.phase = Phase.STANDBY
-
     def status(self) -> dict[str, object]:
         """Return what operators are told, as JSON values."""
         connected = {"connected": self.channel.num_nodes, "eligible": self.channel.num_clients}
-        return self.live_status.values() | {"process": os.getpid(), **connected}
+        return self.leader.live_status.values() | {"process": os.getpid(), **connected}
 
-    def run(self, database: Database, stored: StoredRun, lease: Lease) -> None:
+    def run(self, stored: StoredRun, lease: Lease) -> None:
         """Run the rounds that are due."""
-        stored.retention = built(Retention, self.pieces.config.store)
-        checkpoint, status = stored.load(), stored.record.status
-        journal = StoredJournal(database, stored.name, guard=lease.guard)
-        self.live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
-        promised, charging, num_lost = promise(
-            self.pieces,
-            stored,
-            num_finished=self.live_status.num_finished,
-            clock=self.interruption,
-        )
-        pieces = gone_on(self.pieces, num_lost=num_lost)
-        # Nobody answers what another Flower run has asked: its attempt is over.
-        first = first_attempts(journal.last(), status, pieces.policy, begins_anew=True)
+        stored.retention = built(Retention, self.leader.pieces.config.store)
         stored.finish(RunStatus.RUNNING, error="")
-        identities, notes = self._identities(), self._notes(stored.name)
-        self.site.progress.start(stored.record, stored.path, [*notes, *promised])
-        durable = self._opening(journal)
-        opening: Opening = durable
-        is_late_kept = self.pieces.late_updates is not None
-        draw: Draw = durable.draw_cohort if is_late_kept else durable.draw
-        if charging is not None:
-            opening = ChargedOpening(inner=opening, charge=charging.charge)
-            draw = ChargedDraw(inner=draw, charge=charging.charge)
-        with nullcontext() if charging is None else closing(charging):
-            run_over(
-                self.channel,
-                pieces,
-                opening=opening,
-                store=ForgettingStore(
-                    store=TellingStore(store=stored, tell=self.site.progress.round),
-                    patiently=self.patiently,
-                    journal=journal,
-                    forget=_forget_nothing,
-                    live_status=self.live_status,
-                ),
-                checkpoint=checkpoint,
-                masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=self.patiently),
-                clock=self.interruption,
-                place=Place(
-                    kind="deployment",
-                    folder=stored.path / FOLDER,
-                    data_dir=self.site.addresses.data_dir,
-                    is_described=True,
-                    cluster=Alone(),
-                    control=self.interruption,
-                    told=self.live_status.trained,
-                ),
-                first_attempts=first,
-                identities=identities,
-                standing=standing_of(charging),
-                draw=draw,
-            )
-        self.live_status.phase = Phase.DONE
+        self.leader.run(self._clients(stored.name), stored, stored.record, lease)
+        self.leader.live_status.phase = Phase.DONE
         counts = asdict(self.channel.counts)
         structlog.get_logger(__name__).info("federation_left", **counts)
 
-    def _opening(self, journal: StoredJournal) -> DurableOpening:
+    def _clients(self, name: str) -> ReachableClients:
         min_clients = number(self.federation.run_config, "min-clients")
-        return DurableOpening(
-            sampler=self.pieces.sampler,
-            available=partial(present_in, self.pieces, self.channel),
-            policy=self.pieces.policy,
-            seed=self.pieces.seed,
-            num_needed=min_clients or self.pieces.num_needed,
-            num_set_aside=lambda: 0,
+        return ReachableClients(
+            channel=self.channel,
+            notes=self._notes(name),
+            is_asked_anew=True,  # a node answers the Flower run that has asked it
+            num_needed=min_clients or self.leader.pieces.num_needed,
             patience_s=self.patience_s,
             too_few=self._too_few,
-            is_paused=self.paused.is_set,
-            check=self.interruption.check,
-            journal=journal,
-            live_status=self.live_status,
-            clock=self.interruption,
+            identities=self._identities(),
+            names=lambda _: {},
+            set_aside=_ignored,  # a node does not connect anew
+            num_set_aside=lambda: 0,
+            forget=_ignored,  # replies end with their exchange
         )
 
     def _too_few(self, num_present: int, num_waits: int) -> None:
         """Wait as often as a round is tried; raise TooFewNodes after that."""
-        policy, attendance = self.pieces.policy, self.channel.attendance()
+        policy, attendance = self.leader.pieces.policy, self.channel.attendance()
         retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
         if num_waits > retries:
             raise TooFewNodes(
@@ -315,7 +229,7 @@ class _Served:
 
     def _notes(self, name: str) -> list[str]:
         notes = [f"Flower run {self.federation.run_id}"]
-        if not self.pieces.config.name:
+        if not self.leader.pieces.config.name:
             notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" goes on')
         if isinstance(self.channel, StockChannel):
             notes.append("the nodes' own ClientApps train, each known by its node's id")
@@ -334,8 +248,8 @@ class _Served:
         )
 
 
-def _forget_nothing(_: int) -> None:
-    """Keep no replies: Flower's end with their exchange."""
+def _ignored(_: int) -> None:
+    """Do nothing: there is nothing of the kind on Flower."""
 
 
 def coordinator_identity(runs_dir: Path) -> Identity:

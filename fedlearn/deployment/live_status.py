@@ -1,7 +1,7 @@
 """What a coordinator says of itself: the run loop writes it, operators and monitors read it."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ class LiveStatus:
         round_times: How long they took without waiting.
         staleness: Of all rounds in this process that take updates of older models: updates by their
             staleness.
+        failing: Returns by number, as JSON values, which clients keep failing.
     """
 
     num_rounds: int = 0
@@ -65,6 +66,7 @@ class LiveStatus:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
     round_times: RoundTimes = field(default_factory=lambda: RoundTimes(clock=SystemClock()))
     staleness: Mapping[int, int] = field(default_factory=dict)
+    failing: Callable[[], Mapping[str, object]] = dict
 
     def finished(self, record: RoundRecord) -> None:
         """Take note of a finished round; what follows is its commit."""
@@ -97,6 +99,7 @@ class LiveStatus:
             "round_s": self.round_s,
             "metrics": self.metrics,
             "training": {kind: asdict(progress) for kind, progress in self.training.items()},
+            "failing": self.failing(),
         }
         return json_values(values)
 

@@ -26,9 +26,8 @@ from fedlearn.experiment.assemble import (
 )
 from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.opening import Opening
+from fedlearn.rounds.opening import Charge, Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
-from fedlearn.rounds.round import Buffering
 from fedlearn.rounds.run import RunState, Standing, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
@@ -50,6 +49,7 @@ def run_over(
     pieces: Deployment,
     *,
     opening: Opening,
+    draw: Draw,
     store: RunStore,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -59,7 +59,7 @@ def run_over(
     standing: Standing = dict,
     note: Callable[[Participations], None] = ignored,
     masked_sum: MaskedSumStore | None = None,
-    draw: Draw | None = None,
+    charge: Charge | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -67,6 +67,7 @@ def run_over(
         channel: How the clients are reached.
         pieces: The run.
         opening: Who is asked, and what comes before that.
+        draw: The same where clients are in flight over rounds.
         store: Where the run lives.
         checkpoint: Where it goes on; ``None`` begins it.
         clock: Real time.
@@ -77,7 +78,7 @@ def run_over(
         note: Told what became of the clients of every attempt at a round.
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.
-        draw: Who is asked in an asynchronous run, in the place of ``opening``.
+        charge: Charges each round before anybody is asked; ``None``: nothing does.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -88,21 +89,19 @@ def run_over(
     """
     params = initial_params(pieces, _CPU)
     collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
-    buffering: Buffering | None = None
     busy: Callable[[], frozenset[ClientId]] = frozenset
     end: Callable[[], None] = _nothing
     buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S))
-    if buffered is not None and draw is not None:
-        noted = NotedBuffer(inner=buffered, note=note)
-        is_retried = pieces.asynchrony is None
-        buffering = Buffering(is_retried=is_retried, draw=draw, collector=noted)
+    if buffered is not None:
         busy, end = buffered.busy, buffered.close
     plan = run_plan(
         pieces,
         opening=opening,
+        draw=draw,
+        charge=charge,
         collector=NotedCollector(inner=collector, note=note),
+        buffered=None if buffered is None else NotedBuffer(inner=buffered, note=note),
         evaluators=list(_evaluators(pieces, channel, collector, busy)),
-        buffering=buffering,
         checkpoint_every_s=0.0,  # what clients have been told is done must stay done
         clock=clock,
         place=place,

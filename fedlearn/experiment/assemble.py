@@ -37,7 +37,13 @@ from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, Loc
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
-from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening, SampledOpening
+from fedlearn.rounds.opening import (
+    Charge,
+    ChargedDraw,
+    ChargedOpening,
+    Opening,
+    SampledOpening,
+)
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import Buffering, Release, RoundPlan
 from fedlearn.rounds.run import RunPlan, Standing
@@ -310,20 +316,13 @@ def assemble(
         policy=simulation.policy,
         seed=simulation.seed,
     )
-    opening: Opening = sampled
-    draw: Draw = sampled.draw
-    if charging is not None:
-        opening = ChargedOpening(inner=opening, charge=charging.charge)
-        draw = ChargedDraw(inner=draw, charge=charging.charge)
-    buffering = None
-    if (buffered := _buffered(simulation, collector, channel)) is not None:
-        is_retried = simulation.asynchrony is None
-        buffering = Buffering(is_retried=is_retried, draw=draw, collector=buffered)
     plan = run_plan(
         simulation,
-        opening=opening,
+        opening=sampled,
+        draw=sampled.draw,
+        charge=None if charging is None else charging.charge,
         collector=collector,
-        buffering=buffering,
+        buffered=_buffered(simulation, collector, channel),
         place=place,
         release=release_of(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_evaluators(simulation, model, cluster, channel),
@@ -338,17 +337,30 @@ def run_plan(
     pieces: Pieces,
     *,
     opening: Opening,
+    draw: Draw,
     collector: Collector,
+    buffered: BufferedCollector | None,
     evaluators: Sequence[Evaluator],
     checkpoint_every_s: float,
     clock: Clock,
     place: Place | None = None,
     release: Release | None = None,
-    buffering: Buffering | None = None,
+    charge: Charge | None = None,
     first_attempts: Mapping[int, int] = MappingProxyType({}),
     standing: Standing = dict,
 ) -> RunPlan:
-    """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name."""
+    """Return the plan of a run, simulated or deployed; the evaluators' metrics differ in name.
+
+    With ``charge``, each round is charged before anybody is asked. ``buffered`` collects, of whom
+    ``draw`` draws, where clients are in flight over rounds.
+    """
+    if charge is not None:
+        opening = ChargedOpening(inner=opening, charge=charge)
+        draw = ChargedDraw(inner=draw, charge=charge)
+    buffering = None
+    if buffered is not None:
+        is_retried = pieces.asynchrony is None
+        buffering = Buffering(is_retried=is_retried, draw=draw, collector=buffered)
     return RunPlan(
         round=RoundPlan(
             opening=opening,

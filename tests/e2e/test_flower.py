@@ -259,15 +259,17 @@ def replayed(
         for node in nodes
     }
     channel = MemoryChannel(handlers, latency, VirtualClock())
+    opening = SampledOpening(
+        sampler=pieces.sampler,
+        available=channel.available,
+        policy=pieces.policy,
+        seed=pieces.seed,
+    )
     state = run_over(
         channel,
         pieces,
-        opening=SampledOpening(
-            sampler=pieces.sampler,
-            available=channel.available,
-            policy=pieces.policy,
-            seed=pieces.seed,
-        ),
+        opening=opening,
+        draw=opening.draw,
         store=Forgetful(),
         checkpoint=None,
         clock=VirtualClock(),

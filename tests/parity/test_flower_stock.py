@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as StockFedAvg
 from flwr.serverapp.strategy import FedProx as StockFedProx
 
+from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedProx
@@ -102,7 +103,7 @@ def over_foreign_apps(local: LocalUpdate) -> PlainCollector:
         clock=grid.clock,
         patience_s=60.0,
         start=lambda work: work(),
-        records=StockRecords.of(make_model(), train_config={"seed": SEED}, evaluate_config={}),
+        records=StockRecords.of(make_model(), evaluate_config={}),
     )
     return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
@@ -117,7 +118,9 @@ def test_an_app_of_flowers_gives_the_same_model_bit_for_bit(
     """As a client of ours with the same arithmetic, whose order of arrival is the same."""
     local = replace(LOCAL, momentum=0.9)
     expected, order = run(recipe(local), in_memory(recipe(local)))
-    found, found_order = run(recipe(OwnTraining()), over_foreign_apps(local))
+    found, found_order = run(
+        WithExtra.around(recipe(OwnTraining()), {"seed": SEED}), over_foreign_apps(local)
+    )
     assert found_order == order
     assert torch.equal(found.vector, expected.vector)
 

@@ -22,6 +22,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor, nn
 
+from fedlearn.algorithms.extra_settings import divided
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
     EvaluateReply,
@@ -67,18 +68,15 @@ class StockRecords:
     Attributes:
         names: By name in the model's ``state_dict``, in that order, the name that the tensor has
             among our parameters: another one where it is shared.
-        train_config: What clients are told with the model to train, beside the round.
-        evaluate_config: Likewise to evaluate.
+        evaluate_config: What clients are told with the model to evaluate, beside the round; to
+            train, they are told the request's free-form settings.
     """
 
     names: Mapping[str, str]
-    train_config: Settings
     evaluate_config: Settings
 
     @classmethod
-    def of(
-        cls, module: nn.Module, *, train_config: Settings, evaluate_config: Settings
-    ) -> "StockRecords":
+    def of(cls, module: nn.Module, *, evaluate_config: Settings) -> "StockRecords":
         """Return them for a model.
 
         Raises:
@@ -95,7 +93,7 @@ class StockRecords:
                     "and Flower's arrays are numpy's; with flower.client_apps = \"flower\" a model "
                     "has tensors of float16, float32 or float64"
                 )
-        return cls(names=names, train_config=train_config, evaluate_config=evaluate_config)
+        return cls(names=names, evaluate_config=evaluate_config)
 
     def content(self, request: Request) -> RecordDict:
         """Return a request as records.
@@ -105,7 +103,7 @@ class StockRecords:
         """
         match request:
             case TrainRequest(told=told) if not told:
-                round_num, config = request.round_num + 1, self.train_config
+                round_num, (_, config) = request.round_num + 1, divided(request.settings)
             case TrainRequest(told=told):
                 raise RoundError(
                     f"the strategy tells its clients {min(told)!r} beside the model, which "

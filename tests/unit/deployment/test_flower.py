@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from flwr.app import Error, Message, MessageType
 from flwr.clientapp import ClientApp
 
 from fedlearn.client.flower import Node, client_app
@@ -17,12 +18,23 @@ from fedlearn.deployment.flower import coordinator_identity, run
 from fedlearn.deployment.flower_config import configuration, partition_trainer
 from fedlearn.deployment.flower_node import node_policy
 from fedlearn.deployment.interruption import Interruption
-from fedlearn.errors import ConfigError, DataError, RoundError, RunHeld, TooFewNodes
+from fedlearn.errors import (
+    Aborted,
+    ConfigError,
+    DataError,
+    RoundError,
+    RunHeld,
+    StoreUnavailable,
+    TooFewNodes,
+)
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.simulate import resume
 from fedlearn.experiment.site import Site
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
-from fedlearn.store.runs import Database, sqlite_url
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.lease import deployment
+from fedlearn.store.ledger import StoredLedger
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.flower import Federation
 from tests.grid import LocalGrid
 
@@ -355,3 +367,103 @@ def test_more_nodes_than_parts_are_a_data_error() -> None:
     node = Node(client_id=ClientId(3), node_config={}, run_config=RUN_CONFIG)
     with pytest.raises(DataError, match="num_clients"):
         partition_trainer(node, FOLDER)
+
+
+TURNS = (
+    'privacy={mode="central", clip_norm=10.0, noise_multiplier=1e-4, target_delta=1e-3, '
+    'num_users=3, bands=3}; cohort={sampling="cyclic", num_wanted=1}; '
+    "algorithm.weight_by_examples=false; name=ours"
+)
+
+
+@dataclass
+class StoppedInside(LocalGrid):
+    """The run is ended as a client trains in its second round; nobody hears what it answers."""
+
+    interruption: Interruption = field(default_factory=Interruption)
+    num_trained: int = 0
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        latency_s, reply = super().answered(client, message)
+        self.num_trained += message.metadata.message_type == MessageType.TRAIN
+        if self.num_trained == 2:
+            self.interruption.give(Aborted("for this test"))
+            latency_s = 1e9
+        return latency_s, reply
+
+
+def test_turns_that_were_lost_are_over_on_a_federation_as_well(tmp_path: Path) -> None:
+    """Whoever was asked in one is not asked again in its place: what he sent counts."""
+    settings: dict[str, Scalar] = {"num-rounds": 3, "patience-s": 30, "overrides": TURNS}
+    whole, broken, again = Heard(), Heard(), Heard()
+    run_of(federation(3, **settings), tmp_path / "whole", whole)
+    turns = [each.participations.client_ids.tolist() for each in whole.rounds]
+    grid = StoppedInside(**vars(grid_of(3)))
+    with pytest.raises(Aborted):
+        run(
+            federation(grid, **settings),
+            FOLDER,
+            environ={"FEDLEARN_RUNS_DIR": str(tmp_path / "broken")},
+            interruption=grid.interruption,
+            progress=broken,
+        )
+    assert len(broken.rounds) == 1
+    run_of(federation(3, **settings), tmp_path / "broken", again)
+    asked = [each.participations.client_ids.tolist() for each in again.rounds]
+    assert asked == [turns[2], turns[0]]
+    assert "1 turns of earlier processes were lost" in again.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (StoredRun, "load"),
+        (StoredJournal, "find"),
+        (StoredJournal, "open"),
+        (StoredLedger, "charge"),
+    ],
+)
+def test_a_database_that_is_away_for_a_moment_ends_no_run(
+    owner: type[object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it was asked for: where the run goes on, a round's opening, its charge."""
+    inner, num_asked = getattr(owner, name), 0
+
+    def away_at_first(*args: object, **kwargs: object) -> object:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise StoreUnavailable("for this test")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, away_at_first)
+    heard = Heard()
+    settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30, "overrides": TURNS}
+    run_of(federation(3, **settings), tmp_path, heard)
+    assert [record.count(Status.REPORTED) for record in heard.rounds] == [1]
+    assert num_asked > 1
+
+
+@dataclass
+class FirstFails(LocalGrid):
+    """The app of one client raises whenever it shall train."""
+
+    def answered(self, client: int, message: Message) -> tuple[float, Message]:
+        if client == 0 and message.metadata.message_type == MessageType.TRAIN:
+            return 0.0, Message(Error(2, "out of memory"), reply_to=message)
+        return super().answered(client, message)
+
+
+def test_a_node_that_keeps_failing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the log, and to whoever asks why the run is slow."""
+    settings: dict[str, Scalar] = {"num-rounds": 2, "patience-s": 30, "overrides": "name=ours"}
+    run_of(federation(FirstFails(**vars(grid_of(3))), **settings), tmp_path, Heard())
+    logged = [line for line in capsys.readouterr().out.splitlines() if "client_failed" in line]
+    assert ["in_a_row=1" in logged[0], "in_a_row=2" in logged[1]] == [True, True]
+    assert all("client_id=0" in line for line in logged)
+    with Database.open(sqlite_url(tmp_path / "fedlearn.db"), runs_dir=tmp_path) as database:
+        told = deployment(database, "ours").status["failing"]
+    assert isinstance(told, dict)
+    assert told["0"]["in_a_row"] == 2

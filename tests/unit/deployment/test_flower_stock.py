@@ -44,9 +44,11 @@ cohort = {{ num_wanted = 3 }}
 stragglers = {{ min_reports = 2, deadline_s = 60 }}
 """
 FOREIGN = """
+[client]
+extra = { lr = 0.5 }
+
 [flower]
 client_apps = "flower"
-train_config = { lr = 0.5 }
 """
 #: Node ids are unsigned 64-bit numbers; a client's is made of 63 bits.
 NODES = {2**64 - 1: 0, 12: 1, 13: 2}
@@ -354,7 +356,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
     [
         ('secure_aggregation.mode="complete"', "secure_aggregation.mode: .* in the clear"),
         ("client.optimizer=sgd", 'client.optimizer: is "sgd".*set it to "own"'),
-        ("client.epochs=3", "client.epochs: is 3.*flower.train_config"),
+        ("client.epochs=3", "client.epochs: is 3.*client.extra"),
         ("algorithm.name=scaffold", "scaffold"),
         ("algorithm.name=fedprox", "algorithm.name: .* says how clients train"),
         (
@@ -366,8 +368,13 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
             "privacy.clip_quantile: .* below a norm",
         ),
         ("cohort.sampling=cyclic", 'cohort.sampling: is "cyclic".* another id'),
-        ('flower.train_config={"server-round"=3}', "flower.train_config: .* is the round"),
-        ("flower.client_apps=fedlearn", "flower.train_config: is given, but client_apps"),
+        ("client.extra.server-round=3", "client.extra.server-round: .* as the round"),
+        ('flower.evaluate_config={"server-round"=3}', "flower.evaluate_config: .* is the round"),
+        (
+            "flower.client_apps=fedlearn;flower.evaluate_config={a=1}",
+            "flower.evaluate_config: is given, but client_apps",
+        ),
+        ("flower.train_config={lr=1.0}", "flower.train_config: .* stands in client.extra now"),
         ("flower.client_apps=stock", "flower.client_apps"),
         ("model.factory={file}:make_half", "'0.weight' is torch.bfloat16"),
         ('algorithm.name="{file}:clipping"', "algorithm.name: .* changes updates"),

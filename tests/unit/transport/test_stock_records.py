@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ class Normed(nn.Module):
         self.head.weight = self.first.weight
 
 
-def records_of(model: nn.Module, **train_config: float) -> StockRecords:
-    return StockRecords.of(model, train_config=train_config, evaluate_config={"split": "val"})
+def records_of(model: nn.Module) -> StockRecords:
+    return StockRecords.of(model, evaluate_config={"split": "val"})
 
 
 def request_for(model: nn.Module, told: Mapping[str, Tensor] | None = None) -> TrainRequest:
@@ -79,7 +80,8 @@ def moved(**arrays: NDArray[Any]) -> ArrayRecord:  # Any: wrong dtypes as well
 def test_a_model_is_sent_as_its_state_dict() -> None:
     """In its order, shared tensors under each of their names, with counts and statistics."""
     model = Normed()
-    content = records_of(model, lr=0.5).content(request_for(model))
+    told = replace(request_for(model), settings={"epochs": 2, "extra.lr": 0.5})
+    content = records_of(model).content(told)
     sent = content.array_records["arrays"].to_torch_state_dict()
     assert list(sent) == list(model.state_dict())
     model.load_state_dict(sent)

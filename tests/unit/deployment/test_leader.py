@@ -9,8 +9,8 @@ import pytest
 from fedlearn import build
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
-from fedlearn.deployment.coordinator import Coordinator, Start
 from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.leader import Leader
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Parked
@@ -70,16 +70,15 @@ def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
     """The next one need not wait for it to be silent."""
     holder = Lease(database, places.run_name, holder="first", ttl_s=60.0, clock=SystemClock())
     assert holder.try_acquire()
-    coordinator = Coordinator(
-        places,
-        pieces,
-        insecure=True,
-        serve_on=False,
-        start=Start.WHERE_IT_IS,
+    leader = Leader(
+        pieces=pieces,
+        data_dir=Path("nowhere"),
+        interruption=StoppedAsItLeads(holder),
         progress=JsonProgress(StringIO()),
+        database_away_s=0.0,
     )
-    coordinator.interruption = StoppedAsItLeads(holder)
-    with pytest.raises(Parked):
-        coordinator.serve()
+    led = leader.leading(database, places.run_name, status=dict, alive=lambda: None)
+    with pytest.raises(Parked), led:
+        raise AssertionError("it leads")
     found = deployment(database, places.run_name)
     assert (found.epoch, found.holder) == (2, "")

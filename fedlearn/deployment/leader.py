@@ -1,0 +1,251 @@
+"""A process that leads a deployed run: here its rounds are put together, whatever reaches clients.
+
+What differs between gRPC and Flower stands in :class:`ReachableClients`; all else is the same.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from fedlearn.algorithms.flight import Draw
+from fedlearn.build import Deployment
+from fedlearn.core.messages import ClientId
+from fedlearn.deployment.failing import FailingClients
+from fedlearn.deployment.interruption import Interruption
+from fedlearn.deployment.leading import leading
+from fedlearn.deployment.live_status import LiveStatus, Phase
+from fedlearn.deployment.opening import DurableOpening, present_in
+from fedlearn.deployment.record import ForgettingStore, TellingStore, first_attempts
+from fedlearn.deployment.rounds import run_over
+from fedlearn.experiment.assemble import Identities, standing_of
+from fedlearn.experiment.privacy import gone_on, promise
+from fedlearn.experiment.progress import Progress
+from fedlearn.experiment.server_training import FOLDER, Place
+from fedlearn.privacy.ledger import Charging
+from fedlearn.privacy.plan import BandedPlan
+from fedlearn.rounds.opening import Charge
+from fedlearn.rounds.records import RunRecord
+from fedlearn.simulation.cluster import Alone
+from fedlearn.store.journal import StoredJournal
+from fedlearn.store.lease import Lease
+from fedlearn.store.masked_sum import MaskedSumFile
+from fedlearn.store.patience import Patience, PatientJournal
+from fedlearn.store.runs import Database, StoredRun
+from fedlearn.transport.base import Channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachableClients:
+    """How the clients of a deployed run are reached, and what depends on it.
+
+    Attributes:
+        channel: To them.
+        notes: What a reader should know of it.
+        is_asked_anew: Whether a round that another process has opened is opened anew: nobody's
+            answer to it would be heard here.
+        num_needed: Clients that a round would have there before it asks.
+        patience_s: Seconds that a round waits for them.
+        too_few: See :class:`~fedlearn.deployment.opening.DurableOpening`.
+        identities: What secure aggregation signs and verifies with; ``None``: there are no keys.
+        names: Returns the names of clients, of those that have one.
+        set_aside: Has a client that keeps failing not be asked any more.
+        num_set_aside: Returns how many of those that are there are not.
+        forget: Told before which round no reply is needed any more.
+    """
+
+    channel: Channel
+    notes: Sequence[str]
+    is_asked_anew: bool
+    num_needed: int
+    patience_s: float
+    too_few: Callable[[int, int], None]
+    identities: Identities | None
+    names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
+    set_aside: Callable[[ClientId], None]
+    num_set_aside: Callable[[], int]
+    forget: Callable[[int], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Leader:
+    """Takes the lease of a deployed run, and runs its rounds.
+
+    Attributes:
+        pieces: The run.
+        data_dir: Where the coordinator's own training reads.
+        interruption: Real time, and what ends the run in this process.
+        progress: Told of the run.
+        database_away_s: How long the database may be away in the middle of the run.
+        live_status: What the process says of itself.
+        paused: Whether the operator has paused the run.
+        patiently: Waits for a database that is away.
+    """
+
+    pieces: Deployment
+    data_dir: Path
+    interruption: Interruption
+    progress: Progress
+    database_away_s: float
+    live_status: LiveStatus = field(init=False)
+    paused: threading.Event = field(default_factory=threading.Event, init=False)
+    patiently: Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = self.pieces.policy
+        self.live_status = LiveStatus(
+            num_rounds=self.pieces.config.num_rounds,
+            num_wanted=policy.num_wanted,
+            min_reports=policy.min_reports,
+            deadline_s=policy.deadline_s,
+            measures=tuple(self.pieces.directions),
+        )
+        self.patiently = Patience(
+            clock=self.interruption,
+            give_up_s=self.database_away_s,
+            log=structlog.get_logger(__name__),
+        )
+
+    @contextmanager
+    def leading(
+        self,
+        database: Database,
+        name: str,
+        *,
+        status: Callable[[], Mapping[str, object]],
+        alive: Callable[[], None],
+    ) -> Iterator[Lease]:
+        """Wait for the lease of the run called ``name``, and hold it while the block runs.
+
+        See :func:`fedlearn.deployment.leading.leading`.
+        """
+        with leading(
+            database,
+            name,
+            ttl_s=self.pieces.config.coordinator.lease_ttl_s,
+            status=status,
+            paused=self.paused,
+            interruption=self.interruption,
+            alive=alive,
+            patiently=self.patiently,
+            stand_by=self._stand_by,
+        ) as lease:
+            yield lease
+
+    def _stand_by(self) -> None:
+        self.live_status.phase = Phase.STANDBY
+
+    def run(
+        self, clients: ReachableClients, stored: StoredRun, record: RunRecord, lease: Lease
+    ) -> None:
+        """Run the rounds of ``stored`` that are due, each committed under the lease.
+
+        Args:
+            clients: Who takes part.
+            stored: The run.
+            record: Of the run, as it was found.
+            lease: Held.
+
+        Raises:
+            BudgetExhausted: The next round cannot be afforded.
+            ConfigError: Pieces do not fit together.
+            FedlearnError: What ``interruption`` or ``clients.too_few`` raises.
+            RoundError: A round failed and the policy says to fail the run.
+            StoreError: The run could not be made durable; its last commit still stands.
+        """
+        patiently, live_status = self.patiently, self.live_status
+        found = partial(StoredJournal, stored.database, stored.name, guard=lease.guard)
+        journal = PatientJournal(journal=patiently(found), patiently=patiently)
+        checkpoint = patiently(stored.load)
+        live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
+        begins_anew = clients.is_asked_anew or _ends_with_its_process(self.pieces)
+        first = first_attempts(
+            journal.last(), record.status, self.pieces.policy, begins_anew=begins_anew
+        )
+        promised, charging, num_lost = patiently(
+            lambda: promise(
+                self.pieces,
+                stored,
+                num_finished=live_status.num_finished,
+                clock=self.interruption,
+            )
+        )
+        self.progress.start(record, stored.path, (*clients.notes, *promised))
+        pieces = gone_on(self.pieces, num_lost=num_lost)
+        failing = FailingClients(
+            names=clients.names,
+            set_aside=clients.set_aside,
+            set_aside_after=pieces.config.coordinator.set_aside_after,
+            found=patiently(stored.failing),
+        )
+        live_status.failing = failing.status
+        opening = self._opening(clients, pieces, journal)
+        draw: Draw = opening.draw if pieces.late_updates is None else opening.draw_cohort
+        with nullcontext() if charging is None else closing(charging):
+            run_over(
+                clients.channel,
+                pieces,
+                opening=opening,
+                draw=draw,
+                # Again where a round goes on: its noise will be drawn anew.
+                charge=None if charging is None else self._patient(charging),
+                store=ForgettingStore(
+                    store=TellingStore(store=stored, tell=self.progress.round),
+                    patiently=patiently,
+                    journal=journal,
+                    forget=clients.forget,
+                    live_status=live_status,
+                ),
+                checkpoint=checkpoint,
+                masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
+                clock=self.interruption,
+                place=Place(
+                    kind="deployment",
+                    folder=stored.path / FOLDER,
+                    data_dir=self.data_dir,
+                    is_described=True,
+                    cluster=Alone(),
+                    control=self.interruption,
+                    told=live_status.trained,
+                ),
+                first_attempts=first,
+                identities=clients.identities,
+                standing=standing_of(charging),
+                note=failing.note,
+            )
+
+    def _patient(self, charging: Charging) -> Charge:
+        """Return what charges a round however long the database is away."""
+
+        def charge(*, round_num: int, attempt: int) -> None:
+            self.patiently(partial(charging.charge, round_num=round_num, attempt=attempt))
+
+        return charge
+
+    def _opening(
+        self, clients: ReachableClients, pieces: Deployment, journal: PatientJournal
+    ) -> DurableOpening:
+        return DurableOpening(
+            sampler=pieces.sampler,
+            available=partial(present_in, pieces, clients.channel),
+            policy=pieces.policy,
+            seed=pieces.seed,
+            num_needed=clients.num_needed,
+            num_set_aside=clients.num_set_aside,
+            patience_s=clients.patience_s,
+            too_few=clients.too_few,
+            is_paused=self.paused.is_set,
+            check=self.interruption.check,
+            journal=journal,
+            live_status=self.live_status,
+            clock=self.interruption,
+        )
+
+
+def _ends_with_its_process(pieces: Deployment) -> bool:
+    """Return whether nobody can go on inside a round that another process has opened."""
+    return pieces.secure is not None or isinstance(pieces.privacy, BandedPlan)
