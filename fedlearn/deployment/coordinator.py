@@ -421,8 +421,14 @@ class Coordinator:
                 identities=self._identities(database),
                 standing=standing_of(charging),
                 draw=draw,
+                ahead=channel if self._sends_ahead else None,
                 note=failing.note,
             )
+
+    @property
+    def _sends_ahead(self) -> bool:
+        config = self.pieces.config
+        return config.coordinator.send_ahead and not config.evaluation.num_clients
 
     def _identities(self, database: Database) -> Identities | None:
         """Return what secure aggregation signs and verifies with, where there are keys."""

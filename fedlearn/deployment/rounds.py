@@ -25,6 +25,7 @@ from fedlearn.experiment.assemble import (
     run_plan,
 )
 from fedlearn.experiment.server_training import Place
+from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
@@ -60,6 +61,7 @@ def run_over(
     note: Callable[[Participations], None] = ignored,
     masked_sum: MaskedSumStore | None = None,
     draw: Draw | None = None,
+    ahead: Ahead | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -78,6 +80,7 @@ def run_over(
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.
         draw: Who is asked in an asynchronous run, in the place of ``opening``.
+        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -91,7 +94,7 @@ def run_over(
     buffering: Buffering | None = None
     busy: Callable[[], frozenset[ClientId]] = frozenset
     end: Callable[[], None] = _nothing
-    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S))
+    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S), ahead=ahead)
     if buffered is not None and draw is not None:
         noted = NotedBuffer(inner=buffered, note=note)
         is_retried = pieces.asynchrony is None
