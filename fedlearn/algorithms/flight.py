@@ -130,6 +130,10 @@ class Buffer:
             for place, client_id in enumerate(drawn)
         ]
 
+    def could_ask_others(self, available: Iterable[ClientId]) -> bool:
+        """Return whether some who are there are neither in flight nor have answered."""
+        return not (self._flying.keys() | self._answered).issuperset(available)
+
     def put(self, drawn: Iterable[Asked]) -> None:
         """Take those who were drawn, with what is known of them, to be asked by and by."""
         self._drawn.extend(drawn)

@@ -9,7 +9,14 @@ from pathlib import Path
 import structlog
 
 from fedlearn.client.backoff import Backoff, Reconnection
-from fedlearn.client.conversation import Connected, Disconnected, Event, Offered, Withdrawn
+from fedlearn.client.conversation import (
+    Connected,
+    Disconnected,
+    Event,
+    Offered,
+    SentAhead,
+    Withdrawn,
+)
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.home import Home
 from fedlearn.client.keyring import Enrolment
@@ -246,6 +253,10 @@ class Connector:
                 case "task":
                     task = OpenTask.of(message.task, now_unix_s=self._clock.unix_s())
                     self._post(Offered(task))
+                case "ahead":
+                    now_unix_s = self._clock.unix_s()
+                    task = OpenTask.of(message.ahead, now_unix_s=now_unix_s, is_ahead=True)
+                    self._post(SentAhead(task))
                 case "cancel":
                     key = TaskKey.of(message.cancel.key)
                     self._post(Withdrawn(key, message.cancel.reason))

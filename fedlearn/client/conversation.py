@@ -9,6 +9,13 @@
 The work on a task (downloading, training) is one action; it ends with exactly one of
 :class:`Answered` and :class:`Ended`, also after it was called off, because training stops at
 the end of a batch and not at once. A task that came meanwhile waits for that.
+
+A model may be sent ahead, before it is asked about. Once it is here, the client begins on it as
+soon as it has nothing else to do; the next question that it may answer takes that work over::
+
+    SentAhead -> Fetched -> Begin -> Offered -> Adopt -> Answered -> Hold
+                              |
+                              +-- Answered, nobody asks yet -> Offered -> Hold
 """
 
 from collections.abc import Callable
@@ -16,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fedlearn.client.tasks import HeldReply, OpenTask
+from fedlearn.core.kinds import TRAIN_KIND
 from fedlearn.transport.content import TaskKey
 
 # Events: what happened.
@@ -36,6 +44,20 @@ class Disconnected:
 @dataclass(frozen=True)
 class Offered:
     """The coordinator has pushed a task."""
+
+    task: OpenTask
+
+
+@dataclass(frozen=True)
+class SentAhead:
+    """The coordinator has told of a model that it may ask this client about."""
+
+    task: OpenTask
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model that was sent ahead is here."""
 
     task: OpenTask
 
@@ -62,6 +84,7 @@ class Answered:
     task: OpenTask
     reply: bytes = field(repr=False)
     state: bytes | None = field(repr=False)
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,8 @@ Event: TypeAlias = (
     Connected
     | Disconnected
     | Offered
+    | SentAhead
+    | Fetched
     | Withdrawn
     | Settled
     | Answered
@@ -123,6 +148,13 @@ class CallOff:
 @dataclass(frozen=True)
 class Erase:
     """Remove what the work on the task has left."""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Have the work that was begun ahead be the work on a task."""
+
+    task: OpenTask
 
 
 @dataclass(frozen=True)
@@ -157,7 +189,7 @@ class Disconnect:
     """End the session."""
 
 
-Action: TypeAlias = Begin | CallOff | Erase | Hold | Deliver | Drop | Disconnect
+Action: TypeAlias = Begin | Adopt | CallOff | Erase | Hold | Deliver | Drop | Disconnect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +204,11 @@ class Conversation:
         is_withdrawn: Whether its reply would be of no use to anyone.
         waiting: A task that came while a called off one has not ended yet.
         held: The finished reply that is not settled.
+        run_id: Of the run that the latest session was of.
+        begun_round: Of the newest model of this run that was trained, or is; -1: none.
+        told: The newest model that was sent ahead, where it is not fetched.
+        ahead: One that was sent ahead and is here, on which nothing is begun.
+        ready: What came of work ahead, where nobody has asked for it yet.
     """
 
     is_connected: bool = False
@@ -182,6 +219,11 @@ class Conversation:
     is_withdrawn: bool = False
     waiting: OpenTask | None = None
     held: HeldReply | None = None
+    run_id: str = ""
+    begun_round: int = -1
+    told: OpenTask | None = None
+    ahead: OpenTask | None = None
+    ready: Answered | None = None
 
     @property
     def may_connect(self) -> bool:
@@ -193,6 +235,11 @@ class Conversation:
         """Whether this process may end."""
         return self.is_stopping and self.task is None
 
+    @property
+    def to_fetch(self) -> OpenTask | None:
+        """The model that is to be fetched ahead, if there is one: one for each training."""
+        return self.told if self.is_connected and self.ahead is None else None
+
 
 Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 
@@ -203,9 +250,13 @@ def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911
         case Connected(run_id):
             return _connected(here, run_id)
         case Disconnected():
-            return replace(here, is_connected=False), ()
+            return replace(here, is_connected=False, told=None), ()
         case Offered(task):
             return _offered(here, task)
+        case SentAhead(task):
+            return _sent_ahead(here, task)
+        case Fetched(task):
+            return _fetched(here, task)
         case Withdrawn(key, reason):
             return _withdrawn(here, key, reason)
         case Settled(key):
@@ -219,11 +270,13 @@ def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911
         case Surveyed():
             return _surveyed(here, event)
         case Stopped():
-            stopping = replace(here, is_stopping=True, waiting=None)
+            stopping = replace(here, is_stopping=True, waiting=None, told=None, ahead=None)
             return _call_off(stopping, "stopped")
 
 
 def _connected(here: Conversation, run_id: str) -> Transition:
+    if here.run_id != run_id:
+        here = replace(here, run_id=run_id, begun_round=-1, told=None, ahead=None, ready=None)
     here, actions = _give_up(
         replace(here, is_connected=True), lambda each: each.key.run_id != run_id, "its run is over"
     )
@@ -239,17 +292,53 @@ def _offered(here: Conversation, task: OpenTask) -> Transition:
         return _begin(here, task)
     if here.task.key == task.key and not here.is_called_off:
         return here, ()  # offered again by a new session: the work goes on
+    if here.task.is_ahead and here.task.may_answer(task) and not here.is_called_off:
+        return replace(here, task=task), (Adopt(task),)
     # One thing is asked at a time: if this is another, the one in work has closed.
     here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
     return _call_off(here, "the coordinator has moved on")
 
 
 def _begin(here: Conversation, task: OpenTask) -> Transition:
-    here = replace(here, task=task, waiting=None, is_called_off=False, is_withdrawn=False)
-    return here, (Begin(task),)
+    here = replace(here, task=None, waiting=None, is_called_off=False, is_withdrawn=False)
+    if task.key.kind != TRAIN_KIND:
+        return replace(here, task=task), (Begin(task),)
+    ready, here = here.ready, replace(here, ready=None)
+    if ready is not None and ready.task.may_answer(task):
+        here, actions = _next(here)
+        return here, (Hold(replace(ready, task=task)), *actions)
+    here = replace(here, task=task, begun_round=task.key.round_num)
+    return _without_old(here), (Begin(task),)
+
+
+def _sent_ahead(here: Conversation, task: OpenTask) -> Transition:
+    may_be_of_use = not (here.unmet or here.is_stopping) and task.key.run_id == here.run_id
+    return (_without_old(replace(here, told=task)) if may_be_of_use else here), ()
+
+
+def _fetched(here: Conversation, task: OpenTask) -> Transition:
+    if here.unmet or here.is_stopping or task.key.run_id != here.run_id:
+        return here, ()
+    told = None if here.told == task else here.told  # else a newer one, of which it was told since
+    return _next(_without_old(replace(here, told=told, ahead=task)))
+
+
+def _without_old(here: Conversation) -> Conversation:
+    """Forget models that were sent ahead and are no newer than what was trained, or is."""
+    told, ahead = (
+        None if each is None or each.key.round_num <= here.begun_round else each
+        for each in (here.told, here.ahead)
+    )
+    return replace(here, told=told, ahead=ahead)
 
 
 def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Transition:
+    if here.told is not None and here.told.key == key:
+        here = replace(here, told=None)
+    if here.ahead is not None and here.ahead.key == key:
+        here = replace(here, ahead=None)
+    if here.ready is not None and here.ready.task.key == key:
+        here = replace(here, ready=None)
     if here.waiting is not None and here.waiting.key == key:
         here = replace(here, waiting=None)
     if here.task is not None and here.task.key == key:
@@ -272,24 +361,39 @@ def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
 def _answered(here: Conversation, event: Answered) -> Transition:
     if here.is_withdrawn:
         return _ended(here)
+    task = here.task or event.task  # what asks for it, where it was begun ahead
     here = replace(here, task=None, is_called_off=False)
-    if here.waiting is not None and here.waiting.key == event.task.key:
+    if task.is_ahead:
+        return _next(replace(here, ready=None if event.is_failure else event))
+    if here.waiting is not None and here.waiting.key == task.key:
         here = replace(here, waiting=None)  # called off too late to end: this is its answer
+    if event.state is not None and task.key.kind != TRAIN_KIND:
+        here = replace(here, ready=None)  # it began at the state before
     here, actions = _next(here)
-    return here, (Hold(event), *actions)
+    return here, (Hold(replace(event, task=task)), *actions)
 
 
 def _ended(here: Conversation) -> Transition:
     erase = (Erase(),) if here.is_withdrawn else ()
     # Work that ended unasked lost its connection: the next session is offered it again.
-    leave = () if here.is_called_off or not here.is_connected else (Disconnect(),)
+    is_missed = not here.is_called_off and here.task is not None and not here.task.is_ahead
+    leave = (Disconnect(),) if is_missed and here.is_connected else ()
     here = replace(here, task=None, is_called_off=False, is_withdrawn=False)
     here, actions = _next(here)
     return here, (*erase, *actions, *leave)
 
 
 def _next(here: Conversation) -> Transition:
-    return (here, ()) if here.waiting is None else _begin(here, here.waiting)
+    """Begin what waits, or else what was sent ahead, where nothing is worked on."""
+    if here.task is not None or here.unmet or here.is_stopping:
+        return here, ()
+    if here.waiting is not None:
+        return _begin(here, here.waiting)
+    task = here.ahead
+    if task is None or here.ready is not None or not here.is_connected:
+        return here, ()
+    here = replace(here, task=task, begun_round=task.key.round_num)
+    return _without_old(here), (Begin(task),)
 
 
 def _surveyed(here: Conversation, event: Surveyed) -> Transition:
@@ -299,7 +403,7 @@ def _surveyed(here: Conversation, event: Surveyed) -> Transition:
     here = replace(here, unmet=event.unmet)
     if not event.unmet:
         return here, actions
-    here, called_off = _call_off(replace(here, waiting=None), "conditions")
+    here, called_off = _call_off(replace(here, waiting=None, told=None, ahead=None), "conditions")
     # A reply that is on its way may arrive, unless it is the network that must not be used.
     may_stay = here.held is not None and not any("unmetered" in each for each in event.unmet)
     leave = (Disconnect(),) if here.is_connected and not may_stay else ()

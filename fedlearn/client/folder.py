@@ -31,6 +31,7 @@ _OWN = (
     "rotate",
     "state",
     "task",
+    "ahead",
     "spool",
     "tasks.json",
     "evaluations.json",
@@ -128,7 +129,8 @@ class ClientFolder:
         """
         counts = ("tasks.json", "evaluations.json")
         files = [self.folder / name for name in counts]
-        remove_all([self._task, self._spool, self.folder / "state", *files])
+        places = [self._task, self._ahead, self._spool, self.folder / "state"]
+        remove_all([*places, *files])
         remove_all(half_written(self.folder, of=counts))
 
     def forget(self) -> None:
@@ -144,6 +146,10 @@ class ClientFolder:
     @property
     def _task(self) -> Path:
         return self.folder / "task"
+
+    @property
+    def _ahead(self) -> Path:
+        return self.folder / "ahead"
 
     @property
     def _spool(self) -> Path:

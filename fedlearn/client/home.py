@@ -10,6 +10,7 @@
     rotate          the user wants new keys
     state/<run_id>  what this client remembers of its run from one task to the next
     task/           the request being worked on, and the checkpoint inside it
+    ahead/<digest>  a request that may come next, perhaps in part
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy; evaluations.json likewise
     privacy.json    by session or training of the last day when, and what it took of the day's ε
@@ -79,12 +80,24 @@ class Home(ClientFolder):
             "key": task.key._asdict(),
             "digest": task.message.digest.hex(),
             "personal_digest": digest_of(task.message.personal).hex(),
+            "is_ahead": task.is_ahead,
         }
         if self._task_values != values:
             self.close_task()
             make_private_folder(self._task)
             write_private(self._task / "task.json", json.dumps(values).encode())
+        fetched = self._ahead / task.message.digest.hex()
+        with disk_errors(fetched, raises=DeploymentError, doing="move"):
+            if fetched.is_file():
+                fetched.replace(self.request)
         return self._crashes
+
+    def ahead(self, digest: bytes) -> Path:
+        """Return where a request is fetched that may come next; another one makes room for it."""
+        path = self._ahead / digest.hex()
+        make_private_folder(self._ahead)
+        remove_all([each for each in self._ahead.iterdir() if each != path])
+        return path
 
     def require_space(self, num_bytes: int) -> None:
         """Refuse to fill the user's disk with ``num_bytes`` more, by a :class:`DeploymentError`."""
@@ -188,7 +201,9 @@ class Home(ClientFolder):
         written = half_written(self.folder, of=_FILES)
         for name in ("identity", "identity.new", "task"):
             written += half_written(self.folder / name)
-        remove_all(written)
+        remove_all([*written, self._ahead])
+        if self._task_values.get("is_ahead"):  # nobody waits for it, or they ask anew
+            self.close_task()
         held = None
         for number in sorted(self._numbers()):
             folder = self._spool / f"{number:08d}"

@@ -202,6 +202,8 @@ class Policy:
         max_tasks_per_day: Most trainings within 24 hours, >= 0; ``None``: any number.
         max_evaluations_per_day: Most evaluations within 24 hours, in a sum or not, >= 0; ``None``:
             any number.
+        train_ahead: Whether to fetch the coordinator's next model while the last one is trained,
+            and to begin on it before it is asked for: in asynchronous rounds no time is lost then.
         evaluate: Whether to tell how a model does on this client's data; in a sum alone where
             secure aggregation is required, never where privacy is.
         secure_aggregation: Whether it is required, and what is demanded of it.
@@ -219,6 +221,7 @@ class Policy:
     max_epochs: Whole | None = None
     max_tasks_per_day: Whole | None = None
     max_evaluations_per_day: Whole | None = None
+    train_ahead: bool = True
     evaluate: bool = True
     secure_aggregation: SecureAggregationPolicy = SecureAggregationPolicy()
     privacy: PrivacyPolicy = PrivacyPolicy()

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from fedlearn.client import conversation
+from fedlearn.client.ahead import FetchingAhead
 from fedlearn.client.conditions import Device, Facts, local_time
 from fedlearn.client.connecting import Connector
 from fedlearn.client.control import WorkControl
@@ -28,9 +29,9 @@ from fedlearn.client.sharing import trainer_of
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.codec import encode
+from fedlearn.core.codec import encode, peek
 from fedlearn.core.kinds import SECURE_KIND
-from fedlearn.core.messages import Failure
+from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
@@ -91,6 +92,12 @@ class Runtime:
             connector=self._connector,
             masks=self._masks,
             on_event=on_event,
+        )
+        self._ahead = FetchingAhead(
+            home=self._home,
+            clock=self._clock,
+            post=self._events.put_nowait,
+            require_allowed=self._require_allowed,
         )
         self._next_look_unix_s = -math.inf
         self._broken = asyncio.Event()
@@ -186,6 +193,8 @@ class Runtime:
             self._connector.allowed.clear()
         if self._here.unmet or not self._here.is_connected:
             self._masks.drop()
+        to_fetch = self._here.to_fetch if self._policy.train_ahead else None
+        self._ahead.follow(to_fetch, self._connector.live)
         for action in actions:
             await self._perform(action)
 
@@ -193,6 +202,9 @@ class Runtime:
         match action:
             case conversation.Begin(task):
                 await self._begin(task)
+            case conversation.Adopt(task):
+                if (live := self._connector.live) is not None:
+                    live.report_phase(task.key, wire_pb2.Progress.TRAINING)
             case conversation.CallOff(key, reason):
                 self._call_off(key, reason)
             case conversation.Erase():
@@ -212,11 +224,14 @@ class Runtime:
     async def _begin(self, task: OpenTask) -> None:
         if self._work is not None:
             await self._work  # it has posted its last event: this is immediate
+        await self._ahead.stop()  # what it has may be what this task is about
+        self._ahead.times.begin(self._clock.now_s())
         loop, about = asyncio.get_running_loop(), AgentEvent.of(EventKind.PROGRESS, key=task.key)
 
         def on_report(fraction: float, loss: float) -> None:
             event = replace(about, fraction=fraction, loss=loss)
             loop.call_soon_threadsafe(self._on_event, event)
+            loop.call_soon_threadsafe(self._ahead.progressed, fraction)
 
         self._control = WorkControl(self._home, self._clock, on_report=on_report)
         self._work = asyncio.create_task(self._work_on(task, self._control))
@@ -232,16 +247,24 @@ class Runtime:
         _log.info("task_called_off", round_num=key.round_num, reason=reason)
         self._on_event(AgentEvent.of(EventKind.CANCELLED, key=key, message=reason))
 
+    def _require_allowed(self, task: OpenTask) -> None:
+        self._worker.require_allowed(task)  # whose policy changes
+
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
         """Work on one task; posts :class:`Answered` or :class:`Ended`, whatever happens."""
         event: conversation.Event = conversation.Ended()
         try:
             event = await self._worker.answer(task, control)
         finally:
+            is_whole = isinstance(event, conversation.Answered)
+            self._ahead.times.end(self._clock.now_s(), is_whole=is_whole)
             self._events.put_nowait(event)
 
     async def _hold(self, answered: conversation.Answered) -> None:
-        task = answered.task
+        task, told = answered.task, peek(answered.reply)
+        if isinstance(told, TrainReply) and told.round_num != task.key.round_num:
+            numbers = {"round_num": task.key.round_num, "based_on": told.round_num}
+            _log.info("answered_with_work_ahead", **numbers)
         try:
             held = await asyncio.to_thread(
                 self._home.hold, task, reply=answered.reply, state=answered.state
@@ -339,6 +362,7 @@ class Runtime:
             num_examples=getattr(self._trainer, "num_examples", 0) if may_tell_size else 0,
             # "cuda", whichever of several GPUs it is
             device=str(getattr(self._trainer, "device", "cpu")).partition(":")[0],
+            takes_ahead=self._policy.train_ahead,
             **self._facts.known(),
         )
 

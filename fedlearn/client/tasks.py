@@ -44,19 +44,28 @@ class OpenTask:
             of the request is for this client alone, anew whenever the task is offered again.
         expires_unix_s: When to give it up if the coordinator says nothing, by this client's own
             clock; infinite without a deadline.
+        is_ahead: Whether it was sent ahead: nobody waits for it yet.
     """
 
     key: TaskKey
     message: wire_pb2.Task = field(repr=False)
     expires_unix_s: float
+    is_ahead: bool = False
 
     @classmethod
-    def of(cls, message: wire_pb2.Task, *, now_unix_s: float) -> "OpenTask":
+    def of(cls, message: wire_pb2.Task, *, now_unix_s: float, is_ahead: bool = False) -> "OpenTask":
         """Return the task in ``message``, which has just come; raises as :func:`require_run_id`."""
         require_run_id(message.key.run_id)
         left_s = message.remaining_s + GRACE_S if message.remaining_s > 0.0 else math.inf
         key = TaskKey.of(message.key)
-        return cls(key=key, message=message, expires_unix_s=now_unix_s + left_s)
+        expires_unix_s = now_unix_s + left_s
+        return cls(key=key, message=message, expires_unix_s=expires_unix_s, is_ahead=is_ahead)
+
+    def may_answer(self, asked: "OpenTask") -> bool:
+        """Return whether the work on this, which was sent ahead, is an answer to ``asked``."""
+        is_alike = (self.key.run_id, self.key.kind) == (asked.key.run_id, asked.key.kind)
+        last = self.message.last_round_num
+        return is_alike and self.key.round_num <= asked.key.round_num <= last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from fedlearn.client.keyring import Enrolment
 from fedlearn.client.policy import Policy
 from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import WallClock
-from fedlearn.core.codec import encode
+from fedlearn.core.codec import encode, peek
 from fedlearn.core.cores import num_cores
 from fedlearn.core.files import mapped, write_private
 from fedlearn.core.messages import (
@@ -100,13 +100,7 @@ class Worker:
         enrolment = self.connector.enrolment
         assert enrolment is not None  # a task came over a session
         num_crashes = self.home.open_task(task)
-        now_unix_s = self.clock.unix_s()
-        self.judge.announced(
-            task.key.kind,
-            settings=None,
-            num_tasks_today=self.home.num_tasks_today(now_unix_s),
-            num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
-        )
+        self.require_allowed(task)
         if num_crashes >= _MAX_CRASHES:
             words = f"the client's process crashed {_MAX_CRASHES} times in this task"
             self._tell_failure(task.key, words)
@@ -133,6 +127,20 @@ class Worker:
         )
         work = partial(self._train, task, session, control, request)
         return await loop.run_in_executor(self.thread, work)
+
+    def require_allowed(self, task: OpenTask) -> None:
+        """Judge what is known of a task before its request is here.
+
+        Raises:
+            PolicyViolation: It is refused, whatever the request says.
+        """
+        now_unix_s = self.clock.unix_s()
+        self.judge.announced(
+            task.key.kind,
+            settings=None,
+            num_tasks_today=self.home.num_tasks_today(now_unix_s),
+            num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
+        )
 
     def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
         """Return this client's side of secure aggregation; ``None``: it has no key to trust."""
@@ -213,7 +221,8 @@ class Worker:
             words = f"a reply of {len(reply)} bytes, at most {most} are taken"
             session.on_failure(words)
             return failed(task, words)
-        return Answered(task, reply, None if state == before else state)
+        is_failure = isinstance(peek(reply), Failure)
+        return Answered(task, reply, None if state == before else state, is_failure)
 
     def _count_privacy(self, request: TrainRequest | SecureTrainRequest, before: bytes) -> None:
         """Note what is taken of the day's ε by what the client is about to send."""
@@ -240,4 +249,4 @@ class Worker:
 
 def failed(task: OpenTask, reason: str) -> Answered:
     """Return that a task was answered with a failure."""
-    return Answered(task, encode(Failure(reason)), None)
+    return Answered(task, encode(Failure(reason)), None, is_failure=True)

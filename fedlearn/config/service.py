@@ -85,6 +85,13 @@ class ServiceSection(Section):
         description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
         "asks those that are there, if they are at least stragglers.min_reports.",
     )
+    send_ahead: bool = Field(
+        True,
+        description="Whether clients in flight in an asynchronous run are sent each newer model "
+        "while they work on an older one, where nobody else could be asked in their place: they "
+        "begin on it as soon as they are done. Not with evaluation.clients, whose evaluations "
+        "would interrupt that.",
+    )
     set_aside_after: Whole = Field(
         5,
         description="Attempts in a row in which a client fails, and others report, after which it "

@@ -324,7 +324,13 @@ class Coordinator:
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
+            ahead=channel if self._sends_ahead else None,
         )
+
+    @property
+    def _sends_ahead(self) -> bool:
+        config = self.pieces.config
+        return config.coordinator.send_ahead and not config.evaluation.num_clients
 
     def _identities(self, database: Database) -> Identities | None:
         """Return what secure aggregation signs and verifies with, where there are keys."""

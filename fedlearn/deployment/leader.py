@@ -28,6 +28,7 @@ from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
+from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.opening import Charge
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.cluster import Alone
@@ -56,6 +57,7 @@ class ReachableClients:
         set_aside: Has a client that keeps failing not be asked any more.
         num_set_aside: Returns how many of those that are there are not.
         forget: Told before which round no reply is needed any more.
+        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
     """
 
     channel: Channel
@@ -69,6 +71,7 @@ class ReachableClients:
     set_aside: Callable[[ClientId], None]
     num_set_aside: Callable[[], int]
     forget: Callable[[int], None]
+    ahead: Ahead | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -216,6 +219,7 @@ class Leader:
                 identities=clients.identities,
                 standing=standing_of(charging),
                 note=failing.note,
+                ahead=clients.ahead,
             )
 
     def _patient(self, charging: Charging) -> Charge:

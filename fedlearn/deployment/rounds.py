@@ -25,6 +25,7 @@ from fedlearn.experiment.assemble import (
     run_plan,
 )
 from fedlearn.experiment.server_training import Place
+from fedlearn.rounds.buffered import Ahead
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charge, Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
@@ -60,6 +61,7 @@ def run_over(
     note: Callable[[Participations], None] = ignored,
     masked_sum: MaskedSumStore | None = None,
     charge: Charge | None = None,
+    ahead: Ahead | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -79,6 +81,7 @@ def run_over(
         masked_sum: For secure aggregation, where a round's sum is kept until it is open; ``None``:
             nowhere.
         charge: Charges each round before anybody is asked; ``None``: nothing does.
+        ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -91,7 +94,7 @@ def run_over(
     collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
     busy: Callable[[], frozenset[ClientId]] = frozenset
     end: Callable[[], None] = _nothing
-    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S))
+    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S), ahead=ahead)
     if buffered is not None:
         busy, end = buffered.busy, buffered.close
     plan = run_plan(

@@ -25,7 +25,7 @@ from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.errors import ConfigError, FedlearnError, NoSpace, ProtocolError, StoreError
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, Asked, reply_in, require_free
-from fedlearn.transport.content import TaskKey, digest_of
+from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
@@ -69,6 +69,7 @@ class DoorChannel:
     _last: dict[str, TaskKey] = field(default_factory=dict)  # by kind
     _open: list[LiveQuestion] = field(default_factory=list)
     _encoded: tuple[Request, Offer] | None = None  # what was asked last
+    _ahead: Offer | None = None  # what was sent ahead last
 
     def __post_init__(self) -> None:
         # Another coordinator may have been taken over and not know it yet: it has its own. The
@@ -112,6 +113,30 @@ class DoorChannel:
 
         forget_exchanges(self.folder / "replies", unneeded=is_old)
         self.loop.post(partial(self.exchanges.committed, before_round))
+
+    def send_ahead(
+        self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
+    ) -> None:
+        """Tell clients of a model that they may be asked about next.
+
+        They may have it in advance, and begin on it; whoever is asked in a round up to
+        ``last_round_num`` may answer with that. A disk that is full keeps it from them.
+        """
+        key = TaskKey(self.run_id, request.kind, request.round_num, request.attempt, NO_QUESTION)
+        encoded = self._encoded  # of those who are asked, of whom there may be more
+        try:
+            (self._ahead,) = self._offers([request])
+        except NoSpace:
+            return
+        finally:
+            self._encoded = encoded
+        send = self.exchanges.send_ahead
+        self.loop.post(partial(send, key, self._ahead, client_ids, last_round_num))
+
+    def call_ahead_off(self) -> None:
+        """Tell clients that they will not be asked about what was sent ahead."""
+        self._ahead = None
+        self.loop.post(self.exchanges.call_ahead_off)
 
     # What an exchange is made of.
 
@@ -209,6 +234,7 @@ class DoorChannel:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [self._offer(request, folder) for request in requests]
             still = [offer for question in self._open for offer in question.offers]
+            still += [] if self._ahead is None else [self._ahead]
             needed = {offer.path for offer in [*offers, *still]}
             for path in folder.iterdir():
                 if path not in needed:

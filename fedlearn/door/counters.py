@@ -64,6 +64,7 @@ class DoorCounters:
     bytes_in: int = 0
     bytes_out: int = 0
     downloads: int = 0
+    sent_ahead: int = 0
     uploads: int = 0
     uploads_resumed: int = 0
     stalled: int = 0

@@ -126,6 +126,11 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
     ),
     **_counters("clients", sent_away="Clients told to come back later."),
     **_counters(
+        "models",
+        sent_ahead="Models that clients in flight were told of before they were asked about them: "
+        "coordinator.send_ahead.",
+    ),
+    **_counters(
         "messages",
         messages="Messages of sessions received.",
         throttled="Messages of sessions that came faster than they may.",

@@ -134,6 +134,7 @@ class Exchanges:
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
     _untold: dict[tuple[TaskKey, ClientId], Ruling] = field(default_factory=dict)
     _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # while away
+    _ahead: dict[ClientId, tuple[TaskKey, Offer]] = field(default_factory=dict)  # last sent ahead
     _closing: set[TaskKey] = field(default_factory=set)  # until how they ended is durable
 
     # The exchange, from the thread that collects.
@@ -162,6 +163,32 @@ class Exchanges:
                 live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
         for session in self.sessions.all():
             self.answer_held(session)
+
+    def send_ahead(
+        self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
+    ) -> None:
+        """Tell clients of a request that they are not asked yet, if they have use for it."""
+        task = wire_pb2.Task(
+            key=key.message(),
+            digest=offer.digest,
+            num_bytes=offer.num_bytes,
+            max_reply_bytes=offer.max_reply_bytes,
+            max_inline_bytes=self._max_inline_bytes(),
+            last_round_num=last_round_num,
+        )
+        message = wire_pb2.FromCoordinator(ahead=task).SerializeToString()
+        for client_id in client_ids:
+            session = self.sessions.find(client_id)
+            if session is None or not session.eligibility.takes_ahead:
+                continue
+            self._ahead[client_id] = key, offer
+            self.counters.sent_ahead += self.sessions.push(client_id, message)
+
+    def call_ahead_off(self) -> None:
+        """Tell clients that they will not be asked about what was sent ahead."""
+        for client_id, (key, _) in self._ahead.items():
+            self.sessions.push(client_id, _cancel(key, "no more rounds are open"))
+        self._ahead.clear()
 
     def found_no_space(self) -> None:
         """Count an attempt to open an exchange, which the disk was too full for."""
@@ -252,10 +279,16 @@ class Exchanges:
             live.state.move(client_id, phase, now_s=self.clock.now_s())
 
     def offer_to(self, client_id: ClientId, digest: bytes) -> Offer | None:
-        """Return the request with this hash if this client is asked it."""
+        """Return the request with this hash if this client is asked it, or was sent it ahead."""
         live = self._asked.get(client_id)
-        offer = None if live is None else live.offer_to(client_id)
-        return offer if offer is not None and offer.digest == digest else None
+        _, ahead = self._ahead.get(client_id, (None, None))
+        asked = None if live is None else live.offer_to(client_id)
+        return next((e for e in (asked, ahead) if e is not None and e.digest == digest), None)
+
+    def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
+        """Return whether a request is what this client is asked now."""
+        live = self._asked.get(client_id)
+        return live is not None and live.offer_to(client_id).digest == offer.digest
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
         """Return whether a reply may come, by its envelope alone; a refusal is counted."""

@@ -32,7 +32,7 @@ from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
 
-_MAX_TRANSFERS = 2  # of one client at once
+_MAX_TRANSFERS = 3  # of one client at once: a reply, a request, and one that comes ahead
 _MAX_TOGETHER, _MAX_WAITING_CHUNKS = 8, 32  # chunks of an upload, and of all, for the disk
 
 _NOT_AS_ANNOUNCED = refusal("not as many bytes came as were announced", "size")
@@ -71,7 +71,8 @@ class Transfers:
                 reason = "this request is not asked of this client (any more)"
                 raise Ended(grpc.StatusCode.NOT_FOUND, reason)
             self.counters.downloads += 1
-            self.exchanges.moved(client.client_id, ClientPhase.DOWNLOADING)
+            if self.exchanges.is_asked(client.client_id, offer):  # else it does something else
+                self.exchanges.moved(client.client_id, ClientPhase.DOWNLOADING)
             await self._send(offer, request.offset, client, context)
 
     async def upload(self, client: EnrolledClient, context: Context) -> None:

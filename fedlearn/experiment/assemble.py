@@ -34,7 +34,7 @@ from fedlearn.experiment.server_training import Place, with_server_steps
 from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
-from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.buffered import Ahead, OpenCollector
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import (
@@ -585,13 +585,22 @@ def _buffered(
 
 
 def open_collector(
-    pieces: Pieces, channel: Channel, *, wait: Callable[[], None] | None
+    pieces: Pieces,
+    channel: Channel,
+    *,
+    wait: Callable[[], None] | None,
+    ahead: Ahead | None = None,
 ) -> OpenCollector | SemiSynchronousCollector | None:
     """Return what collects rounds with clients in flight over a channel; ``None``: none has any."""
     slab_bytes, policy = pieces.config.engine.slab_bytes, pieces.policy
     if (asynchrony := pieces.asynchrony) is not None:
         return OpenCollector(
-            channel=channel, policy=policy, asynchrony=asynchrony, slab_bytes=slab_bytes, wait=wait
+            channel=channel,
+            policy=policy,
+            asynchrony=asynchrony,
+            slab_bytes=slab_bytes,
+            wait=wait,
+            ahead=ahead,
         )
     if (late := pieces.late_updates) is not None:
         return SemiSynchronousCollector(

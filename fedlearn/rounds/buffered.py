@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,18 @@ from fedlearn.transport.base import Arrival, Channel, Exchange
 _LOOK_S = 1.0
 
 
+class Ahead(Protocol):
+    """Tells clients of models before they are asked about them."""
+
+    def send_ahead(
+        self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
+    ) -> None:
+        """Tell clients of a request; a question up to that round may be answered with it."""
+
+    def call_ahead_off(self) -> None:
+        """Tell them that they will not be asked about it."""
+
+
 @dataclass(kw_only=True, eq=False)
 class OpenCollector:
     """Fills buffers with the updates of clients that a channel reaches.
@@ -38,6 +51,8 @@ class OpenCollector:
         slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
         wait: Waits a moment for clients to come, where nobody is in flight and nobody can be asked;
             ``None``: nobody will come.
+        ahead: Where the newest model is sent to clients that still work on an older one; ``None``:
+            nowhere.
     """
 
     channel: Channel
@@ -45,6 +60,7 @@ class OpenCollector:
     asynchrony: Asynchrony
     slab_bytes: int
     wait: Callable[[], None] | None
+    ahead: Ahead | None = None
     _exchange: Exchange | None = None
     _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
@@ -58,6 +74,8 @@ class OpenCollector:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+            if self.ahead is not None:
+                self.ahead.call_ahead_off()
 
     def busy(self) -> frozenset[ClientId]:
         """Return who is in flight between two rounds: they have a task already."""
@@ -101,6 +119,7 @@ class _Round:
     messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
     rows: list[Participation] = field(default_factory=list)
     num_failed: int = 0
+    is_sent_ahead: bool = False
 
     def play(self, draw: Draw) -> None:
         """Ask, and take replies, until the buffer is full or nobody is left to fill it."""
@@ -108,6 +127,7 @@ class _Round:
         most_failed = (policy.max_retries + 1) * max(policy.num_wanted, asynchrony.concurrency)
         while not self.buffer.is_full and self.num_failed <= most_failed:
             self._refill(draw)
+            self._send_ahead()
             if not self.buffer.flight:
                 if self.collector.wait is None:
                     return
@@ -154,12 +174,39 @@ class _Round:
             message = {each.client_id: self.messages.pop(each.client_id)}
             self.exchange.ask(message, number=each.place)
 
+    def _send_ahead(self) -> None:
+        """Have those who work on an older model begin on this round's as soon as they are done.
+
+        Only where nobody else could be asked in their place: they will be, next.
+        """
+        ahead, most = self.collector.ahead, self.collector.asynchrony.max_staleness
+        if ahead is None or most == 0 or self.is_sent_ahead:
+            return
+        self.is_sent_ahead = True
+        flight, round_num = self.buffer.flight, self.buffer.round_num
+        if all(each.based_on == round_num for each in flight) or self.buffer.could_ask_others(
+            self.collector.available()
+        ):
+            return
+        messages = self.requests[round_num].messages([each.client_id for each in flight])
+        for message in {id(each): each for each in messages.values()}.values():
+            alike = [client_id for client_id, each in messages.items() if each is message]
+            ahead.send_ahead(alike, message, last_round_num=round_num + most)
+
     # ---- What becomes of them -------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
         asked = self.buffer.land(arrival.client_id)
-        elapsed_s = self.now_s - asked.asked_s
-        update = judged(arrival, self.requests[asked.based_on])
+        elapsed_s, most = self.now_s - asked.asked_s, self.collector.asynchrony.max_staleness
+        oldest = max(0, asked.based_on - most)  # what was begun ahead of the question
+        update = judged(arrival, self.requests[asked.based_on], oldest=oldest)
+        if isinstance(update, TrainReply):
+            asked = asked._replace(based_on=update.round_num)
+            if self.buffer.staleness(asked) > most:
+                arrival.refuse(f"it is based on round {asked.based_on}, which is too old")
+                self.rows.append(Participation(arrival.client_id, Status.STALE, math.nan))
+                self.buffer.excuse(arrival.client_id)  # it is in no buffer
+                return
         self.rows.append(participation(arrival.client_id, update, elapsed_s))
         if isinstance(update, TrainReply):
             self.buffer.take(asked)

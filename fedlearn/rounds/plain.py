@@ -133,26 +133,36 @@ class PlainCollector:
         )
 
 
-def judged(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:
+def judged(
+    arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
+) -> TrainReply | Failure:
     """Return what :func:`validated` does; a client whose update must not be aggregated is told."""
-    update = validated(arrival, request)
+    update = validated(arrival, request, oldest=oldest)
     if isinstance(update, Failure) and update is not arrival.reply:  # it does not say so itself
         arrival.refuse(update.reason[:MAX_REASON])
     return update
 
 
-def validated(arrival: Arrival, request: RoundRequest) -> TrainReply | Failure:
+def validated(
+    arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
+) -> TrainReply | Failure:
     """Return the update that arrived, or why it must not be aggregated.
 
     Clients are not trusted: round, lanes, sizes, dtype, finiteness and weight are checked
     before any arithmetic.
+
+    Args:
+        arrival: What came.
+        request: What was asked.
+        oldest: The first round whose model it may be based on; ``None``: it is the request's.
     """
     reply, specs = arrival.reply, request.strategy.lanes
     if isinstance(reply, Failure):
         return reply
     if not isinstance(reply, TrainReply):
         return Failure(f"{type(reply).__name__} is no answer to a training request")
-    if reply.round_num != request.round_num:
+    first = request.round_num if oldest is None else oldest
+    if not first <= reply.round_num <= request.round_num:
         return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
     if (problem := misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)

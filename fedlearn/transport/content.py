@@ -24,6 +24,9 @@ DIGEST_BYTES = 32
 #: Bytes of a file that are read at a time.
 _STRIDE = 1 << 20
 
+#: In the place of a question's number: what is sent ahead is not asked.
+NO_QUESTION = 2**32 - 1
+
 
 class TaskKey(NamedTuple):
     """Which question of which round: a ``TaskKey`` of ``wire.proto``, as a value.

@@ -21,18 +21,20 @@ class TaskKey(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., kind: _Optional[str] = ..., round_num: _Optional[int] = ..., attempt: _Optional[int] = ..., exchange: _Optional[int] = ...) -> None: ...
 
 class Eligibility(_message.Message):
-    __slots__ = ("num_examples", "device", "on_power", "idle", "unmetered")
+    __slots__ = ("num_examples", "device", "on_power", "idle", "unmetered", "takes_ahead")
     NUM_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     ON_POWER_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     UNMETERED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     num_examples: int
     device: str
     on_power: bool
     idle: bool
     unmetered: bool
-    def __init__(self, num_examples: _Optional[int] = ..., device: _Optional[str] = ..., on_power: bool = ..., idle: bool = ..., unmetered: bool = ...) -> None: ...
+    takes_ahead: bool
+    def __init__(self, num_examples: _Optional[int] = ..., device: _Optional[str] = ..., on_power: bool = ..., idle: bool = ..., unmetered: bool = ..., takes_ahead: bool = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "software", "eligibility", "held", "only_looks")
@@ -113,7 +115,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal")
+    __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal", "last_round_num")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,7 @@ class Task(_message.Message):
     MAX_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_NUM_FIELD_NUMBER: _ClassVar[int]
     key: TaskKey
     digest: bytes
     num_bytes: int
@@ -130,7 +133,8 @@ class Task(_message.Message):
     max_reply_bytes: int
     max_inline_bytes: int
     personal: bytes
-    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ...) -> None: ...
+    last_round_num: int
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ..., last_round_num: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "reason")
@@ -169,18 +173,20 @@ class Receipt(_message.Message):
     def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., verdict: _Optional[_Union[Receipt.Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FromCoordinator(_message.Message):
-    __slots__ = ("welcome", "task", "cancel", "come_back", "receipt")
+    __slots__ = ("welcome", "task", "cancel", "come_back", "receipt", "ahead")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     COME_BACK_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     task: Task
     cancel: Cancel
     come_back: ComeBack
     receipt: Receipt
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    ahead: Task
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., come_back: _Optional[_Union[ComeBack, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., ahead: _Optional[_Union[Task, _Mapping]] = ...) -> None: ...
 
 class DownloadRequest(_message.Message):
     __slots__ = ("digest", "offset")

@@ -17,6 +17,7 @@ WHOLE = """\
 max_epochs = 5
 max_tasks_per_day = 50
 max_evaluations_per_day = 20
+train_ahead = false
 evaluate = false
 
 [policy.secure_aggregation]
@@ -101,6 +102,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         max_epochs=5,
         max_tasks_per_day=50,
         max_evaluations_per_day=20,
+        train_ahead=False,
         evaluate=False,
         secure_aggregation=secure,
         privacy=privacy,

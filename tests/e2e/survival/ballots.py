@@ -18,6 +18,8 @@ MAX_ROUNDS, MAX_CLIENTS = 64, 8
 
 #: Environment variable: the folder in which a test holds clients back and hears of them.
 STAGE = "SURVIVAL_STAGE"
+#: Environment variable: seconds of each training; not set: 0.
+TRAINING_S = "SURVIVAL_TRAINING_S"
 
 _LOOK_S = 0.02
 
@@ -47,7 +49,9 @@ class Voter:
         stage, me, clock = Path(os.environ[STAGE]), context.client_id, SystemClock()
         with (stage / f"trained-{me}").open("a") as stream:
             stream.write(f"{context.round_num}\n")
-        while (stage / "hold").exists() or (stage / f"hold-{me}").exists():
+        ends_s = clock.now_s() + float(os.environ.get(TRAINING_S, "0"))
+        holds = [stage / "hold", stage / f"hold-{me}"]
+        while clock.now_s() < ends_s or any(each.exists() for each in holds):
             context.control.check()
             clock.sleep(_LOOK_S)
         votes = tensors["votes"].clone()

@@ -178,6 +178,15 @@ class VotingSite(Site):
             and (line["kind"], line["verdict"]) == (TrainRequest.__name__, verdict)
         }
 
+    def begun_ahead(self, number: int) -> dict[int, int]:
+        """Return by the rounds that a client was asked in those whose model it had begun ahead."""
+        return {
+            line["round_num"]: line["based_on"]
+            for path in self.folder.glob(f"client-{number}.*.err")
+            for line in json_lines(path.read_text())
+            if line["event"] == "answered_with_work_ahead"
+        }
+
 
 @dataclass(frozen=True)
 class PostgreSQL:

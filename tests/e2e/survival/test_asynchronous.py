@@ -1,15 +1,18 @@
 """An asynchronous coordinator that is killed: nothing is lost or counts twice.
 
 Client k that trains the model of round r votes in ``votes[r, k]``, and an update counts one half
-there, whichever round takes it. So the final model says which updates were counted, and how often.
+there, whichever round takes it, and in whichever round it was asked for. So the final model says
+which updates were counted, and how often.
 """
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.client.home import Home
 from fedlearn.core.collecting import Status
 from fedlearn.door.spool import PartialUpload, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges
@@ -32,6 +35,8 @@ PHASES = [
     Crash("journaled, nothing sent", StoredJournal.open, "after"),
     Crash("logs opened, nothing sent", ReplyLog.__init__, "after"),
     Crash("sent", Exchanges.open, "after"),
+    Crash("before a model is sent ahead", Exchanges.send_ahead, "before"),
+    Crash("a model is sent ahead", Exchanges.send_ahead, "after"),
     Crash("in the middle of an upload", PartialUpload.write, "after", 3),
     Crash("before the log", ReplyLog.append, "before"),
     Crash("logged, no receipt", ReplyLog.append, "after"),
@@ -47,6 +52,16 @@ PHASES = [
     Crash("rows that are not committed", StoredRun._replace_checkpoints, "after"),
     Crash("committed, journal not cleaned", StoredJournal.forget, "before"),
     Crash("committed, spool not cleaned", forget_exchanges, "before"),
+]
+#: Of a client that has begun ahead, or is about to.
+CLIENT_PHASES = [
+    Crash("a model is about to come ahead", Home.ahead, "after"),
+    Crash("work ahead is opened", Home.open_task, "after", 3),
+    Crash("in the middle of it", Home.begin_work, "after", 3),
+    Crash("it is done", Home.end_work, "after", 3),
+    Crash("nothing is held", Home.hold, "before", 3),
+    Crash("it is held", Home.hold, "after", 3),
+    Crash("it is settled", Home.drop, "before", 3),
 ]
 
 
@@ -102,9 +117,10 @@ def audit(site: VotingSite) -> None:
     for number in range(NUM_CLIENTS):
         if votes[:, number].sum() != reported[number]:
             raise Miscounted(f"client {number}: {votes[:, number]}, {reported[number]} on record")
-        told = site.told(number, "accepted")
-        lost = {round_num for round_num in told if votes[round_num, number] != 1.0}
-        if lost:
+        told, ahead = site.told(number, "accepted"), site.begun_ahead(number)
+        models = {asked: {asked, ahead.get(asked, asked)} for asked in told}
+        lost = {asked for asked in told if not votes[sorted(models[asked]), number].any()}
+        if lost or len(told) > reported[number]:
             raise Miscounted(f"client {number} was told that those of {lost} count")
 
 
@@ -119,6 +135,28 @@ def test_the_books_of_an_asynchronous_run_are_right(site: VotingSite) -> None:
     assert site.told(2, "accepted") == set()
     records = site.rounds()
     assert [record.count(Status.REPORTED) for record in records] == [BUFFER_SIZE] * 6
+
+
+def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
+    site: VotingSite,
+) -> None:
+    """One process of a client after the other, each at its phase, while the others go on."""
+    configure(site, num_rounds=60)
+    coordinator = site.serving()
+    for number in range(NUM_CLIENTS):
+        site.enrol(number)
+    join = partial(site.join, SURVIVAL_TRAINING_S="0.3")
+    others = [join(number) for number in (1, 2)]
+    for phase in CLIENT_PHASES:
+        process = join(0, crash=phase)
+        assert process.wait() is None, f"{phase.phase}: it went on\n{process.tail()}"
+        assert process.has_crashed_itself(), f"{phase.phase}: {process.tail()}"
+    join(0)
+    assert coordinator.wait() == 0, coordinator.tail()
+    audit(site)
+    assert all(each.is_running for each in others)
+    for number in range(NUM_CLIENTS):
+        assert len(site.begun_ahead(number)) > 0, number
 
 
 def restarted(site: VotingSite, *changes: Change) -> Process:

@@ -1,12 +1,14 @@
 """What a client does next: tables of events and actions."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedlearn.client.conversation import (
     Action,
+    Adopt,
     Answered,
     Begin,
     CallOff,
@@ -19,9 +21,11 @@ from fedlearn.client.conversation import (
     Ended,
     Erase,
     Event,
+    Fetched,
     Held,
     Hold,
     Offered,
+    SentAhead,
     Settled,
     Stopped,
     Surveyed,
@@ -42,6 +46,15 @@ def key(round_num: int = 0, run_id: str = "run") -> TaskKey:
 def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
     message = wire_pb2.Task(key=key(round_num).message())
     return OpenTask(key=key(round_num), message=message, expires_unix_s=expires_unix_s)
+
+
+def ahead(round_num: int, *, last: int = 9) -> OpenTask:
+    message = wire_pb2.Task(key=key(round_num).message(), last_round_num=last)
+    return OpenTask(key=key(round_num), message=message, expires_unix_s=math.inf, is_ahead=True)
+
+
+def evaluation(round_num: int) -> OpenTask:
+    return replace(task(round_num), key=key(round_num)._replace(kind="EvaluateRequest"))
 
 
 def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf) -> HeldReply:
@@ -68,6 +81,11 @@ def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation
     return here, done
 
 
+def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[Answered, Answered]:
+    """Return what came of work ahead, as its end is told and as it is held."""
+    return Answered(begun, b"ahead", None), Answered(asked, b"ahead", None)
+
+
 FINE = Surveyed((), 0.0)
 BROKEN = Surveyed(("on_power",), 0.0)
 METERED = Surveyed(("unmetered (unknown)",), 0.0)
@@ -76,6 +94,131 @@ WORKING: tuple[Event, ...] = (HELLO, Offered(task()))
 FINISHED: tuple[Event, ...] = (*WORKING, answered(), Held(held()))
 STARTED: list[Action] = [Begin(task())]
 SENT: list[Action] = [*STARTED, Hold(answered()), Deliver(held())]
+
+#: The model of round 1 came ahead while that of round 0 was trained, and is begun on.
+OVERLAPPED: tuple[Event, ...] = (
+    *(*WORKING, SentAhead(ahead(1)), Fetched(ahead(1)), answered(), Held(held())),
+)
+BEGUN: list[Action] = [*STARTED, Hold(answered()), Begin(ahead(1)), Deliver(held())]
+DONE, HELD_FOR_2 = answered_for(ahead(1), asked=task(2))
+
+AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
+    "what came ahead is begun when the work before is done": (OVERLAPPED, BEGUN),
+    "what is told ahead and is not here is not begun": (
+        (*WORKING, SentAhead(ahead(1)), answered(), Held(held())),
+        SENT,
+    ),
+    "what comes later is begun then": (
+        (*FINISHED, SentAhead(ahead(1)), Fetched(ahead(1))),
+        [*SENT, Begin(ahead(1))],
+    ),
+    "the next question takes work ahead over": (
+        (*OVERLAPPED, Offered(task(2)), DONE, Held(held(2))),
+        [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2), Deliver(held(2))],
+    ),
+    "what is done ahead waits for the next question": (
+        (*OVERLAPPED, DONE, Settled(key()), Offered(task(2)), Held(held(2))),
+        [*BEGUN, Drop(held(), "settled"), Hold(HELD_FOR_2), Deliver(held(2))],
+    ),
+    "nothing more is begun ahead of that question": (
+        (*OVERLAPPED, DONE, SentAhead(ahead(3)), Fetched(ahead(3))),
+        BEGUN,
+    ),
+    "with that question the next is begun": (
+        (*OVERLAPPED, DONE, SentAhead(ahead(3)), Fetched(ahead(3)), Offered(task(2))),
+        [*BEGUN, Hold(HELD_FOR_2), Begin(ahead(3))],
+    ),
+    "a newer model replaces one that is not begun": (
+        (*WORKING, SentAhead(ahead(1)), Fetched(ahead(1)), Fetched(ahead(2)), answered()),
+        [*STARTED, Hold(answered()), Begin(ahead(2))],
+    ),
+    "a question replaces an older model that is not begun": (
+        (*WORKING, SentAhead(ahead(1)), answered(), Offered(task(2)), Fetched(ahead(1)), Ended()),
+        [*STARTED, Hold(answered()), Begin(task(2)), Disconnect()],
+    ),
+    "no model is trained twice": (
+        (*WORKING, Fetched(ahead(0)), answered()),
+        [*STARTED, Hold(answered())],
+    ),
+    "work ahead that is too old is called off for the question": (
+        (
+            *(*WORKING, Fetched(ahead(1, last=3)), answered()),
+            *(Offered(task(4)), Ended()),
+        ),
+        [
+            *(*STARTED, Hold(answered()), Begin(ahead(1, last=3))),
+            *(CallOff(key(1), "the coordinator has moved on"), Erase(), Begin(task(4))),
+        ],
+    ),
+    "work ahead is called off for an evaluation": (
+        (*OVERLAPPED, Offered(evaluation(1)), Ended()),
+        [
+            *(*BEGUN, CallOff(key(1), "the coordinator has moved on")),
+            *(Erase(), Begin(evaluation(1))),
+        ],
+    ),
+    "what is done ahead outlasts an evaluation": (
+        (
+            *(*OVERLAPPED, DONE, Offered(evaluation(1))),
+            *(Answered(evaluation(1), b"loss", None), Offered(task(2))),
+        ),
+        [
+            *(*BEGUN, Begin(evaluation(1))),
+            *(Hold(Answered(evaluation(1), b"loss", None)), Hold(HELD_FOR_2)),
+        ],
+    ),
+    "it is of no use where that changed the client's state": (
+        (
+            *(*OVERLAPPED, DONE, Offered(evaluation(1))),
+            *(Answered(evaluation(1), b"loss", b"state"), Offered(task(2))),
+        ),
+        [
+            *(*BEGUN, Begin(evaluation(1))),
+            *(Hold(Answered(evaluation(1), b"loss", b"state")), Begin(task(2))),
+        ],
+    ),
+    "conditions call work ahead off, and forget what was told": (
+        (*OVERLAPPED, SentAhead(ahead(2)), BROKEN, Ended(), FINE, HELLO),
+        [*BEGUN, CallOff(key(1), "conditions"), Deliver(held())],
+    ),
+    "work ahead that failed before anybody asked is forgotten": (
+        (*OVERLAPPED, replace(DONE, is_failure=True), Offered(task(2))),
+        [*BEGUN, Begin(task(2))],
+    ),
+    "work ahead that failed answers the question that has taken it over": (
+        (*OVERLAPPED, Offered(task(2)), replace(DONE, is_failure=True)),
+        [*BEGUN, Adopt(task(2)), Hold(replace(HELD_FOR_2, is_failure=True))],
+    ),
+    "work ahead goes on without a connection": (
+        (*OVERLAPPED, Disconnected(), Connected("run"), Offered(task(2)), DONE),
+        [*BEGUN, Deliver(held()), Adopt(task(2)), Hold(HELD_FOR_2)],
+    ),
+    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, Ended()), BEGUN),
+    "a question that took it over and ends in nothing is offered anew": (
+        (*OVERLAPPED, Offered(task(2)), Ended()),
+        [*BEGUN, Adopt(task(2)), Disconnect()],
+    ),
+    "work ahead is withdrawn": (
+        (*OVERLAPPED, Withdrawn(key(1), "over"), Ended()),
+        [*BEGUN, CallOff(key(1), "over"), Erase()],
+    ),
+    "what is done ahead is withdrawn": (
+        (*OVERLAPPED, DONE, Withdrawn(key(1), "over"), Offered(task(2))),
+        [*BEGUN, Begin(task(2))],
+    ),
+    "what is told ahead of another run is nothing": (
+        (*WORKING, Fetched(replace(ahead(1), key=key(1, "another"))), answered()),
+        [*STARTED, Hold(answered())],
+    ),
+    "another run forgets what was done ahead": (
+        (*OVERLAPPED, DONE, Disconnected(), Connected("another"), Connected("run")),
+        [*BEGUN, Drop(held(), "its run is over")],
+    ),
+    "nothing is begun ahead while stopping": (
+        (HELLO, Stopped(), SentAhead(ahead(1)), Fetched(ahead(1))),
+        [],
+    ),
+}
 
 TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task is worked on and its reply delivered": (FINISHED, SENT),
@@ -205,12 +348,28 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
 }
 
 
+TABLE |= AHEAD
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_conversations_go_as_in_the_table(name: str) -> None:
     """Each row: what happens, and what the client does."""
     events, expected = TABLE[name]
     _, done = play(*events)
     assert done == expected
+
+
+def test_one_model_is_fetched_ahead_at_a_time() -> None:
+    """While one is here and not begun no newer one is fetched as well; nor without a session."""
+    told, _ = play(*WORKING, SentAhead(ahead(1)))
+    assert told.to_fetch == ahead(1)
+    newer, _ = play(SentAhead(ahead(2)), here=told)
+    assert newer.to_fetch == ahead(2)
+    here, _ = play(Fetched(ahead(1)), here=newer)
+    assert here.to_fetch is None
+    begun, _ = play(answered(), here=here)
+    assert begun.to_fetch == ahead(2)
+    assert play(Disconnected(), here=begun)[0].to_fetch is None
 
 
 def test_nothing_connects_before_the_device_was_looked_at() -> None:

@@ -146,6 +146,20 @@ class ScriptedDoor:
         self.push(task=task)
         return digest
 
+    def send_ahead(self, request: Request, *, round_num: int, last_round_num: int = 9) -> None:
+        """Tell of a task that may come next."""
+        data = encode(request)
+        self.blobs[digest_of(data)] = data
+        ahead = wire_pb2.Task(
+            key=key(request, round_num),
+            digest=digest_of(data),
+            num_bytes=len(data),
+            max_reply_bytes=1 << 24,
+            max_inline_bytes=wire.MAX_INLINE_BYTES,
+            last_round_num=last_round_num,
+        )
+        self.push(ahead=ahead)
+
     def settle(self, request: Request, *, round_num: int = 0) -> None:
         """Accept a reply."""
         accepted = wire_pb2.Receipt(key=key(request, round_num), verdict=wire_pb2.Receipt.ACCEPTED)
@@ -533,6 +547,149 @@ def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
         door.settle(request)
         running.wait_for(EventKind.ACCEPTED)
     assert finished(home) == 1
+
+
+@dataclass
+class Turns(Quick):
+    """Trains until it is let go; tells which rounds' models it begins on."""
+
+    begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        self.begun.put(context.round_num)
+        while not self.go.acquire(timeout=0.01):
+            context.control.check()
+        return super().train(tensors, context=context)
+
+
+def in_round(round_num: int, *, size: int = 3) -> TrainRequest:
+    return replace(train_request(size=size), round_num=round_num)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    clock = SystemClock()
+    ends_s = clock.now_s() + WAIT_S
+    while not condition():
+        assert clock.now_s() < ends_s
+        clock.sleep(0.01)
+
+
+def overlapped(home: Home, door: ScriptedDoor, trainer: Turns, running: Client) -> None:
+    """Have a client train the model of round 0, and begin on that of round 1 by itself."""
+    running.wait_for(EventKind.CONNECTED)
+    door.offer(in_round(0))
+    assert trainer.begun.get(timeout=WAIT_S) == 0
+    door.send_ahead(in_round(1, size=5000), round_num=1)
+    wait_for(lambda: door.offsets == [0])  # while the other is trained
+    assert finished(home) == 0
+    trainer.go.release()
+    assert trainer.begun.get(timeout=WAIT_S) == 1
+    assert finished(home) == 1
+    assert door.hear("result").envelope.key.round_num == 0
+    door.settle(in_round(0))
+    running.wait_for(EventKind.ACCEPTED)
+
+
+def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """The question finds it begun, and gets what came of it: on the older model, as it says."""
+    trainer = Turns()
+    with client(home, trainer) as running:
+        overlapped(home, door, trainer, running)
+        door.offer(in_round(2, size=5000), round_num=2, inline=False)
+        while (progress := door.hear("progress")).key.round_num != 2:
+            pass
+        assert progress.phase == wire_pb2.Progress.TRAINING
+        trainer.go.release()
+        result = door.hear("result")
+        door.settle(in_round(2), round_num=2)
+        running.wait_for(EventKind.ACCEPTED)
+    reply = decode(result.data)
+    assert isinstance(reply, TrainReply)
+    assert (result.envelope.key.round_num, reply.round_num) == (2, 1)
+    assert door.offsets == [0]  # that of round 2 was never fetched
+    assert finished(home) == 2
+    assert home.num_tasks_today(SystemClock().unix_s()) == 2
+
+
+def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_own_model(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Nobody has acknowledged it, and no model is trained twice."""
+    trainer = Turns()
+    with client(home, trainer) as running:
+        overlapped(home, door, trainer, running)
+    assert (home.folder / "task").exists()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        assert not (home.folder / "task").exists()
+        door.offer(in_round(2), round_num=2)
+        assert trainer.begun.get(timeout=WAIT_S) == 2
+        trainer.go.release()
+        result = door.hear("result")
+    reply = decode(result.data)
+    assert isinstance(reply, TrainReply)
+    assert reply.round_num == 2
+    assert finished(home) == 2
+
+
+def test_a_model_that_was_fetched_ahead_is_not_fetched_again_for_its_question(
+    home: Home, door: ScriptedDoor
+) -> None:
+    """Here it comes while the model is fetched, and nothing is trained."""
+    trainer = Turns()
+    with client(home, trainer) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.offer(in_round(0))
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        door.cut_downloads_after = 3000
+        door.send_ahead(in_round(1, size=5000), round_num=1)
+        wait_for(lambda: door.cut_downloads_after is None)
+        trainer.go.release()
+        door.hear("result")
+        door.settle(in_round(0))
+        door.offer(in_round(1, size=5000), round_num=1, inline=False)
+        assert trainer.begun.get(timeout=WAIT_S) == 1
+        trainer.go.release()
+        running.wait_for(EventKind.UPLOADING)
+    assert door.offsets[0] == 0
+    assert door.offsets[1] == 3000
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(train_ahead=False), Policy(max_tasks_per_day=0), Policy(max_tasks_per_day=1)]
+)
+def test_what_the_policy_does_not_allow_is_not_begun_ahead(
+    home: Home, door: ScriptedDoor, policy: Policy
+) -> None:
+    """Nor is it told as a refusal: nobody has asked."""
+    trainer = Turns()
+    trainer.go.release()
+    with client(home, trainer, policy=policy) as running:
+        running.wait_for(EventKind.CONNECTED)
+        assert door.hear("hello").eligibility.takes_ahead == policy.train_ahead
+        door.offer(in_round(0))
+        door.hear("result")
+        door.send_ahead(in_round(1), round_num=1)
+        door.offer(EVALUATE, round_num=1)  # it comes later, and is answered
+        door.hear("result")
+    refusals = [each for each in running.others() if each.kind is EventKind.POLICY]
+    assert len(refusals) == (policy.max_tasks_per_day == 0)
+    assert trainer.begun.qsize() == (policy.max_tasks_per_day != 0)
+
+
+def test_a_failure_of_work_ahead_is_no_answer(home: Home, door: ScriptedDoor) -> None:
+    """Where nobody had asked: the question itself is answered with one."""
+    with client(home, Broken()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        door.send_ahead(in_round(1), round_num=1)
+        assert running.wait_for(EventKind.FAILED).round_num == 1
+        door.offer(in_round(2), round_num=2)
+        result = door.hear("result")
+    assert result.envelope.key.round_num == 2
+    assert isinstance(decode(result.data), Failure)
 
 
 def test_training_goes_on_without_a_connection(home: Home, door: ScriptedDoor) -> None:

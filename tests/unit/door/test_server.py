@@ -117,6 +117,7 @@ class Member:
         device: str = "cpu",
         num_examples: int = 0,
         only_looks: bool = False,
+        takes_ahead: bool = False,
     ) -> "Member":
         welcomed: Future[None] = Future()
         self.address, self.told = door.address, Queue()
@@ -124,7 +125,9 @@ class Member:
             protocol=wire.PROTOCOL,
             software="fedlearn of the tests",
             held=held,
-            eligibility=wire_pb2.Eligibility(device=device, num_examples=num_examples),
+            eligibility=wire_pb2.Eligibility(
+                device=device, num_examples=num_examples, takes_ahead=takes_ahead
+            ),
             only_looks=only_looks,
         )
         self._running = self.loop.call(self._run(welcomed, hello))
@@ -615,6 +618,56 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
     assert receipt.result(WAIT_S).verdict == Receipt.ACCEPTED
     assert member.upload(task, path).result(WAIT_S).verdict == Receipt.ACCEPTED
     assert exchange.end() == 1
+
+
+def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
+    site: Site, tmp_path: Path
+) -> None:
+    """By those that take it; it is not asked, moves nobody in the status, and may be called off."""
+    door = site.open()
+    taker = site.enrol("taker").connect(door, takes_ahead=True)
+    other = site.enrol("other").connect(door)
+    channel = door.channel()
+    exchange = Collecting(channel, [taker, other], train_request())
+    task = taker.hear_task()
+    other.hear_task()
+    newer = train_request(1, size=1_000_000)
+    channel.send_ahead([ClientId(0), ClientId(1)], newer, last_round_num=4)
+    told = taker.hear()
+    assert told is not None
+    ahead = told.ahead
+    assert (ahead.key.round_num, ahead.last_round_num, ahead.data) == (1, 4, b"")
+    assert taker.downloaded(ahead, tmp_path / "request") == encode(newer)
+    assert phase_of(door, taker) == "connected"
+    with pytest.raises(ConnectionError, match="not asked of this client"):
+        other.downloaded(ahead, tmp_path / "theirs")
+    assert door.counters.sent_ahead == 1
+    taker.answer(ahead, train_reply(7.0, round_num=1))  # it answers no question
+    taker.answer(task, train_reply(5.0))
+    assert value_of(exchange.take()[1]) == 5.0
+    assert taker.hear_receipt().key == task.key
+    channel.call_ahead_off()
+    told = taker.hear()
+    assert told is not None
+    assert told.cancel.key == ahead.key
+    assert other.told.empty()
+    site.shut(door)
+
+
+def test_no_file_of_a_model_sent_ahead_is_left_once_it_is_called_off(site: Site) -> None:
+    """Until then it stays, whatever else is asked."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    channel = door.channel()
+    channel.send_ahead([ClientId(0)], train_request(1, size=1_000_000), last_round_num=4)
+    for num_left in (2, 1):
+        exchange = Collecting(channel, [member], train_request(size=1_000_000 + num_left))
+        member.answer(member.hear_task(), train_reply(5.0))
+        exchange.take()
+        exchange.end()
+        assert member.hear_receipt().verdict == Receipt.ACCEPTED
+        assert len(requests_on_disk(site)) == num_left
+        channel.call_ahead_off()
 
 
 def requests_on_disk(site: Site) -> list[str]:

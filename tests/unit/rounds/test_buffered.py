@@ -1,0 +1,162 @@
+"""Buffers over a channel: what clients in flight are sent ahead, and what they make of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.flight import Asked, Flight
+from fedlearn.algorithms.staleness import StalenessWeight
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
+from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.transport.memory import Handler, MemoryChannel
+from tests.unit.rounds.test_plain import POLICY, REQUEST
+
+ROUND = REQUEST.round_num
+LIMITS = Asynchrony(
+    buffer_size=2,
+    concurrency=3,
+    max_staleness=3,
+    staleness_weight=StalenessWeight.POLYNOMIAL,
+    staleness_exponent=1.0,
+    staleness_hinge=0,
+)
+
+
+@dataclass
+class SentAhead:
+    """Remembers what was sent ahead."""
+
+    sent: list[tuple[list[int], int, int]] = field(default_factory=list)
+    num_calls_off: int = 0
+
+    def send_ahead(
+        self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
+    ) -> None:
+        self.sent.append((list(client_ids), request.round_num, last_round_num))
+
+    def call_ahead_off(self) -> None:
+        self.num_calls_off += 1
+
+
+def client(age: int) -> Handler:
+    """A handler that has trained a model so many rounds older than it is asked about."""
+
+    def answer(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+        request = decode(data)
+        assert isinstance(request, TrainRequest)
+        lanes = {"delta": torch.ones(2)}
+        reply = TrainReply(
+            round_num=request.round_num - age, lanes=lanes, num_examples=1, metrics={}
+        )
+        return encode(reply), state
+
+    return answer
+
+
+def collector(
+    ages: Mapping[int, int], *, limits: Asynchrony = LIMITS, num_there: int = 3
+) -> OpenCollector:
+    """Return what collects from clients of which each takes as many seconds as its number."""
+    handlers = {ClientId(each): client(ages.get(each, 0)) for each in range(num_there)}
+
+    def latency(clients: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
+        return np.array([1.0 + each for each in clients])
+
+    channel = MemoryChannel(handlers, latency, VirtualClock())
+    return OpenCollector(
+        channel=channel,
+        policy=POLICY,
+        asynchrony=limits,
+        slab_bytes=0,
+        wait=None,
+        ahead=SentAhead(),
+    )
+
+
+def sent(collecting: OpenCollector) -> list[tuple[list[int], int, int]]:
+    assert isinstance(collecting.ahead, SentAhead)
+    return collecting.ahead.sent
+
+
+def collect(collecting: OpenCollector, *in_flight: int) -> Collected:
+    """Fill the buffer of a round into which some are in flight on the model before."""
+
+    def draw(
+        num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        return [each for each in collecting.available() if each not in busy][:num]
+
+    flight: Flight = tuple(Asked(ClientId(each), ROUND - 1, 0, each, -1.0) for each in in_flight)
+    requests = {ROUND: REQUEST, ROUND - 1: replace(REQUEST, round_num=ROUND - 1)}
+    return collecting.collect(flight, requests, round_num=ROUND, draw=draw)
+
+
+def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
+    """Once a round, with the last round whose question may be answered with it."""
+    collecting = collector({})
+    collect(collecting, 1, 2)
+    assert sent(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness)]
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "num_there", "limits"),
+    [
+        ((), 3, LIMITS),  # all have the newest
+        ((1, 2), 4, LIMITS),  # another one's turn comes first
+        ((), 3, replace(LIMITS, max_staleness=0, concurrency=2)),
+    ],
+)
+def test_nobody_is_sent_ahead_what_it_is_not_asked_about_next(
+    in_flight: Sequence[int], num_there: int, limits: Asynchrony
+) -> None:
+    """Nor what it has: a synchronous round is as it was."""
+    collecting = collector({}, limits=limits, num_there=num_there)
+    collect(collecting, *in_flight)
+    assert sent(collecting) == []
+
+
+def test_an_update_that_was_begun_ahead_counts_as_old_as_it_is() -> None:
+    """Client 0 was asked about this round's model, and had begun on the one of two rounds ago."""
+    collected = collect(collector({0: 2}), 1)
+    assert collected.staleness == {1: 1, 2: 1}
+    assert collected.aggregate is not None
+    assert collected.aggregate.lanes["delta"].tolist() == pytest.approx([(1 / 2 + 1 / 3) / 2] * 2)
+
+
+@pytest.mark.parametrize(("age", "status"), [(3, Status.REPORTED), (4, Status.STALE)])
+def test_one_that_is_too_old_by_then_does_not_count(age: int, status: Status) -> None:
+    """Its client is told so, and may be asked again."""
+    collecting = collector({1: age - 1})
+    collected = collect(collecting, 1)
+    told = [each.status for each in collected.participations if each.client_id == 1]
+    assert told[0] is status
+    assert collected.aggregate is not None
+
+
+def test_no_client_may_say_that_its_model_is_newer_than_what_it_was_asked() -> None:
+    """Nor older than any that counts: it fails, as one that answers another round does."""
+    for age in (-1, LIMITS.max_staleness + 1):
+        collected = collect(collector({0: age}), 1)
+        failed = [each for each in collected.participations if each.client_id == 0]
+        assert failed[0].status is Status.FAILED, age
+        assert "reply to round" in failed[0].reason
+
+
+def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
+    """Nobody will ask about it."""
+    collecting = collector({})
+    collect(collecting, 1, 2)
+    before = collecting.ahead
+    assert isinstance(before, SentAhead)
+    assert before.num_calls_off == 0
+    collecting.close()
+    assert before.num_calls_off == 1
