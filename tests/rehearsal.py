@@ -115,14 +115,13 @@ def rehearse(
     signed, advertising = open_session(terms, signer=cast.signer, directory=directory)
     every = dict.fromkeys(cast.clients, signed)
     cohort.ask(Stage.ADVERTISE, every, messages.Advert, advertising.receive)
-    roster, sharing = advertising.close()
-    members = [advert.client_id for advert in roster.adverts]
-    cohort.ask(Stage.SHARE, dict.fromkeys(members, roster), messages.Shares, sharing.receive)
+    rosters, sharing = advertising.close()
+    cohort.ask(Stage.SHARE, rosters, messages.Shares, sharing.receive)
     packets, masking = sharing.close()
     cohort.ask(Stage.MASK, packets, messages.MaskedVector, masking.receive)
     survivors, after = masking.close()
     final: messages.Message = survivors
-    asked: tuple[ClientId, ...] = survivors.client_ids
+    asked: tuple[ClientId, ...] = after.survivors
     if isinstance(after, Confirming):
         told = dict.fromkeys(asked, survivors)
         cohort.ask(Stage.CONFIRM, told, messages.SurvivorSignature, after.receive)

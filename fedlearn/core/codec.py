@@ -43,7 +43,7 @@ from fedlearn.errors import ProtocolError
 _PREFIX = struct.Struct("<2sBI")
 _MAGIC = b"FL"
 #: Of the format of messages; another one is refused.
-VERSION = 3
+VERSION = 4
 
 _TABLE_SIZE = struct.Struct("<Q")
 #: Among the tensors: a message of secure aggregation, and what stands before the names of a
@@ -83,11 +83,11 @@ _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
     EvaluateRequest: ("evaluate_request", ("round_num",)),
     SecureTermsRequest: (
         "secure_terms_request",
-        ("round_num", "attempt", "settings", "rest_hash", "directory"),
+        ("round_num", "attempt", "settings", "rest_hash"),
     ),
     SecureTrainRequest: ("secure_train_request", _TRAINING),
     SecureEvaluateRequest: ("secure_evaluate_request", ("round_num",)),
-    SecureStageRequest: ("secure_stage_request", ("round_num", "attempt")),
+    SecureStageRequest: ("secure_stage_request", ("round_num", "attempt", "directory")),
     TrainReply: ("train_reply", ("round_num", "num_examples", "metrics")),
     EvaluateReply: ("evaluate_reply", ("round_num", "num_examples", "metrics")),
     SecureReply: ("secure_reply", ("round_num",)),

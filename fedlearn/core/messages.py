@@ -92,8 +92,6 @@ class SecureTermsRequest:
         message: The signed terms, as :mod:`fedlearn.secagg.messages` encodes them.
         notice: What will be trained, or evaluated: a client whose policy forbids it says so before
             others have shared secrets with it.
-        directory: In a deployment, the cohort's identity keys, for clients to pin: each a lineage
-            in bytes (:mod:`fedlearn.identity.lineage`), whose last 32 bytes are the key.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -102,7 +100,6 @@ class SecureTermsRequest:
     attempt: int
     message: bytes
     notice: TrainingNotice | EvaluationNotice
-    directory: Mapping[ClientId, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,6 +155,9 @@ class SecureStageRequest:
 
     Attributes:
         message: The roster, the survivors or their signatures, encoded likewise.
+        directory: In a deployment, the identity keys of the clients that the message is about, to
+            pin: each a lineage in bytes (:mod:`fedlearn.identity.lineage`), whose last 32 bytes are
+            the key.
     """
 
     kind: ClassVar[str] = SECURE_KIND
@@ -165,6 +165,7 @@ class SecureStageRequest:
     round_num: int
     attempt: int
     message: bytes
+    directory: Mapping[ClientId, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -207,6 +207,7 @@ class SecureCollector:
         terms = kept.session.terms
         _log.info("masked_sum_goes_on", round_num=terms.round_num, attempt=terms.attempt)
         members = replace(session, cohort=kept.survivors)
+        members.lineages = self.directory() if self.sends_directory else {}
         try:
             outcome = members.open(
                 kept.asked, kept.message, kept.unmasking(), num_threads=self.num_threads
@@ -284,21 +285,25 @@ class SecureCollector:
             AggregationAborted: Too few clients went through with it.
         """
         cohort, directory = session.cohort, self.directory()
-        told = {each: directory[each] for each in cohort if each in directory}
-        known = {each: newest_key(lineage) for each, lineage in told.items()}
+        lineages = {each: directory[each] for each in cohort if each in directory}
+        known = {each: newest_key(lineage) for each, lineage in lineages.items()}
+        session.lineages = lineages if self.sends_directory else {}
         signed, advertising = open_session(terms, signer=self.signer, directory=known)
         invitation = SecureTermsRequest(
             round_num=session.round_num,
             attempt=session.attempt,
             message=messages.encode(signed),
             notice=notice,
-            directory=told if self.sends_directory else {},
         )
         invitations = dict.fromkeys(cohort, invitation)
         session.exchange(Stage.ADVERTISE, invitations, messages.Advert, advertising.receive)
-        roster, sharing = advertising.close()
-        members = [advert.client_id for advert in roster.adverts]
-        session.tell(Stage.SHARE, members, roster, messages.Shares, sharing.receive)
+        rosters, sharing = advertising.close()
+        session.exchange(
+            Stage.SHARE,
+            {client_id: session.request(roster) for client_id, roster in rosters.items()},
+            messages.Shares,
+            sharing.receive,
+        )
         packets, masking = sharing.close()
         session.exchange(
             Stage.MASK,
@@ -310,7 +315,7 @@ class SecureCollector:
             is_enough=lambda: masking.num_received >= num_wanted,
         )
         survivors, after = masking.close()
-        asked: Sequence[ClientId] = survivors.client_ids
+        asked: Sequence[ClientId] = after.survivors
         final: Final = survivors
         if isinstance(after, Confirming):
             kind = messages.SurvivorSignature
@@ -338,6 +343,7 @@ class SessionCourse:
             in it: then only its shares are missing.
         masked_s: When each client's vector came.
         accusers: By client who says that its packets are of no use.
+        lineages: Identity keys that clients are told of others that they deal with.
     """
 
     channel: Channel
@@ -349,6 +355,7 @@ class SessionCourse:
     lost: dict[ClientId, tuple[Status, float, str]] = field(default_factory=dict)
     masked_s: dict[ClientId, float] = field(default_factory=dict)
     accusers: dict[ClientId, set[ClientId]] = field(default_factory=dict)
+    lineages: Mapping[ClientId, bytes] = field(default_factory=dict)
 
     def tell(
         self,
@@ -360,13 +367,23 @@ class SessionCourse:
         *,
         is_enough: Callable[[], bool] = _never,
     ) -> None:
-        """Send all the same message, and nothing beside it."""
-        request = SecureStageRequest(
+        """Send all the same message."""
+        requests = dict.fromkeys(asked, self.request(message))
+        self.exchange(stage, requests, kind, receive, is_enough=is_enough)
+
+    def request(self, message: messages.Message) -> SecureStageRequest:
+        """Return the request that carries a message, and the keys of the clients in it."""
+        members: Sequence[messages.Advert | messages.Member] = ()
+        match message:
+            case messages.Roster(adverts=members) | messages.Signatures(signers=members):
+                pass
+        ids = [each.client_id for each in members]
+        return SecureStageRequest(
             round_num=self.round_num,
             attempt=self.attempt,
             message=messages.encode(message),
+            directory={each: self.lineages[each] for each in ids if each in self.lineages},
         )
-        self.exchange(stage, dict.fromkeys(asked, request), kind, receive, is_enough=is_enough)
 
     def exchange(
         self,

@@ -25,7 +25,7 @@ import numpy as np
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, ProtocolError
-from fedlearn.secagg import keys, masking, messages, shamir
+from fedlearn.secagg import audit, keys, masking, messages, shamir
 from fedlearn.secagg.client_state import (
     Advertised,
     ClientState,
@@ -36,6 +36,7 @@ from fedlearn.secagg.client_state import (
 )
 from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.fixed_point import Words
+from fedlearn.secagg.merkle import root_of
 from fedlearn.secagg.messages import (
     Advert,
     MaskedVector,
@@ -50,7 +51,14 @@ from fedlearn.secagg.messages import (
 )
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.policy import TermsPolicy
-from fedlearn.secagg.session import Session, Stage, advert_text, terms_text
+from fedlearn.secagg.session import (
+    Session,
+    Stage,
+    advert_text,
+    leaf,
+    member_of,
+    terms_text,
+)
 from fedlearn.secagg.terms import Contribution, Terms, to_words
 
 #: Masks that are expanded between two looks at whether to go on; fewer take longer in sum.
@@ -186,8 +194,8 @@ class SecureClient:
             PolicyViolation: Of those invited so few are in the roster that the terms are not safe,
                 or one of them is not drawn.
         """
-        own, session = self.client_id, Session(step.terms, message.adverts)
-        self._check_roster(session, step)
+        own, session = self.client_id, Session.opened(step.terms, message)
+        self._check_roster(session, message, step)
         state.releases.require_all_invited(step.terms, session.points)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
         holders = session.holders(own)
@@ -214,18 +222,22 @@ class SecureClient:
         )
         return reply, state.at(Shared(session, opening, step.mask_secret, seed, pairs.get(own)))
 
-    def _check_roster(self, session: Session, step: Advertised) -> None:
-        if len(session.adverts) > step.terms.num_clients:
-            raise ProtocolError(f"{len(session.adverts)} clients in the roster, more than n")
-        if session.shortage:
-            raise ProtocolError(session.shortage)
-        self.policy.judge_roster(step.terms, size=len(session.adverts))
+    def _check_roster(self, session: Session, message: Roster, step: Advertised) -> None:
+        self.policy.judge_roster(step.terms, size=session.size)
         if self.draw is not None:
             self.policy.judge_drawn(step.terms, session.points, draw=self.draw)
-        if session.by_id.get(self.client_id) != step.advert:
+        own = session.by_id.get(self.client_id)
+        if own != step.advert or session.points[self.client_id] != message.rank + 1:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:
             check_advert(advert, step.terms, directory=self.directory)
+        leaves = {
+            rank: leaf(member_of(advert), self.directory[advert.client_id])
+            for rank, advert in zip(session.ranks, session.adverts, strict=True)
+        }
+        ids = [advert.client_id for advert in session.adverts]
+        if root_of(session.size, leaves, keys=ids, proof=message.proof) != session.root:
+            raise ProtocolError("the adverts are not those of the roster")
 
     @_ending_at(Stage.MASK)
     def expand(self, step: Shared, *, check: Callable[[], None]) -> tuple[Words, ...]:
@@ -307,30 +319,27 @@ class SecureClient:
     ) -> tuple[SurvivorSignature, ClientState]:
         """R3: sign one set of survivors, and no other."""
         survivors = self._checked(message, step, state)
-        signature = self.signer.sign(step.session.survivors_text(survivors))
+        text = step.session.survivors_text(survivors, self.client_id)
         after = Confirmed(step.session, step.held, survivors)
-        return SurvivorSignature(signature=signature), state.at(after)
+        return SurvivorSignature(signature=self.signer.sign(text)), state.at(after)
 
     @_ending_at(Stage.CONFIRM)
-    def _checked(
-        self, message: Survivors, step: Masked, state: ClientState
-    ) -> tuple[ClientId, ...]:
-        """Return the survivors if they can be the honest ones.
+    def _checked(self, message: Survivors, step: Masked, state: ClientState) -> bytes:
+        """Return the survivors, as they were told, if they can be the honest ones.
 
         A neighbour whose packet never came cannot have survived: it would be masked with us. And at
         least t of our own holders survive, as our self-seed takes so many shares. That the graph
         does not fall into parts does not follow from this alone, but from k and t as well
         (:mod:`fedlearn.secagg.parameters`).
         """
-        terms, survivors = step.session.terms, message.client_ids
-        alive = set(survivors)
-        if strangers := alive - step.session.points.keys():
-            raise ProtocolError(f"survivor {min(strangers)} is a stranger")
+        session, terms = step.session, step.session.terms
+        ranks = session.ranks_in(message.ranks, what="the survivors")
+        alive = session.among(ranks.tolist())
         if self.client_id not in alive:
             raise ProtocolError("this client sent its vector but is not among the survivors")
-        if len(survivors) < terms.min_survivors:
-            raise ProtocolError(f"{len(survivors)} survivors, the least is {terms.min_survivors}")
-        holders = alive & set(step.session.holders(self.client_id))
+        if len(ranks) < terms.min_survivors:
+            raise ProtocolError(f"{len(ranks)} survivors, the least is {terms.min_survivors}")
+        holders = set(alive) & set(session.holders(self.client_id))
         if holders - step.held.keys() - {self.client_id}:
             raise ProtocolError("a survivor's packet was kept from this client")
         if len(holders) < terms.threshold:
@@ -338,15 +347,16 @@ class SecureClient:
                 f"{len(holders)} of this client's holders survive, the threshold is "
                 f"{terms.threshold}"
             )
-        state.releases.require_same(terms, survivors)
-        return survivors
+        if session.is_whole:
+            state.releases.require_same(terms, alive)
+        return message.ranks
 
     @_ending_at(Stage.UNMASK)
     def release(
         self, message: Signatures, state: ClientState, step: Confirmed
     ) -> tuple[Release, ClientState]:
         """R4: release one share of every owner, if a quorum signed the same survivors."""
-        self._require_quorum(message, step)
+        self._audit(message, step)
         return _release(step, step.survivors, state)
 
     @_ending_at(Stage.UNMASK)
@@ -357,38 +367,30 @@ class SecureClient:
         if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
             if not isinstance(message, Signatures):
                 raise ProtocolError("this client has released its shares")
-            self._require_quorum(message, step)
-        elif not isinstance(message, Survivors) or message.client_ids != step.survivors:
+            self._audit(message, step)
+        elif not isinstance(message, Survivors) or message.ranks != step.survivors:
             raise ProtocolError("this client has released its shares to other survivors")
         return Release(session=step.session.id, shares=step.shares), state
 
-    def _require_quorum(self, message: Signatures, step: Confirmed | Released) -> None:
-        survivors, text = set(step.survivors), step.session.survivors_text(step.survivors)
-        for signer, signature in message.signatures.items():
-            if signer not in survivors:
-                raise ProtocolError(f"a signature of client {signer}, no survivor")
-            if not keys.verify(self.directory[signer], signature, text):
-                raise ProtocolError(f"client {signer} did not sign these survivors")
-        signed, quorum = (
-            len(message.signatures.keys() | {self.client_id}),
-            step.session.terms.quorum,
-        )
-        if signed < quorum:
-            raise ProtocolError(
-                f"{signed} survivors confirmed the survivors, the quorum is {quorum}"
-            )
+    def _audit(self, message: Signatures, step: Confirmed | Released) -> None:
+        terms = step.session.terms
+        if self.draw is not None:
+            signers = [signer.client_id for signer in message.signers]
+            self.policy.judge_drawn(terms, signers, draw=self.draw)
+        audit.check(message, step.session, survivors=step.survivors, directory=self.directory)
 
 
 def _release(
-    step: Masked | Confirmed, survivors: tuple[ClientId, ...], state: ClientState
+    step: Masked | Confirmed, survivors: bytes, state: ClientState
 ) -> tuple[Release, ClientState]:
     """Release the share of the self-seed of each survivor, of the mask key of each that dropped."""
-    alive, half, shares = set(survivors), shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
+    session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
+    alive = set(session.among(session.ranks_in(survivors, what="the survivors").tolist()))
     for owner, pair in step.held.items():
         data = pair.reveal()
         shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
-    reply = Release(session=step.session.id, shares=shares)
-    return reply, state.released(Released(step.session, survivors, shares))
+    reply = Release(session=session.id, shares=shares)
+    return reply, state.released(Released(session, survivors, shares))
 
 
 def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, bytes]) -> None:

@@ -14,14 +14,14 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
-from fedlearn.secagg.messages import PAIR_BYTES, Advert, ClientIds
+from fedlearn.secagg.messages import PAIR_BYTES, Advert, Bitmap
 from fedlearn.secagg.releases import PastReleases
 from fedlearn.secagg.session import OwnTerms, Session
 from fedlearn.secagg.shamir import SHARE_BYTES
 from fedlearn.secagg.terms import RUN_BYTES
 
 #: Magic and version.
-_HEADER = b"FLSS\x02"
+_HEADER = b"FLSS\x03"
 
 _Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
 _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(PAIR_BYTES)]
@@ -75,7 +75,7 @@ class Confirmed:
 
     session: Session
     held: _Held
-    survivors: ClientIds
+    survivors: Bitmap
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Released:
     """
 
     session: Session
-    survivors: ClientIds
+    survivors: Bitmap
     shares: Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(SHARE_BYTES)]
 
 
@@ -127,7 +127,11 @@ class ClientState:
 
     def released(self, step: Released) -> "ClientState":
         """Return the state after shares were released."""
-        releases = self.releases.after(step.session.terms, step.survivors)
+        session = step.session
+        ranks = session.ranks_in(step.survivors, what="the survivors")
+        # In a sparse graph it knows its neighbours alone, which tells nothing of a second sum.
+        survivors = session.among(ranks) if session.is_whole else ()
+        releases = self.releases.after(session.terms, survivors)
         return replace(self, releases=releases, step=step)
 
     @property

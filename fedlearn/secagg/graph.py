@@ -10,7 +10,9 @@ References:
 """
 
 import hashlib
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +25,58 @@ class Topology(IntEnum):
     SPARSE = 1
 
 
-def ring(num_clients: int, *, num_neighbours: int, seed: bytes) -> NDArray[np.int64]:
-    """Return the k nearest of each client on a ring in the order of ``seed``: shape [n, k].
+def shuffled(size: int, *, seed: bytes) -> NDArray[np.int64]:
+    """Return 0 … ``size`` - 1 in the order that ``seed`` draws: shape [size]."""
+    drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * size), "<u8")
+    return np.argsort(drawn, kind="stable")
 
-    They are positions in the roster, ascending.
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Clients on a ring, by their positions in the roster.
+
+    Attributes:
+        order: Who is at each place of the ring: shape [n].
+        num_neighbours: k: the nearest, half of them on each side.
 
     Raises:
         ValueError: k is odd, or not from 2 to n - 1.
 
     Example:
-        >>> ring(3, num_neighbours=2, seed=b"").tolist()
-        [[1, 2], [0, 2], [0, 1]]
+        >>> Ring.drawn(3, num_neighbours=2, seed=b"").near(1).tolist()
+        [0, 2]
     """
-    if num_neighbours % 2 or not 2 <= num_neighbours < num_clients:  # noqa: PLR2004 - either side
-        raise ValueError(
-            f"a ring of {num_clients} has an even number of neighbours below that, not "
-            f"{num_neighbours}"
-        )
-    drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * num_clients), "<u8")
-    order = np.argsort(drawn, kind="stable")
-    half = num_neighbours // 2
-    steps = [*range(-half, 0), *range(1, half + 1)]
-    found = np.empty((num_clients, num_neighbours), np.int64)
-    found[order] = np.stack([np.roll(order, step) for step in steps], axis=1)
-    return np.sort(found, axis=1)
+
+    order: NDArray[np.int64]
+    num_neighbours: int
+
+    def __post_init__(self) -> None:
+        if self.num_neighbours % 2 or not 2 <= self.num_neighbours < len(self.order):  # noqa: PLR2004 - either side
+            raise ValueError(
+                f"a ring of {len(self.order)} has an even number of neighbours below that, not "
+                f"{self.num_neighbours}"
+            )
+
+    @classmethod
+    def drawn(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "Ring":
+        """Return a ring in the order of ``seed``."""
+        return cls(shuffled(num_clients, seed=seed), num_neighbours)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        places = np.empty_like(self.order)
+        places[self.order] = np.arange(len(self.order))
+        return places
+
+    @cached_property
+    def _steps(self) -> NDArray[np.int64]:
+        half = self.num_neighbours // 2
+        return np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
+
+    def near(self, client: int) -> NDArray[np.int64]:
+        """Return the neighbours of one, ascending: shape [k]."""
+        found: NDArray[np.int64] = self.order[
+            (self._places[client] + self._steps) % len(self.order)
+        ]
+        found.sort()
+        return found

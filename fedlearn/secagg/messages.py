@@ -10,6 +10,11 @@ R3    Survivors        SurvivorSignature (active server)      64
 R4    Signatures       Release                                32 + 44 (k + 1)
 ===== ================ ====================================== =========================
 
+Of a roster a client is sent what it needs, and a proof that it is of that roster
+(:mod:`fedlearn.secagg.merkle`): of m clients its own advert and those of its k neighbours, and of
+those that signed the survivors a sample (:mod:`fedlearn.secagg.audit`). In the complete graph these
+are all, and nothing is left to prove.
+
 Against an honest-but-curious server R3 is left out: Release answers Survivors. Each message
 begins with ``FLSA``, a version byte and a byte that tells its kind; lists have a count and
 strictly ascending ids. Nothing else is accepted: any message has one encoding.
@@ -23,12 +28,13 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
+from fedlearn.secagg.merkle import HASH_BYTES, Proof
 from fedlearn.secagg.parameters import MAX_CLIENTS
 from fedlearn.secagg.shamir import SHARE_BYTES, is_canonical
 from fedlearn.secagg.terms import Terms
 
 _MAGIC = b"FLSA"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 6
 
 NONCE_BYTES = 16
@@ -41,6 +47,8 @@ PACKET_BYTES = _POINT_BYTES + PAIR_BYTES + keys.TAG_BYTES
 _Session: TypeAlias = Annotated[bytes, octets.fixed(SESSION_BYTES)]
 _Key: TypeAlias = Annotated[bytes, octets.fixed(keys.KEY_BYTES)]
 _Signature: TypeAlias = Annotated[bytes, octets.fixed(keys.SIGNATURE_BYTES)]
+_Hash: TypeAlias = Annotated[bytes, octets.fixed(HASH_BYTES)]
+Bitmap: TypeAlias = Annotated[bytes, octets.sized(4, most=MAX_CLIENTS // 8)]
 ClientIds: TypeAlias = Annotated[
     tuple[ClientId, ...], octets.listed(octets.CLIENT_ID, most=MAX_CLIENTS, by=int)
 ]
@@ -86,9 +94,21 @@ Adverts: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
-    """R1 down: the adverts of all that take part, by ascending id."""
+    """R1 down: the roster of all that take part, opened where a client looks at it.
 
+    Attributes:
+        root: Of the tree over the roster: all that are in one session have the same.
+        size: m, how many are in it.
+        rank: The position of the client that is told, from 0; those of its neighbours follow.
+        adverts: Its own and those of its neighbours, by ascending id.
+        proof: That they are of this roster.
+    """
+
+    root: _Hash
+    size: Annotated[int, octets.integer(4, largest=MAX_CLIENTS)]
+    rank: Annotated[int, octets.integer(4, largest=MAX_CLIENTS - 1)]
     adverts: Adverts
+    proof: Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +145,13 @@ class MaskedVector:
 
 @dataclass(frozen=True, kw_only=True)
 class Survivors:
-    """R3 down: whose vectors are in the sum. Everyone else dropped: there is no second list."""
+    """R3 down: whose vectors are in the sum. Everyone else dropped: there is no second list.
 
-    client_ids: ClientIds
+    Attributes:
+        ranks: By position in the roster, one bit each.
+    """
+
+    ranks: Bitmap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +162,42 @@ class SurvivorSignature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signatures:
-    """R4 down: survivors' signatures of the survivors."""
+class Member:
+    """A client of the roster of whom only the signature matters.
 
-    signatures: Annotated[Mapping[ClientId, bytes], octets.table(keys.SIGNATURE_BYTES)]
+    Attributes:
+        client_id: Who; its identity key is in the directory.
+        advert_hash: Of the rest of its advert.
+    """
+
+    client_id: ClientId
+    advert_hash: _Hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signatures:
+    """R4 down: who signed the survivors, and a sample of their signatures; the same for all.
+
+    Attributes:
+        signed: By position in the roster, one bit each; all are survivors.
+        root: Of the tree over their signatures.
+        signatures: Those of the sample, in order.
+        signers: Who they are of; none in the complete graph, where that is known.
+        of_signatures: That the signatures are of the tree.
+        of_signers: That the signers are of the roster.
+    """
+
+    signed: Bitmap
+    root: _Hash
+    signatures: Annotated[
+        tuple[bytes, ...], octets.listed(octets.fixed(keys.SIGNATURE_BYTES), most=MAX_CLIENTS)
+    ]
+    signers: Annotated[
+        tuple[Member, ...],
+        octets.listed(octets.record(Member), most=MAX_CLIENTS, by=lambda each: each.client_id),
+    ]
+    of_signatures: Proof
+    of_signers: Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +230,11 @@ _MESSAGE: octets.Form[Message] = octets.one_of(
 
 
 def encode(message: Message) -> bytes:
-    """Return the one encoding of ``message``.
+    r"""Return the one encoding of ``message``.
 
     Example:
-        >>> decode(encode(Survivors(client_ids=(ClientId(1), ClientId(4)))))
-        Survivors(client_ids=(1, 4))
+        >>> decode(encode(Survivors(ranks=b"\x05")))
+        Survivors(ranks=b'\x05')
     """
     return b"".join((_MAGIC, bytes([VERSION]), *_MESSAGE.parts(message)))
 

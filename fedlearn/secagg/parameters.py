@@ -72,12 +72,17 @@ from fedlearn.errors import ConfigError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.shamir import MAX_THRESHOLD
 
-#: More than any roster that is sent whole.
-MAX_CLIENTS = 1 << 15
+#: Largest n. What grows with n is little at a client: 8 n bytes of SHAKE-256 and a sort for the
+#: ring, twice n / 8 bytes of bitmaps. A coordinator keeps the packets of all clients in memory, of
+#: each 20 kB with k = 222: that is what ends first.
+MAX_CLIENTS = 1 << 17
 
 #: Rings that an active server may try for one that suits it, as a power of two. A try costs it a
 #: hash of the roster, 8 n bytes of SHAKE-256 and a sort, before it knows whether the ring is one.
 GRINDING_BITS = 64
+
+#: Digits after the point of a probability, beyond those that are compared.
+_GUARD_BITS = 64
 
 #: One share must never be a secret.
 _MIN_THRESHOLD = 2
@@ -122,9 +127,21 @@ class Assumptions:
 
     @property
     def log2_risk(self) -> float:
-        """How likely one ring may be bad, of either kind, as a logarithm: half of 2^-sigma."""
-        is_active = self.adversary is Adversary.ACTIVE_SERVER
-        return -(self.sigma_bits + 1.0) - (GRINDING_BITS if is_active else 0.0)
+        """How likely privacy may fail in one way and one try, as a logarithm."""
+        return -float(risk_bits(self.sigma_bits, adversary=self.adversary))
+
+
+def risk_bits(sigma_bits: int, *, adversary: Adversary) -> int:
+    """Return r: in each way by itself privacy fails in one try with at most 2^-r.
+
+    A curious server sees one ring, which may be bad in two ways: corrupted neighbours, and that it
+    falls apart. Of an active one there are four, with 2^64 tries at each: corrupted neighbours,
+    gaps in the ring, signatures that nobody looks at (:mod:`fedlearn.secagg.audit`), and
+    accomplices that a roster draws (:mod:`fedlearn.secagg.draw`).
+    """
+    if adversary is Adversary.ACTIVE_SERVER:
+        return sigma_bits + 2 + GRINDING_BITS
+    return sigma_bits + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +168,12 @@ class Parameters:
     def num_corrupted(self) -> int:
         """A: how many of the clients the adversary controls at the most."""
         return num_corrupted(self.num_clients, corruption=self.assumptions.corruption)
+
+    def num_audited(self, num_signed: int) -> int:
+        """Return how many of so many signatures are opened in a sparse graph."""
+        given = self.assumptions
+        risk = risk_bits(given.sigma_bits, adversary=given.adversary)
+        return num_audited(num_signed, quorum=self.quorum, risk_bits=risk)
 
     def explain(self) -> str:
         """Return the choice with its formulas, one a line.
@@ -188,11 +211,18 @@ class Parameters:
                 rule = f"{rule} and t >= k/2 + c = {k // 2 + c}"
                 more = (
                     f"cut          two gaps of k/2 with c = {c} corrupted each with {risk}, "
-                    f"whoever drops out; of 2^{GRINDING_BITS} rings that are tried one is bad "
-                    f"with P <= 2^-{given.sigma_bits}\n"
+                    f"whoever drops out\n"
                 )
             both = f"2q > n + A = {n + corrupted}"
             more += f"quorum       q = {self.quorum}, the least with {both}\n"
+            if not complete:
+                audited = [self.num_audited(signed) for signed in (n, n - dropped)]
+                more += (
+                    f"audit        of n signatures {audited[0]} are opened, of n - D {audited[1]}; "
+                    f"with fewer than q real ones all of them are real with {risk}\n"
+                    f"in all       with 2^{GRINDING_BITS} tries at each of these it fails with "
+                    f"P <= 2^-{given.sigma_bits}\n"
+                )
         return (
             f"{given.topology.name.lower()} graph, against {server} server\n"
             f"clients      n = {n}, of them corrupted "
@@ -265,6 +295,18 @@ def num_holders(num_clients: int, num_neighbours: int) -> int:
     return num_clients if num_neighbours >= num_clients - 1 else num_neighbours
 
 
+def num_assured(
+    adversary: Adversary, topology: Topology, *, quorum: int, min_survivors: int
+) -> int:
+    """Return how many clients are in a released sum at the least, whatever the server says.
+
+    In a sparse graph a client knows few of those that are said to have survived. What an active
+    server cannot feign are q signatures, of clients that are in the sum.
+    """
+    is_feigned = adversary is Adversary.ACTIVE_SERVER and topology is Topology.SPARSE
+    return quorum if is_feigned else min_survivors
+
+
 def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     """Return the least q for which two sets of survivors cannot both be signed."""
     return (num_clients + num_corrupted(num_clients, corruption=assumptions.corruption)) // 2 + 1
@@ -293,6 +335,28 @@ def _uncut(
     allowed = (assumptions.log2_risk + 1.0) / 2.0 - math.log2(num_clients)
     most = _upper_quantile(roster_size, corrupted, num_neighbours // 2, log2_tail=allowed)
     return min(most, corrupted // 2) + 1
+
+
+def num_audited(num_signed: int, *, quorum: int, risk_bits: int) -> int:
+    """Return s: how many of ``num_signed`` signatures show that ``quorum`` of them are real.
+
+    In whole numbers, each step rounded up, so that both sides find the same.
+
+    Args:
+        num_signed: q', at least ``quorum``.
+        quorum: q.
+        risk_bits: r: with fewer real ones all that are looked at are real with P <= 2^-r.
+
+    Example:
+        >>> [num_audited(signed, quorum=5501, risk_bits=106) for signed in (10_000, 9_000, 5_501)]
+        [122, 148, 5501]
+    """
+    one, audited = 1 << (risk_bits + _GUARD_BITS), 0
+    chance = one
+    while chance > 1 << _GUARD_BITS and audited < quorum:
+        chance = -(-chance * (quorum - 1 - audited) // (num_signed - audited))
+        audited += 1
+    return audited
 
 
 def _fewest_listed(num_clients: int, *, assumptions: Assumptions) -> int:

@@ -44,7 +44,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 from fedlearn.secagg.fixed_point import Lane, LaneRole, noisy_lane, vector_lane, weight_lane
 from fedlearn.secagg.keys import digest
-from fedlearn.secagg.parameters import Parameters
+from fedlearn.secagg.parameters import Parameters, num_assured
 from fedlearn.secagg.terms import Terms, propose
 
 PARAMETERS = "parameters"
@@ -117,6 +117,29 @@ class SecurePlan:
             )
 
     @property
+    def session(self) -> Parameters:
+        """The numbers of its sessions.
+
+        What is promised of noise rests on how many clients are in a sum, so that where clients
+        cannot count survivors so many have to sign.
+        """
+        quorum, least = self.parameters.quorum, self.min_survivors
+        if self.noise_multiplier is not None and self._assured(quorum) < least:
+            quorum = least
+        return replace(self.parameters, min_survivors=least, quorum=quorum)
+
+    @property
+    def num_assured(self) -> int:
+        """Clients in a released sum at the least, whatever a coordinator of this plan says."""
+        return self._assured(self.session.quorum)
+
+    def _assured(self, quorum: int) -> int:
+        given = self.parameters.assumptions
+        return num_assured(
+            given.adversary, given.topology, quorum=quorum, min_survivors=self.min_survivors
+        )
+
+    @property
     def num_noisy(self) -> int:
         """Clients in a released sum, at the least, whose noise the coordinator does not know.
 
@@ -167,7 +190,7 @@ class SecurePlan:
     ) -> Terms:
         """Return the terms of one session."""
         return propose(
-            replace(self.parameters, min_survivors=self.min_survivors),
+            self.session,
             run_id=run_id,
             round_num=round_num,
             attempt=attempt,
@@ -182,7 +205,7 @@ class SecurePlan:
         rms = math.sqrt(n) * lane.step / 2.0
         scale = "x examples / max_examples" if self.by_examples else "x 1"
         lines = [
-            self.parameters.explain(),
+            replace(self.session, min_survivors=self.parameters.min_survivors).explain(),
             f"released     with at least {self.min_survivors} clients in the sum",
             self._hides,
         ]

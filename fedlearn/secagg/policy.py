@@ -70,7 +70,7 @@ def squared_distance(terms: Terms, *, corruption: float) -> float:
         corruption: Largest fraction of the clients asked that are corrupted, [0, 1).
     """
     corrupted = num_corrupted(terms.num_clients, corruption=corruption)
-    num_noisy = max(1, terms.min_survivors - corrupted)
+    num_noisy = max(1, terms.num_assured - corrupted)
     if not all(lane.noise for lane in terms.lanes):
         return math.inf
     shares = [lane.noise / lane.norm for lane in terms.lanes]
@@ -123,7 +123,7 @@ class TermsPolicy:
                 rule="allow_sparse", asked="a sparse graph", limit="a complete one"
             )
         _at_most("max_cohort", terms.num_clients, self.max_cohort)
-        _at_least("min_cohort", terms.min_survivors, self.min_cohort)
+        _at_least("min_cohort", terms.num_assured, self.min_cohort)
         self._judge_shares(terms)
         _at_most("max_weight", terms.max_weight, self.max_weight)
         _at_most("max_upload_bytes", terms.num_bytes, self.max_upload_bytes)
@@ -196,6 +196,8 @@ class TermsPolicy:
         _at_most("threshold", terms.threshold, holders)
         if terms.adversary is Adversary.ACTIVE_SERVER:
             _at_least("quorum", terms.quorum, lowest_quorum(n, assumptions=feared))
+            if terms.topology is Topology.SPARSE:
+                _at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
 
     def _feared(self, terms: Terms) -> Assumptions:
         """Return what t, q and k must hold against; dropout and eta are the coordinator's."""

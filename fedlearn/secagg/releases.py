@@ -15,6 +15,7 @@ from typing import Annotated
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import PolicyViolation
 from fedlearn.secagg import octets
+from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import ClientIds
 from fedlearn.secagg.terms import RUN_BYTES, Terms
 
@@ -33,7 +34,8 @@ class PastRelease:
         round_num: Its round.
         attempt: Its attempt at the round.
         num_releases: In how many attempts at the round it has helped so far.
-        survivors: Who was in it, in all of them.
+        survivors: Who was in it, in all of them; empty where it does not know, which is in a sparse
+            graph.
     """
 
     run_id: Annotated[bytes, octets.fixed(RUN_BYTES)]
@@ -71,7 +73,8 @@ class PastReleases:
             most: Attempts at one round in which to help.
 
         Raises:
-            PolicyViolation: They are of a session that is over, or of an attempt too many.
+            PolicyViolation: They are of a session that is over, of an attempt too many, or of one
+                in which it could not tell whether the same clients are in the sum.
         """
         last = self.of(terms)
         if last is None:
@@ -81,6 +84,14 @@ class PastReleases:
                 rule=ONE_RELEASE,
                 asked=f"round {terms.round_num}, attempt {terms.attempt}",
                 limit=f"after round {last.round_num}, attempt {last.attempt}",
+            )
+        is_sparse = terms.topology is Topology.SPARSE
+        if terms.round_num == last.round_num and (is_sparse or not last.survivors):
+            raise PolicyViolation(
+                rule=ONE_SET,
+                asked=f"in round {terms.round_num} another session, attempt {terms.attempt}",
+                limit="the sum that was opened before: in a sparse graph a client does not see who "
+                "is in one",
             )
         if terms.round_num == last.round_num and last.num_releases >= most:
             raise PolicyViolation(
@@ -113,7 +124,12 @@ class PastReleases:
             )
 
     def after(self, terms: Terms, survivors: Sequence[ClientId]) -> "PastReleases":
-        """Return what is remembered once a sum is to be opened; of one session it counts once."""
+        """Return what is remembered once a sum is to be opened; of one session it counts once.
+
+        Args:
+            terms: Of the session.
+            survivors: Who is in the sum; none where that is not known.
+        """
         before = self._of_round(terms)
         if before is not None and before.attempt == terms.attempt:
             return self

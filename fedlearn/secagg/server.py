@@ -22,9 +22,10 @@ import numpy as np
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import AggregationAborted, ProtocolError
-from fedlearn.secagg import keys, masking, messages, octets, shamir
+from fedlearn.secagg import audit, keys, masking, messages, octets, shamir
 from fedlearn.secagg.client import check_advert
 from fedlearn.secagg.fixed_point import Words
+from fedlearn.secagg.merkle import MerkleTree
 from fedlearn.secagg.messages import (
     Advert,
     ClientIds,
@@ -39,7 +40,7 @@ from fedlearn.secagg.messages import (
     SurvivorSignature,
 )
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.session import Session, Stage, terms_text
+from fedlearn.secagg.session import Session, Stage, shortage, terms_text
 from fedlearn.secagg.terms import Terms, Total, from_words
 from fedlearn.secagg.unmasking import Recovered, ShareBox, leftover_masks
 
@@ -48,6 +49,9 @@ T = TypeVar("T")
 
 #: What ends a session: survivors, or their signatures.
 Final: TypeAlias = Survivors | Signatures
+
+#: Magic and version of a masked sum.
+_HEADER = b"FLSM\x02"
 
 _Commitments: TypeAlias = Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
 
@@ -86,12 +90,14 @@ class MaskedSum:
 
     def to_bytes(self) -> bytes:
         """Return it as bytes; they hold no secret that the coordinator does not have."""
-        return _MASKED_SUM.to_bytes(self)
+        return _HEADER + _MASKED_SUM.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "MaskedSum":
-        """Return what :meth:`to_bytes` wrote; ProtocolError if it is damaged."""
-        return _MASKED_SUM.from_bytes(data, what="a masked sum")
+        """Return what :meth:`to_bytes` wrote; ProtocolError if damaged or of another version."""
+        if data[: len(_HEADER)] != _HEADER:
+            raise ProtocolError("this is no masked sum of this version")
+        return _MASKED_SUM.from_bytes(data[len(_HEADER) :], what="a masked sum")
 
     @property
     def message(self) -> Final:
@@ -182,13 +188,14 @@ class Advertising(_Stage[Advert]):
             probe.agree(public_key, owner=client_id)
         self._received[client_id] = advert
 
-    def close(self) -> tuple[Roster, "Sharing"]:
-        """Return the roster, for all in it, and the next stage."""
-        adverts = tuple(self._received[client_id] for client_id in sorted(self._received))
-        session = Session(self.terms, adverts)
-        if session.shortage:
-            raise AggregationAborted(stage=Stage.ADVERTISE, reason=session.shortage)
-        return Roster(adverts=adverts), Sharing(session, self.directory)
+    def close(self) -> tuple[dict[ClientId, Roster], "Sharing"]:
+        """Return what each client in the roster is told of it, and the next stage."""
+        adverts = [self._received[client_id] for client_id in sorted(self._received)]
+        if short := shortage(self.terms, len(adverts)):
+            raise AggregationAborted(stage=Stage.ADVERTISE, reason=short)
+        session, tree = Session.of(self.terms, adverts, directory=self.directory)
+        rosters = {each: session.roster_for(each, tree=tree) for each in session.points}
+        return rosters, Sharing(session, tree, self.directory)
 
 
 @dataclass(eq=False)
@@ -196,6 +203,7 @@ class Sharing(_Stage[Shares]):
     """R1: collects packets of shares."""
 
     session: Session
+    tree: MerkleTree
     directory: Mapping[ClientId, bytes]
 
     def receive(self, client_id: ClientId, shares: Shares) -> None:
@@ -220,7 +228,7 @@ class Sharing(_Stage[Shares]):
                     inbox[recipient][sender] = packet
         packets = {client_id: Packets(packets=rows) for client_id, rows in inbox.items()}
         commitments = {client_id: s.commitment for client_id, s in self._received.items()}
-        return packets, Masking(self.session, self.directory, commitments)
+        return packets, Masking(self.session, self.tree, self.directory, commitments)
 
 
 @dataclass(eq=False)
@@ -228,6 +236,7 @@ class Masking(_Stage[None]):
     """R2: adds up masked vectors as they come; none is kept."""
 
     session: Session
+    tree: MerkleTree
     directory: Mapping[ClientId, bytes]
     commitments: Mapping[ClientId, bytes]
     _sums: tuple[Words, ...] = field(init=False)
@@ -259,9 +268,9 @@ class Masking(_Stage[None]):
                 )
         survivors = tuple(sorted(self._received))
         unmasking = Unmasking(self.session, self.commitments, survivors, self._sums)
-        message = Survivors(client_ids=survivors)
+        message = Survivors(ranks=self.session.bitmap(survivors))
         if terms.adversary is Adversary.ACTIVE_SERVER:
-            return message, Confirming(unmasking, self.directory)
+            return message, Confirming(unmasking, self.tree, self.directory, message)
         return message, unmasking
 
 
@@ -270,18 +279,22 @@ class Confirming(_Stage[bytes]):
     """R3: collects signatures over the survivors; only against an active server."""
 
     unmasking: "Unmasking"
+    tree: MerkleTree
     directory: Mapping[ClientId, bytes]
-    _text: bytes = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._text = self.unmasking.session.survivors_text(self.unmasking.survivors)
+    told: Survivors
 
     def receive(self, client_id: ClientId, message: SurvivorSignature) -> None:
         """Take a survivor's signature."""
         self._require_awaited(client_id, self.unmasking.survivors)
-        if not keys.verify(self.directory[client_id], message.signature, self._text):
+        text = self.unmasking.session.survivors_text(self.told.ranks, client_id)
+        if not keys.verify(self.directory[client_id], message.signature, text):
             raise ProtocolError(f"client {client_id} did not sign these survivors")
         self._received[client_id] = message.signature
+
+    @property
+    def survivors(self) -> tuple[ClientId, ...]:
+        """Whose vectors are in the sum: whom to ask for signatures."""
+        return self.unmasking.survivors
 
     @property
     def confirmed(self) -> tuple[ClientId, ...]:
@@ -289,15 +302,20 @@ class Confirming(_Stage[bytes]):
         return tuple(sorted(self._received))
 
     def close(self) -> tuple[Signatures, "Unmasking"]:
-        """Return a quorum of signatures, for all that confirmed, and the next stage."""
-        quorum = self.unmasking.session.terms.quorum
-        if len(self._received) < quorum:
+        """Return what shows that a quorum signed, for all that did, and the next stage."""
+        session = self.unmasking.session
+        if len(self._received) < (quorum := session.terms.quorum):
             raise AggregationAborted(
                 stage=Stage.CONFIRM,
                 reason=f"{len(self._received)} survivors confirmed, the quorum is {quorum}",
             )
-        signatures = {signer: self._received[signer] for signer in self.confirmed[:quorum]}
-        return Signatures(signatures=signatures), self.unmasking
+        shown = audit.show(
+            {signer: self._received[signer] for signer in self.confirmed},
+            session,
+            survivors=self.told.ranks,
+            tree=self.tree,
+        )
+        return shown, self.unmasking
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """What both sides derive from the terms and the roster: ids, points, neighbours."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -10,12 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
+from fedlearn.errors import ProtocolError
 from fedlearn.secagg import keys, octets
-from fedlearn.secagg.graph import Topology, ring
-from fedlearn.secagg.messages import ADVERT, Advert, Adverts
-from fedlearn.secagg.parameters import Adversary, num_holders
+from fedlearn.secagg.bitmaps import bitmap, places_in
+from fedlearn.secagg.graph import Ring, Topology
+from fedlearn.secagg.merkle import HASH_BYTES, MerkleTree, leaf_of
+from fedlearn.secagg.messages import ADVERT, Advert, Adverts, Member, Roster
+from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, num_holders
 from fedlearn.secagg.terms import Terms
 
+_ID_BYTES = 8
 #: Terms among what a client keeps, where more follows.
 OwnTerms: TypeAlias = Annotated[Terms, octets.sized(4).mapped(Terms.to_bytes, Terms.from_bytes)]
 
@@ -32,16 +37,88 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A roster under terms: the adverts of all that take part, by ascending id."""
+    """A roster under terms, opened as far as one party sees it.
+
+    The coordinator sees all of it, and so do clients in the complete graph. In a sparse one a
+    client sees itself and its neighbours; what is said below of other clients is then unknown.
+
+    Attributes:
+        terms: Of the session.
+        root: Of the tree over the roster.
+        size: m: clients in the roster.
+        ranks: Positions in the roster, from 0, of those that are seen.
+        adverts: Theirs.
+    """
 
     terms: OwnTerms
+    root: Annotated[bytes, octets.fixed(HASH_BYTES)]
+    size: int
+    ranks: Annotated[
+        tuple[int, ...],
+        octets.listed(octets.integer(4), most=MAX_CLIENTS, by=int),
+    ]
     adverts: Adverts
+
+    @classmethod
+    def of(
+        cls, terms: Terms, adverts: Sequence[Advert], *, directory: Mapping[ClientId, bytes]
+    ) -> tuple["Session", MerkleTree]:
+        """Return the session of a whole roster, and the tree over it.
+
+        Args:
+            terms: Of the session.
+            adverts: Of all in the roster, by ascending id.
+            directory: Their identity keys.
+        """
+        members = [(member_of(advert), directory[advert.client_id]) for advert in adverts]
+        ids = [advert.client_id for advert in adverts]
+        tree = MerkleTree.of([leaf(*each) for each in members], keys=ids)
+        return cls(terms, tree.root, len(ids), tuple(range(len(ids))), tuple(adverts)), tree
+
+    @classmethod
+    def opened(cls, terms: Terms, roster: Roster) -> "Session":
+        """Return the session of a client as it was told, with nothing checked but its form.
+
+        Raises:
+            ProtocolError: The roster is too small or too large for the terms, or the adverts are
+                not as many as a client has neighbours, and its own.
+        """
+        size, rank = roster.size, roster.rank
+        if size > terms.num_clients:
+            raise ProtocolError(f"{size} clients in the roster, more than n")
+        if short := shortage(terms, size):
+            raise ProtocolError(short)
+        if rank >= size:
+            raise ProtocolError(f"a position of {rank} in a roster of {size}")
+        seen = _seen_from(rank, terms, root=roster.root, size=size)
+        if len(roster.adverts) != len(seen):
+            raise ProtocolError(
+                f"{len(roster.adverts)} adverts, not the {len(seen)} of this client and its "
+                "neighbours"
+            )
+        return cls(terms, roster.root, size, seen, roster.adverts)
+
+    def roster_for(self, client_id: ClientId, *, tree: MerkleTree) -> Roster:
+        """Return what a client is told of a whole roster."""
+        rank = self.points[client_id] - 1
+        seen = sorted([rank, *self._near(rank)])
+        return Roster(
+            root=self.root,
+            size=self.size,
+            rank=rank,
+            adverts=tuple(self.adverts[each] for each in seen),
+            proof=tree.proof(seen),
+        )
 
     @cached_property
     def id(self) -> bytes:
         """The hash of terms and roster: salt of every key, part of every signature."""
-        adverts = b"".join(map(ADVERT.to_bytes, self.adverts))
-        return keys.digest(b"session", self.terms.session, adverts)
+        return _session_id(self.terms, root=self.root, size=self.size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the roster is seen."""
+        return len(self.ranks) == self.size
 
     @cached_property
     def by_id(self) -> Mapping[ClientId, Advert]:
@@ -51,45 +128,97 @@ class Session:
     @cached_property
     def points(self) -> Mapping[ClientId, int]:
         """Where each client's shares are evaluated: its position in the roster, from 1."""
-        return {advert.client_id: at for at, advert in enumerate(self.adverts, start=1)}
+        seen = zip(self.adverts, self.ranks, strict=True)
+        return {advert.client_id: rank + 1 for advert, rank in seen}
 
     @cached_property
-    def _ring(self) -> NDArray[np.int64]:
-        """The neighbours in a sparse graph; whoever tries rosters tries seeds of it."""
-        seed, k = keys.digest(b"graph", self.id), self.terms.num_neighbours
-        return ring(len(self.adverts), num_neighbours=k, seed=seed)
+    def _ids(self) -> Mapping[int, ClientId]:
+        return {point - 1: client_id for client_id, point in self.points.items()}
+
+    @cached_property
+    def _ring(self) -> Ring:
+        return _ring(self.terms, self.id, self.size)
+
+    def _near(self, rank: int) -> list[int]:
+        if self.terms.topology is Topology.COMPLETE:
+            return [each for each in range(self.size) if each != rank]
+        near: list[int] = self._ring.near(rank).tolist()
+        return near
 
     def neighbours(self, client_id: ClientId) -> list[ClientId]:
         """Return who masks with a client, by ascending id."""
-        if self.terms.topology is Topology.COMPLETE:
-            return [each for each in self.points if each != client_id]
-        places = self._ring[self.points[client_id] - 1]
-        return [self.adverts[place].client_id for place in places]
+        return [self._ids[each] for each in self._near(self.points[client_id] - 1)]
 
     def holders(self, client_id: ClientId) -> list[ClientId]:
         """Return who keeps shares of a client's secrets, by ascending id."""
         complete = self.terms.topology is Topology.COMPLETE
         return list(self.points) if complete else self.neighbours(client_id)
 
-    @property
-    def shortage(self) -> str | None:
-        """Why the roster is too small for the terms; None if it is not."""
-        size, terms = len(self.adverts), self.terms
-        if size < terms.min_survivors:
-            return f"{size} clients in the roster, the least is {terms.min_survivors}"
-        if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
-            return f"{size} clients in the roster, the quorum is {terms.quorum}"
-        k = min(terms.num_neighbours, size - 1)
-        if terms.topology is Topology.SPARSE and k == size - 1:
-            return f"{size} clients are too few for a sparse graph with {k} neighbours"
-        if num_holders(size, k) < terms.threshold:
-            return f"{num_holders(size, k)} holders, the threshold is {terms.threshold}"
-        return None
+    def bitmap(self, client_ids: Iterable[ClientId]) -> bytes:
+        """Return clients by their positions, one bit each."""
+        return bitmap((self.points[each] - 1 for each in client_ids), size=self.size)
 
-    def survivors_text(self, survivors: Iterable[ClientId]) -> bytes:
-        """Return what is signed to confirm who survived."""
-        ids = b"".join(client_id.to_bytes(8, "little") for client_id in sorted(survivors))
-        return keys.signed(b"survivors", self.id, ids)
+    def ranks_in(self, ranks: bytes, *, what: str) -> NDArray[np.int64]:
+        """Return the positions in a bitmap, ascending; ProtocolError if it is none of the roster's.
+
+        ``what`` it is called in errors.
+        """
+        return places_in(ranks, size=self.size, what=what)
+
+    def among(self, ranks: Iterable[int]) -> list[ClientId]:
+        """Return those of the clients that are seen who stand at these positions, ascending."""
+        return [self._ids[each] for each in ranks if each in self._ids]
+
+    def survivors_text(self, ranks: bytes, client_id: ClientId) -> bytes:
+        """Return what one client signs to confirm who survived, a bitmap."""
+        return keys.signed(b"survivors", self.id, ranks, client_id.to_bytes(8, "little"))
+
+
+def shortage(terms: Terms, size: int) -> str | None:
+    """Return why a roster is too small for the terms; None if it is not."""
+    if size < terms.min_survivors:
+        return f"{size} clients in the roster, the least is {terms.min_survivors}"
+    if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
+        return f"{size} clients in the roster, the quorum is {terms.quorum}"
+    k = min(terms.num_neighbours, size - 1)
+    if terms.topology is Topology.SPARSE and k == size - 1:
+        return f"{size} clients are too few for a sparse graph with {k} neighbours"
+    if num_holders(size, k) < terms.threshold:
+        return f"{num_holders(size, k)} holders, the threshold is {terms.threshold}"
+    return None
+
+
+def member_of(advert: Advert) -> Member:
+    """Return what stands for an advert where only who sent it matters."""
+    rest = ADVERT.to_bytes(advert)[_ID_BYTES:]
+    return Member(client_id=advert.client_id, advert_hash=hashlib.sha256(rest).digest())
+
+
+def leaf(member: Member, identity_key: bytes) -> bytes:
+    """Return a client's leaf in the tree over the roster.
+
+    With the identity key in it no two clients are told two keys of one client in one session.
+    """
+    client_id = member.client_id.to_bytes(_ID_BYTES, "little")
+    return leaf_of(client_id + identity_key + member.advert_hash)
+
+
+def _session_id(terms: Terms, *, root: bytes, size: int) -> bytes:
+    return keys.digest(b"session", terms.session, root, size.to_bytes(4, "little"))
+
+
+def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
+    """Return the sparse graph; whoever tries rosters tries seeds of it."""
+    seed, k = keys.digest(b"graph", session_id), terms.num_neighbours
+    return Ring.drawn(size, num_neighbours=k, seed=seed)
+
+
+def _seen_from(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int, ...]:
+    """Return the positions of a client and its neighbours."""
+    if terms.topology is Topology.COMPLETE:
+        return tuple(range(size))
+    near = _ring(terms, _session_id(terms, root=root, size=size), size).near(rank)
+    return tuple(sorted([rank, *near.tolist()]))
 
 
 def advert_text(terms: Terms, body: bytes) -> bytes:

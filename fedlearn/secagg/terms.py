@@ -28,7 +28,7 @@ from fedlearn.secagg.fixed_point import (
 )
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import keystream
-from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Parameters
+from fedlearn.secagg.parameters import MAX_CLIENTS, Adversary, Parameters, num_assured
 
 MAX_LANES = 256
 RUN_BYTES = 16
@@ -51,6 +51,7 @@ class Terms:
         threshold: t.
         quorum: q.
         min_survivors: Fewest clients in a released sum.
+        sigma_bits: sigma of a sparse graph: what k, t and the signatures that are opened hold with.
         max_weight: W; 0 if clients count the same and no weights are sent.
         lanes: What is summed, in this order.
     """
@@ -66,6 +67,7 @@ class Terms:
     threshold: int
     quorum: int
     min_survivors: int
+    sigma_bits: Annotated[int, octets.integer(2)]
     max_weight: Annotated[int, octets.integer(8, largest=MAX_LEVEL)]
     lanes: Annotated[
         tuple[Lane, ...], octets.listed(octets.record(Lane), most=MAX_LANES, count_bytes=2)
@@ -79,6 +81,8 @@ class Terms:
         for name in ("threshold", "quorum", "min_survivors"):
             if not 2 <= (value := int(getattr(self, name))) <= self.num_clients:  # noqa: PLR2004
                 raise ConfigError(f"{name} is {value}, not 2 to {self.num_clients} clients")
+        if self.sigma_bits < 1:
+            raise ConfigError(f"sigma_bits is {self.sigma_bits}, not 1 or more")
         if not 1 <= self.num_neighbours < self.num_clients:
             raise ConfigError(f"{self.num_neighbours} neighbours among {self.num_clients} clients")
         complete = self.num_neighbours == self.num_clients - 1
@@ -109,6 +113,16 @@ class Terms:
     def num_bytes(self) -> int:
         """Size of one client's masked vector."""
         return sum(lane.num_bytes for lane in self.lanes)
+
+    @property
+    def num_assured(self) -> int:
+        """Clients in a released sum at the least, whatever the coordinator says."""
+        return num_assured(
+            self.adversary,
+            self.topology,
+            quorum=self.quorum,
+            min_survivors=self.min_survivors,
+        )
 
     @property
     def evaluates(self) -> bool:
@@ -156,6 +170,7 @@ def propose(
         threshold=parameters.threshold,
         quorum=parameters.quorum,
         min_survivors=parameters.min_survivors,
+        sigma_bits=parameters.assumptions.sigma_bits,
         max_weight=max_weight,
         lanes=lanes,
     )

@@ -188,7 +188,7 @@ class ClientSession:
 
         asked = message_in(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
-        told = dict(request.directory) if isinstance(request, SecureTermsRequest) else {}
+        told = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
         told.pop(self.client_id, None)  # of itself it need not be told
         pins, given = before.following(told), self.secure.directory
         # What the client was given beforehand counts more than what it is told.

@@ -87,7 +87,7 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         allow_sparse=given.topology is Topology.SPARSE,
         corruption=given.corruption,
         sigma_bits=given.sigma_bits,
-        min_cohort=plan.min_survivors,
+        min_cohort=plan.num_assured,
         max_cohort=MAX_CLIENTS,
         max_clip=max(plan.clip_norm, plan.statistics_norm),
         max_weight=plan.max_examples,

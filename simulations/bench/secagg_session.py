@@ -236,7 +236,9 @@ class _Session:
         self._deliver(stage, self._own, self._ask(stage, signed, kind), kind, advertising.receive)
         for i, each in self._others.items():
             self._deliver(stage, i, each.advert(self._terms), kind, advertising.receive)
-        return self._serve(stage, advertising.close)
+        rosters, sharing = self._serve(stage, advertising.close)
+        self._serve(stage, lambda: [messages.encode(each) for each in rosters.values()])
+        return rosters[self._own], sharing
 
     def _share(self, roster: messages.Roster, sharing: Sharing) -> tuple[messages.Packets, Masking]:
         stage, kind, session = Stage.SHARE, messages.Shares, sharing.session
@@ -306,8 +308,8 @@ class _Session:
         assert isinstance(confirming, Confirming)
         own = self._ask(stage, survivors, kind)
         self._deliver(stage, self._own, own, kind, confirming.receive)
-        text = collecting.session.survivors_text(survivors.client_ids)
         for i in self._survivors:
+            text = collecting.session.survivors_text(survivors.ranks, i)
             signature = kind(signature=self._others[i].signer.sign(text))
             self._deliver(stage, i, signature, kind, confirming.receive)
         return self._serve(stage, confirming.close)

@@ -22,6 +22,7 @@ from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms, propose
 from tests.rehearsal import Cast, Post, Rehearsal, Way, rehearse
+from tests.rosters import signatures_of
 
 CURIOUS, ACTIVE = Adversary.HONEST_BUT_CURIOUS, Adversary.ACTIVE_SERVER
 RUN, REQUEST, SIZE, MAX_WEIGHT = bytes(16), bytes(32), 5, 50
@@ -305,8 +306,8 @@ def test_a_damaged_message_is_read_whole_or_refused(data: st.DataObject) -> None
     ids = (ClientId(1), ClientId(4))
     kinds: list[messages.Message] = [
         messages.SignedTerms(terms=terms, signature=bytes(64)),
-        messages.Survivors(client_ids=ids),
-        messages.Signatures(signatures=dict.fromkeys(ids, bytes(64))),
+        messages.Survivors(ranks=b"\x05"),
+        signatures_of(dict.fromkeys(ids, bytes(64)), ids),
         messages.Packets(packets=dict.fromkeys(ids, bytes(messages.PACKET_BYTES))),
     ]
     encoded = messages.encode(data.draw(st.sampled_from(kinds)))

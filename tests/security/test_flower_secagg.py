@@ -1,7 +1,7 @@
 """Secure aggregation on a Flower federation whose coordinator or SuperLink lies."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.codec import decode
+from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
-from fedlearn.core.messages import ClientId, SecureRequest
+from fedlearn.core.messages import ClientId, SecureRequest, SecureStageRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import IDENTITY_FILE, Identity
@@ -99,6 +99,7 @@ class Superlink(LocalGrid):
     Attributes:
         folder_of: By client its identity folder; whoever is absent has none.
         tamper: What becomes of a message on its way to a client.
+        without_roster: Who is not given the roster that the configuration of the nodes names.
         loses_contexts: Whether the process of a ClientApp dies after each reply, before it hands
             over its context.
         seen: What was sent, by client.
@@ -109,6 +110,7 @@ class Superlink(LocalGrid):
     nodes: dict[int, int] = field(default_factory=lambda: nodes_from(100))
     folder_of: dict[int, Path] = field(default_factory=dict)
     tamper: Callable[[int, Message], Message] = untouched
+    without_roster: frozenset[int] = frozenset()
     loses_contexts: bool = False
     seen: dict[int, list[Message]] = field(default_factory=dict)
 
@@ -119,7 +121,10 @@ class Superlink(LocalGrid):
 
     def config_of(self, client: int) -> UserConfig:
         folder = self.folder_of.get(client)
-        return super().config_of(client) | ({} if folder is None else {"identity": str(folder)})
+        config = super().config_of(client) | ({} if folder is None else {"identity": str(folder)})
+        if client in self.without_roster:
+            del config["roster"]
+        return config
 
     def answer(self, client: int, message: Message) -> Message:
         """Return what the node of a client makes of a message."""
@@ -166,7 +171,7 @@ class Coordinator:
             plan=PLAN,
             run_id=bytes(16),
             signer=self.signer,
-            directory=lambda: Told(self.channel.identity_keys, self.swapped),
+            directory=lambda: self.channel.identity_keys,
             sends_directory=True,
             stage_deadline_s=20.0,
             num_threads=1,
@@ -180,24 +185,22 @@ class Coordinator:
             told={},
             seed=round_num,
         )
-        return collector.collect(COHORT, request)
+        tamper = self.superlink.tamper
+        self.superlink.tamper = lambda client, message: self._swap(tamper(client, message))
+        try:
+            return collector.collect(COHORT, request)
+        finally:
+            self.superlink.tamper = tamper
 
-
-@dataclass(frozen=True)
-class Told(Mapping[ClientId, bytes]):
-    """The directory with lies in it."""
-
-    true: Mapping[ClientId, bytes]
-    swapped: Mapping[ClientId, bytes]
-
-    def __getitem__(self, client_id: ClientId) -> bytes:
-        return self.swapped.get(client_id, self.true[client_id])
-
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(self.true)
-
-    def __len__(self) -> int:
-        return len(self.true)
+    def _swap(self, message: Message) -> Message:
+        """Tell of other keys in the place of the true ones."""
+        record = message.content.array_records.get("fedlearn.payload")
+        request = decode(record["message"].data) if record and self.swapped else None
+        if record and isinstance(request, SecureStageRequest) and request.directory:
+            lies = {each: key for each, key in self.swapped.items() if each in request.directory}
+            told = replace(request, directory={**request.directory, **lies})
+            record["message"].data = encode(told)
+        return message
 
 
 def reasons(collected: Collected) -> dict[int, str]:
@@ -314,7 +317,8 @@ def test_a_roster_refuses_strangers(tmp_path: Path) -> None:
     signer, keys = Identity.create(), folders(tmp_path)
     known = {client: folder for client, folder in keys.items() if client != VICTIM}
     path = roster(tmp_path / "roster.json", known, coordinator=signer)
-    superlink = Superlink(folder_of=keys, node_config={"roster": str(path)})
+    config: dict[str, bool | float | int | str] = {"roster": str(path)}
+    superlink = Superlink(folder_of=keys, node_config=config, without_roster=frozenset([VICTIM]))
     assert others_refuse(Coordinator(superlink, signer).collect(), "not in the roster")
 
 

@@ -37,9 +37,10 @@ from fedlearn.secagg.messages import (
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import open_session
-from fedlearn.secagg.session import Session, Stage, terms_text
+from fedlearn.secagg.session import Stage, terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose, to_words
 from tests.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehearse
+from tests.rosters import roster_for, signatures_in, signatures_of, survivors_of
 from tests.security.liars.harness import spoiled
 
 # Any: the message of the stage that is lied about.
@@ -301,7 +302,7 @@ def test_clients_that_are_told_different_terms_do_not_understand_each_other() ->
     adverts = adverts_of({i: other if i == VICTIM else sign(TERMS) for i in IDS}, cast=CAST)
     for client_id, (advert, state) in adverts.items():
         assert advert.client_id == client_id
-        roster = Roster(adverts=tuple(one for one, _ in adverts.values()))
+        roster = told(client_id, (one for one, _ in adverts.values()))
         with pytest.raises(AggregationAborted, match="not signed by it for this session"):
             share(CAST.clients[client_id], roster, state)
 
@@ -320,14 +321,19 @@ def share(client: SecureClient, roster: Roster, state: ClientState) -> tuple[Sha
 # --- R1: the roster -------------------------------------------------------------------------
 
 
+def told(client_id: ClientId, adverts: Iterable[Advert], terms: Terms = TERMS) -> Roster:
+    return roster_for(client_id, terms, adverts, directory=CAST.clients[VICTIM].directory)
+
+
 def change_advert(client_id: ClientId, change: Callable[[Advert], Advert]) -> Lie:
     def lie(message: Message) -> Message:
         assert isinstance(message, Roster)
-        return Roster(
-            adverts=tuple(
+        return told(
+            VICTIM,
+            (
                 change(advert) if advert.client_id == client_id else advert
                 for advert in message.adverts
-            )
+            ),
         )
 
     return lie
@@ -348,13 +354,13 @@ def invented(advert: Advert) -> Advert:
 def unknown(message: Message) -> Message:
     assert isinstance(message, Roster)
     stranger = invented(replace(message.adverts[-1], client_id=ClientId(999)))
-    return Roster(adverts=(*message.adverts[:-1], stranger))
+    return told(VICTIM, (*message.adverts[:-1], stranger))
 
 
 def cut(*, keep: int) -> Lie:
     def lie(message: Message) -> Message:
         assert isinstance(message, Roster)
-        return Roster(adverts=message.adverts[:keep])
+        return told(VICTIM, message.adverts[:keep])
 
     return lie
 
@@ -362,7 +368,7 @@ def cut(*, keep: int) -> Lie:
 def crowd(message: Message) -> Message:
     assert isinstance(message, Roster)
     more = (replace(message.adverts[-1], client_id=ClientId(1000 + i)) for i in range(3))
-    return Roster(adverts=(*message.adverts, *more))
+    return told(VICTIM, (*message.adverts, *more))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +394,7 @@ def test_a_roster_with_invented_neighbours_is_refused(lie: Lie, reason: str) -> 
 def test_a_roster_without_the_victim_is_refused() -> None:
     def lie(message: Message) -> Message:
         assert isinstance(message, Roster)
-        return Roster(adverts=tuple(a for a in message.adverts if a.client_id != VICTIM))
+        return told(VICTIM, (a for a in message.adverts if a.client_id != VICTIM))
 
     assert "own advert is missing" in str(refused(Stage.SHARE, lie))
 
@@ -396,7 +402,7 @@ def test_a_roster_without_the_victim_is_refused() -> None:
 def test_a_client_that_stands_twice_in_a_roster_is_no_message() -> None:
     def lie(message: Message) -> Message:
         assert isinstance(message, Roster)
-        return Roster(adverts=(*message.adverts[:-1], message.adverts[-2]))
+        return told(VICTIM, (*message.adverts[:-1], message.adverts[-2]))
 
     assert "strictly ascending" in str(refused(Stage.SHARE, lie))
 
@@ -407,10 +413,9 @@ def test_adverts_of_an_earlier_session_are_refused() -> None:
 
     def lie(message: Message) -> Message:
         assert isinstance(message, Roster)
-        return Roster(
-            adverts=tuple(
-                a if a.client_id == VICTIM else earlier[a.client_id][0] for a in message.adverts
-            )
+        return told(
+            VICTIM,
+            (a if a.client_id == VICTIM else earlier[a.client_id][0] for a in message.adverts),
         )
 
     assert "not signed by it for this session" in str(refused(Stage.SHARE, lie))
@@ -421,10 +426,10 @@ def test_clients_that_are_shown_different_rosters_do_not_understand_each_other()
     paused = until(Stage.SHARE)
     whole = paused.down[VICTIM]
     assert isinstance(whole, Roster)
-    part = Roster(adverts=tuple(a for a in whole.adverts if a.client_id != THIRD))
-    told: dict[ClientId, Message] = {i: part if i == VICTIM else whole for i in IDS}
+    part = told(VICTIM, (a for a in whole.adverts if a.client_id != THIRD))
+    down: dict[ClientId, Message] = {**paused.down, VICTIM: part}
     shares: dict[ClientId, Shares] = {}
-    for i, message in told.items():
+    for i, message in down.items():
         reply, paused.states[i] = answer(i, message, paused.states[i])
         assert isinstance(reply, Shares)
         shares[i] = reply
@@ -518,7 +523,7 @@ def test_masks_are_only_made_for_the_request_that_the_terms_name() -> None:
 
 
 def survivors(ids: Iterable[ClientId]) -> Lie:
-    return lambda _: Survivors(client_ids=tuple(sorted(ids)))
+    return lambda _: survivors_of(ids, IDS)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +532,8 @@ def survivors(ids: Iterable[ClientId]) -> Lie:
         (survivors(IDS[:4]), "4 survivors, the least is 5"),
         (survivors([VICTIM]), "1 survivors, the least is 5"),
         (survivors(i for i in IDS if i != VICTIM), "not among the survivors"),
-        (survivors([*IDS, ClientId(999)]), "survivor 999 is a stranger"),
+        (lambda _: Survivors(ranks=b"\xff"), "bits beyond the 7 in the roster"),
+        (lambda _: Survivors(ranks=b"\x7f\0"), "2 bytes, not the 1 of 7 bits"),
         (survivors([]), "not among the survivors"),
     ],
 )
@@ -555,13 +561,13 @@ def test_survivors_among_whom_the_victim_stands_alone_are_not_signed() -> None:
     near: list[ClientId] = []
 
     def remember(stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
-        if stage is Stage.SHARE and way is Way.DOWN and not near:
+        if (stage, way, client_id) == (Stage.SHARE, Way.DOWN, VICTIM):
             roster = messages.decode(data)
             assert isinstance(roster, Roster)
-            near.extend(Session(terms, roster.adverts).neighbours(VICTIM))
+            near.extend(a.client_id for a in roster.adverts if a.client_id != VICTIM)
         if (stage, way, client_id) == (Stage.UNMASK, Way.DOWN, VICTIM):
             far = [i for i in IDS if i not in near]
-            return messages.encode(Survivors(client_ids=tuple(sorted([*far, near[0]]))))
+            return messages.encode(survivors_of(sorted([*far, near[0]]), IDS))
         return data
 
     result = run(remember, terms=terms, cast=cast)
@@ -582,10 +588,10 @@ def test_a_survivor_whose_packet_was_withheld_is_found() -> None:
 def test_a_client_signs_one_set_of_survivors_in_a_session() -> None:
     """The second list is refused, whatever it holds; so is the first one again."""
     client, state = CAST.clients[VICTIM], until(Stage.CONFIRM).states[VICTIM]
-    honest = Survivors(client_ids=tuple(IDS))
+    honest = survivors_of(IDS, IDS)
     _, signed = client.handle(honest, state, contribute=lambda _: contribution(VICTIM))
     for ids in (IDS, IDS[:6]):
-        again = Survivors(client_ids=tuple(ids))
+        again = survivors_of(ids, IDS)
         with pytest.raises(ProtocolError, match="answered once"):
             client.handle(again, signed, contribute=lambda _: contribution(VICTIM))
 
@@ -637,9 +643,9 @@ def change_signatures(
 ) -> Lie:
     def lie(message: Message) -> Message:
         assert isinstance(message, Signatures)
-        signatures = dict(message.signatures)
+        signatures = signatures_in(message, IDS)
         change(signatures)
-        return Signatures(signatures=signatures)
+        return signatures_of(signatures, IDS)
 
     return lie
 
@@ -653,7 +659,7 @@ def borrow(signatures: dict[ClientId, bytes]) -> None:
 
 
 def thin(signatures: dict[ClientId, bytes]) -> None:
-    for client_id in [i for i in signatures if i != VICTIM][1:]:
+    for client_id in list(signatures)[2:]:
         del signatures[client_id]
 
 
@@ -663,8 +669,7 @@ def thin(signatures: dict[ClientId, bytes]) -> None:
         (fill, f"client {OTHER} did not sign these survivors"),
         (borrow, f"client {THIRD} did not sign these survivors"),
         (thin, "2 survivors confirmed the survivors, the quorum is 5"),
-        (dict.clear, "1 survivors confirmed the survivors, the quorum is 5"),
-        (lambda s: s.update({ClientId(999): bytes(64)}), "client 999, no survivor"),
+        (dict.clear, "0 survivors confirmed the survivors, the quorum is 5"),
     ],
 )
 def test_nothing_is_released_without_a_quorum_of_true_signatures(
@@ -681,18 +686,18 @@ def test_two_sets_of_survivors_never_both_get_a_quorum() -> None:
     Of either set it has too few signatures, so it gets neither of OTHER's secrets.
     """
     paused = until(Stage.CONFIRM)
-    without = Survivors(client_ids=tuple(i for i in IDS if i != OTHER))
-    told = {i: (without if i in IDS[:3] else paused.down[i]) for i in IDS}
+    without = survivors_of([i for i in IDS if i != OTHER], IDS)
+    down = {i: (without if i in IDS[:3] else paused.down[i]) for i in IDS}
     signatures: dict[ClientId, bytes] = {}
-    for i, message in told.items():
+    for i, message in down.items():
         reply, paused.states[i] = answer(i, message, paused.states[i])
         assert isinstance(reply, messages.SurvivorSignature)
         signatures[i] = reply.signature
     for i in IDS:
-        same = {j: signatures[j] for j in IDS if told[j] == told[i] and j != i}
+        same = {j: signatures[j] for j in IDS if down[j] == down[i]}
         for offered in (same, {**same, THIRD: signatures[THIRD], IDS[0]: signatures[IDS[0]]}):
             with pytest.raises(AggregationAborted, match=r"quorum|did not sign|no survivor"):
-                answer(i, Signatures(signatures=offered), paused.states[i])
+                answer(i, signatures_of(offered, IDS), paused.states[i])
 
 
 def test_shares_are_released_once_in_a_session() -> None:
@@ -703,9 +708,9 @@ def test_shares_are_released_once_in_a_session() -> None:
     assert messages.encode(again) == messages.encode(said)
     assert unchanged is after
     with pytest.raises(AggregationAborted, match="quorum"):
-        answer(VICTIM, Signatures(signatures={}), after)
+        answer(VICTIM, signatures_of({}, IDS), after)
     with pytest.raises(AggregationAborted, match="has released its shares"):
-        answer(VICTIM, Survivors(client_ids=tuple(IDS[:-1])), after)
+        answer(VICTIM, survivors_of(IDS[:-1], IDS), after)
     restarted = ClientState.from_bytes(after.to_bytes())
     with pytest.raises(PolicyViolation, match="one release a session"):
         answer(VICTIM, sign(TERMS), restarted)
@@ -744,7 +749,7 @@ def test_a_share_of_one_secret_is_released_of_each_owner_never_of_both(
     assert isinstance(release, Release)
     assert set(release.shares) == set(IDS)
     assert all(len(share.reveal()) == shamir.SHARE_BYTES for share in release.shares.values())
-    assert [f.name for f in fields(Survivors)] == ["client_ids"]
+    assert [f.name for f in fields(Survivors)] == ["ranks"]
     assert [f.name for f in fields(Release)] == ["session", "shares"]
 
 
@@ -937,7 +942,7 @@ def cheating(stage: Stage, lie: Lie) -> Rehearsal:
         (Stage.ADVERTISE, lambda a: replace(a, client_id=VICTIM), "sent the advert of"),
         (Stage.ADVERTISE, lambda a: replace(a, mask_key=bytes(32)), "is not signed by it"),
         (Stage.ADVERTISE, lambda _: b"FLSA" + bytes([messages.VERSION]), "ends 1 bytes early"),
-        (Stage.ADVERTISE, lambda _: Survivors(client_ids=()), "Survivors, not Advert"),
+        (Stage.ADVERTISE, lambda _: Survivors(ranks=b""), "Survivors, not Advert"),
         (Stage.SHARE, lambda s: replace(s, session=bytes(32)), "another session"),
         (Stage.SHARE, lambda s: replace(s, packets=s.packets[:-1]), "5 packets to 6 neighbours"),
         (Stage.SHARE, lambda s: messages.encode(s)[:-1], "1 bytes early"),
@@ -1115,11 +1120,11 @@ def test_shares_of_another_secret_abort() -> None:
         reply, paused.states[i] = answer(i, packets[i], paused.states[i])
         server.receive(i, reply)
     told, server = server.close()
-    for i in told.client_ids:
+    for i in server.survivors:
         reply, paused.states[i] = answer(i, told, paused.states[i])
         server.receive(i, reply)
     signatures, server = server.close()
-    for i in told.client_ids:
+    for i in server.survivors:
         reply, paused.states[i] = answer(i, signatures, paused.states[i])
         server.receive(i, reply)
     assert not server.is_enough, "there are t shares of each, and one secret is not found"

@@ -18,7 +18,7 @@ from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import pair_keys
 from fedlearn.secagg.client_state import ClientState, Masked
 from fedlearn.secagg.fixed_point import vector_lane
-from fedlearn.secagg.graph import Topology, ring
+from fedlearn.secagg.graph import Ring, Topology
 from fedlearn.secagg.messages import MaskedVector, Packets, Release, Roster, Shares, SignedTerms
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive, lowest_threshold
 from fedlearn.secagg.policy import TermsPolicy
@@ -26,6 +26,7 @@ from fedlearn.secagg.session import Session, Stage, terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words, propose
 from fedlearn.secagg.unmasking import ShareBox, leftover_masks
 from tests.rehearsal import Cast, Way, rehearse
+from tests.rosters import whole
 
 ACTIVE, CURIOUS = Adversary.ACTIVE_SERVER, Adversary.HONEST_BUT_CURIOUS
 RUN, REQUEST, SIZE = b"r" * 16, b"q" * 32, 8
@@ -113,13 +114,12 @@ class Conspiracy:
 
         signed = SignedTerms(terms=terms, signature=self.cast.signer.sign(terms_text(terms)))
         adverts = [told(each, signed) for each in states]
-        roster = Roster(
-            adverts=tuple(each for each in adverts if isinstance(each, messages.Advert))
-        )
-        session = Session(terms, roster.adverts)
+        listed = [each for each in adverts if isinstance(each, messages.Advert)]
+        directory = self.cast.clients[self.victim].directory
+        session, tree = whole(terms, listed, directory=directory)
         near = session.neighbours(self.victim)
         asked = [self.victim, *near]
-        shared = {each: told(each, roster) for each in asked}
+        shared = {each: told(each, session.roster_for(each, tree=tree)) for each in asked}
         masked = told(self.victim, _packets_for(self.victim, near, shared, session))
         assert isinstance(masked, MaskedVector)
         pairs = []
@@ -201,7 +201,7 @@ def test_a_threshold_is_judged_again_by_the_roster_that_is_there() -> None:
     POLICY.judge(terms)
     for size in range(terms.min_survivors, terms.num_clients + 1):
         POLICY.judge_roster(terms, size=size)
-    with pytest.raises(PolicyViolation, match=r"threshold.*125, with 551 of 1000.*at least 1\d\d"):
+    with pytest.raises(PolicyViolation, match=r"threshold.*127, with 551 of 1000.*at least 1\d\d"):
         POLICY.judge_roster(terms, size=terms.quorum)
 
 
@@ -209,7 +209,7 @@ def test_a_client_refuses_a_roster_in_which_its_terms_are_not_safe() -> None:
     """The state machine asks its policy: 560 of 1,000 are listed, which is more than a quorum."""
     terms = replace(terms_for(1000), min_survivors=3)
     attack = Conspiracy.of(POLICY, num_listed=560, num_corrupted=100)
-    with pytest.raises(PolicyViolation, match=r"threshold.*125, with 560 of 1000"):
+    with pytest.raises(PolicyViolation, match=r"threshold.*127, with 560 of 1000"):
         attack.update(terms)
 
 
@@ -278,7 +278,8 @@ def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
 def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refused() -> None:
     """A coordinator of old parameters learns two sums; each survivor finds t holders alive."""
     seed = CUT.to_bytes(4, "little")
-    neighbours = ring(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
+    ring = Ring.drawn(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
+    neighbours = np.array([ring.near(each) for each in range(NUM_LISTED)])
     dropped = cut(CUT, k=OLD_K, threshold=OLD_T)
     alive = set(range(NUM_LISTED)) - dropped
     quorum = (NUM_INVITED + NUM_CORRUPTED) // 2 + 1
@@ -315,6 +316,7 @@ class Cutter:
     """A post that loses the vectors of two gaps on the ring, and notes what passes."""
 
     terms: Terms
+    directory: Mapping[ClientId, bytes]
 
     def __post_init__(self) -> None:
         self.arcs: list[list[ClientId]] = []
@@ -323,7 +325,9 @@ class Cutter:
     def __call__(self, stage: Stage, way: Way, client_id: ClientId, data: bytes) -> bytes | None:
         message = messages.decode(data)
         if isinstance(message, Roster) and not self.arcs:
-            self.session = Session(self.terms, message.adverts)
+            heard = [each for each in self.heard.values() if isinstance(each, messages.Advert)]
+            self.session, _ = whole(self.terms, heard, directory=self.directory)
+            assert self.session.root == message.root
             self.arcs = self._arcs()
         if way is Way.DOWN:
             return data
@@ -359,7 +363,7 @@ def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
     """The control of the bound on gaps: clients that fear no lies help to unmask both arcs."""
     terms = small_terms(CURIOUS, threshold=3)
     cast = Cast.of(SMALL, policy=replace(CREDULOUS, corruption=0.0, sigma_bits=1), num_threads=1)
-    post = Cutter(terms)
+    post = Cutter(terms, cast.clients[SMALL[0]].directory)
     result = rehearse(
         terms,
         cast=cast,
@@ -402,6 +406,6 @@ def test_the_same_gaps_end_a_session_whose_threshold_is_that_of_the_active_mode(
             cast=cast,
             contributions={each: contribution(each) for each in SMALL},
             states=dict.fromkeys(SMALL, ClientState.fresh(RUN)),
-            post=Cutter(terms),
+            post=Cutter(terms, cast.clients[SMALL[0]].directory),
             num_threads=1,
         )

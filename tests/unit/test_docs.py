@@ -466,7 +466,7 @@ def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
         listed, asked, *told = (int(each.replace(",", "")) for each in row)
         chance, most = min(1.0, 2.0 * asked / listed), num_corrupted(asked, corruption=0.1)
         stands = [
-            tolerated(listed, chance=chance, num_corrupted=most, log2_risk=-41.0 - tries)
+            tolerated(listed, chance=chance, num_corrupted=most, log2_risk=-42.0 - tries)
             for tries in (0, GRINDING_BITS)
         ]
         assert told == [most, *stands]

@@ -28,6 +28,7 @@ from fedlearn.experiment.assemble import initial_params
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.secagg.bitmaps import bitmap
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.messages import Release, Survivors, encode
 from fedlearn.secagg.server import Advertising, Confirming, Masking, Sharing, Unmasking
@@ -437,8 +438,8 @@ def test_a_client_that_is_killed_after_its_release_gives_no_share_for_other_surv
         stack.callback(again.close)
         until_said(again, "connected")
         honest = stand.liar.requests
-        ids = tuple(ClientId(each) for each in everyone if each != NUM_AT_DOOR - 1)
-        other = replace(honest[Stage.CONFIRM], message=encode(Survivors(client_ids=ids)))
+        ranks = bitmap(everyone[:-1], size=NUM_AT_DOOR)
+        other = replace(honest[Stage.CONFIRM], message=encode(Survivors(ranks=ranks)))
         for stage in reversed(Stage):
             for request in (other, honest[stage]):
                 reply = stand.liar.ask(victim, request, deadline_s=LONG_S)

@@ -74,7 +74,6 @@ def _codec() -> Mapping[str, bytes]:
                 attempt=0,
                 message=b"message",
                 notice=TrainingNotice(settings=train.settings, rest_hash=bytes(32)),
-                directory={CLIENT: bytes(32)},
             )
         ),
         "secure_train_request": encode(SecureTrainRequest(message=b"message", train=train)),
@@ -92,7 +91,9 @@ def _codec() -> Mapping[str, bytes]:
             )
         ),
         "secure_stage_request": encode(
-            SecureStageRequest(round_num=1, attempt=0, message=b"message")
+            SecureStageRequest(
+                round_num=1, attempt=0, message=b"message", directory={CLIENT: bytes(32)}
+            )
         ),
         "secure_reply": encode(SecureReply(round_num=1, message=b"message")),
         "failure": encode(Failure("battery low")),

@@ -162,6 +162,8 @@ class Told:
         others: The rest of the cohort, ascending.
         signer: The coordinator's.
         earlier: What the victim was sent in the session before, by stage.
+        directory: The identity keys of all.
+        terms: Of the session.
     """
 
     request: SecureRequest
@@ -170,6 +172,13 @@ class Told:
     others: Sequence[ClientId]
     signer: keys.Signer
     earlier: Mapping[Stage, SecureRequest]
+    directory: Mapping[ClientId, bytes]
+    terms: Terms
+
+    @property
+    def everyone(self) -> list[ClientId]:
+        """The cohort, ascending."""
+        return sorted([self.victim, *self.others])
 
     def sign(self, terms: Terms) -> messages.SignedTerms:
         """Return terms as the coordinator would have sent them."""
@@ -246,6 +255,7 @@ class Liar:
         channel: That it sits on.
         signer: The coordinator's.
         victim: Who is lied to.
+        directory: The identity keys of all.
         lie: Told once; ``None``: none.
         also: Who else is told it.
         num_told: How often it was.
@@ -257,6 +267,7 @@ class Liar:
     channel: Channel
     signer: keys.Signer
     victim: ClientId
+    directory: Mapping[ClientId, bytes]
     lie: Lie | None = None
     also: AbstractSet[ClientId] = frozenset()
     num_told: int = 0
@@ -297,7 +308,14 @@ class Liar:
             others=[each for each in self.available() if each != self.victim],
             signer=self.signer,
             earlier=self.earlier,
+            directory=self.directory,
+            terms=self._terms(),
         )
+
+    def _terms(self) -> Terms:
+        signed = messages.decode(self.requests[Stage.ADVERTISE].message)
+        assert isinstance(signed, messages.SignedTerms)
+        return signed.terms
 
 
 #: What stands in for a client's honest reply; ``None`` leaves it.
@@ -338,7 +356,7 @@ class Stand:
         sends_directory: bool,
         deadline_s: float,
     ) -> "Stand":
-        liar = Liar(channel, signer, victim)
+        liar = Liar(channel, signer, victim, directory)
         collector = SecureCollector(
             channel=liar,
             policy=policy_of(plan, deadline_s=deadline_s),

@@ -25,6 +25,7 @@ from fedlearn.secagg.messages import Advert, Packets, Roster, Signatures, Signed
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
+from tests.rosters import roster_for, signatures_in, signatures_of, survivors_of
 from tests.security.liars.harness import Lie, Told
 
 STRANGER = ClientId(999)
@@ -175,7 +176,8 @@ TERMS = [
 def roster(change: Callable[[Told, list[Advert]], Iterable[Advert]]) -> Callable[[Told], Roster]:
     def tell(told: Told) -> Roster:
         assert isinstance(told.message, Roster)
-        return Roster(adverts=tuple(change(told, list(told.message.adverts))))
+        changed = change(told, list(told.message.adverts))
+        return roster_for(told.victim, told.terms, changed, directory=told.directory)
 
     return tell
 
@@ -379,7 +381,7 @@ PACKETS = [
 
 
 def survivors(choose: Callable[[Told], Iterable[ClientId]]) -> Callable[[Told], Survivors]:
-    return lambda told: Survivors(client_ids=tuple(sorted(choose(told))))
+    return lambda told: survivors_of(choose(told), told.everyone)
 
 
 SURVIVORS = [
@@ -405,13 +407,14 @@ SURVIVORS = [
     Lie(
         "a stranger survives",
         Stage.CONFIRM,
-        survivors(lambda told: [told.victim, *told.others, STRANGER]),
-        f"survivor {STRANGER} is a stranger",
+        lambda told: Survivors(ranks=b"\xff" * -(-len(told.everyone) // 8)),
+        "bits beyond",
     ),
     Lie(
-        "a survivor twice",
+        "survivors of a larger roster",
         Stage.CONFIRM,
-        lambda told: Survivors(client_ids=(told.victim, told.victim, *told.others)),
+        lambda told: Survivors(ranks=survivors_of(told.everyone, told.everyone).ranks + bytes(1)),
+        "bits",
     ),
 ]
 
@@ -423,9 +426,9 @@ def signatures(
 ) -> Callable[[Told], Signatures]:
     def tell(told: Told) -> Signatures:
         assert isinstance(told.message, Signatures)
-        rows = dict(told.message.signatures)
+        rows = signatures_in(told.message, told.everyone)
         change(told, rows)
-        return Signatures(signatures=rows)
+        return signatures_of(rows, told.everyone)
 
     return tell
 
@@ -453,7 +456,7 @@ def earlier_signatures(told: Told, rows: dict[ClientId, bytes]) -> None:
     found = messages.decode(told.earlier[Stage.UNMASK].message)
     assert isinstance(found, Signatures)
     rows.clear()
-    rows.update(found.signatures)
+    rows.update(signatures_in(found, told.everyone))
 
 
 SIGNATURES = [
@@ -465,18 +468,20 @@ SIGNATURES = [
         signatures(earlier_signatures),
         "did not sign these survivors",
     ),
-    Lie("too few signatures", Stage.UNMASK, signatures(thin), "2 survivors confirmed"),
+    Lie("too few signatures", Stage.UNMASK, signatures(thin), "1 survivors confirmed"),
     Lie(
         "no signature",
         Stage.UNMASK,
         signatures(lambda _, rows: rows.clear()),
-        "1 survivors confirmed",
+        "0 survivors confirmed",
     ),
     Lie(
         "the signature of a stranger",
         Stage.UNMASK,
-        signatures(lambda _, rows: rows.update({STRANGER: bytes(64)})),
-        f"client {STRANGER}, no survivor",
+        lambda told: replace(
+            signatures_of({}, told.everyone), signed=b"\xff" * -(-len(told.everyone) // 8)
+        ),
+        "who signed the survivors has bits beyond",
     ),
 ]
 

@@ -12,9 +12,10 @@ import pytest
 
 from fedlearn.core.messages import ClientId, Failure
 from fedlearn.secagg import messages
-from fedlearn.secagg.messages import Release, Signatures, Survivors
+from fedlearn.secagg.messages import Release
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Stage
+from tests.rosters import signatures_of, survivors_of
 from tests.security.liars.harness import (
     Lie,
     Stand,
@@ -29,6 +30,7 @@ from tests.security.liars.lies import LIES, SURVIVORS, changed, survivors
 PLAN = plan_for(6, corruption=0.1, dropout=0.34)
 VICTIM, OTHER = ClientId(2), ClientId(4)
 EVERYONE = list(range(6))
+EVERYBODY = [ClientId(each) for each in EVERYONE]
 WITHOUT_IT = [0, 1, 3, 4, 5]
 ORDER = list(Stage)
 #: Lies of the default run, of which there are more than a hundred: every fifth.
@@ -145,7 +147,7 @@ def test_survivors_that_only_one_client_was_told_are_signed_in_vain() -> None:
         if isinstance(reply, messages.SurvivorSignature)
     }
     honest = made.liar.requests[Stage.CONFIRM]
-    request = replace(honest, message=messages.encode(Signatures(signatures=rows)))
+    request = replace(honest, message=messages.encode(signatures_of(rows, EVERYBODY)))
     assert isinstance(made.liar.ask(VICTIM, request, deadline_s=60.0), Failure)
 
 
@@ -181,7 +183,7 @@ def test_no_order_of_questions_gets_both_secrets_of_a_client(adversary: Adversar
     assert len(asked) == (PLAN.parameters.threshold if is_active else 2)
     assert all(asked.values())
     honest = made.liar.requests[Stage.CONFIRM]
-    dropped = Survivors(client_ids=tuple(ClientId(i) for i in EVERYONE if i != OTHER))
+    dropped = survivors_of([i for i in EVERYBODY if i != OTHER], EVERYBODY)
     for message in (messages.encode(dropped), made.liar.requests[last].message):
         request = replace(honest, message=message)
         for holder in (ClientId(each) for each in EVERYONE):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
-from fedlearn.core.messages import ClientId, Failure, SecureRequest, SecureTermsRequest
+from fedlearn.core.messages import ClientId, Failure, SecureRequest, SecureStageRequest
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.secagg import keys, messages
-from fedlearn.secagg.messages import Survivors
 from fedlearn.secagg.session import Stage
 from fedlearn.transport.wire_pb2 import Eligibility
+from tests.rosters import survivors_of
 from tests.security.liars.door import (
     LONG_S,
     NUM_CLIENTS,
@@ -39,6 +39,7 @@ pytestmark = pytest.mark.xdist_group("liars")
 
 VICTIM, OTHER = ClientId(1), ClientId(3)
 EVERYONE = list(range(NUM_CLIENTS))
+EVERYBODY = [ClientId(each) for each in EVERYONE]
 SELECTED = {
     "terms without a signature",
     "terms of another coordinator",
@@ -97,14 +98,14 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 def other_key(told: Told) -> SecureRequest:
     """Tell of a key of a neighbour's that is not the one that was pinned."""
-    assert isinstance(told.request, SecureTermsRequest)
+    assert isinstance(told.request, SecureStageRequest)
     directory = {**told.request.directory, OTHER: keys.fresh_signer()[1]}
     return replace(told.request, directory=directory)
 
 
 AT_THE_DOOR = [
     *(lie for lie in LIES if lie.name in SELECTED),
-    Lie("another identity of a neighbour", Stage.ADVERTISE, other_key, ""),
+    Lie("another identity of a neighbour", Stage.SHARE, other_key, ""),
 ]
 
 
@@ -148,7 +149,7 @@ def test_what_was_released_is_not_released_again_by_a_client_that_was_started_ag
     deployed.clients[VICTIM].stop()
     deployed.clients[VICTIM].start()
     deployed.site.wait_for(NUM_CLIENTS)
-    dropped = Survivors(client_ids=tuple(ClientId(i) for i in EVERYONE if i != OTHER))
+    dropped = survivors_of([i for i in EVERYBODY if i != OTHER], EVERYBODY)
     others = replace(liar.requests[Stage.CONFIRM], message=messages.encode(dropped))
     for request in (
         others,

@@ -22,7 +22,7 @@ from fedlearn.secagg import keys, masking, messages, shamir
 from fedlearn.secagg.client import SecureClient, pair_keys
 from fedlearn.secagg.client_state import Advertised, ClientState, Shared
 from fedlearn.secagg.fixed_point import LaneRole, Words
-from fedlearn.secagg.messages import Advert, MaskedVector, Packets, Roster, SignedTerms
+from fedlearn.secagg.messages import Advert, MaskedVector, Packets, SignedTerms
 from fedlearn.secagg.session import Session, Stage, advert_text, terms_text
 from fedlearn.secagg.terms import Contribution, Terms, from_words
 from fedlearn.simulation.secure import SimulatedIdentities
@@ -191,10 +191,11 @@ class Impostor:
         """
         advert, state = client.advertise(signed, ClientState.fresh(RUN))
         adverts = [advert if i == VICTIM else self.advert(i) for i in EVERYONE]
-        session = Session(self.terms, tuple(adverts))
+        directory = {**self.public, VICTIM: client.directory[VICTIM]}
+        session, tree = Session.of(self.terms, adverts, directory=directory)
         step = state.step
         assert isinstance(step, Advertised)
-        shares, state = client.share(Roster(adverts=session.adverts), state, step)
+        shares, state = client.share(session.roster_for(VICTIM, tree=tree), state, step)
         seed = self._seed(session, shares.packets)
         shared = state.step
         assert isinstance(shared, Shared)

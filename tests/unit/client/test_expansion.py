@@ -79,9 +79,9 @@ def shared(*, attempt: int = 0) -> tuple[dict[ClientId, ClientState], Mapping[Cl
         advert = ask(client_id, signed)
         assert isinstance(advert, messages.Advert)
         advertising.receive(client_id, advert)
-    roster, sharing = advertising.close()
+    rosters, sharing = advertising.close()
     for client_id in CLIENTS[:-1]:
-        shares = ask(client_id, roster)
+        shares = ask(client_id, rosters[client_id])
         assert isinstance(shares, messages.Shares)
         sharing.receive(client_id, shares)
     return states, sharing.close()[0]

@@ -44,6 +44,7 @@ TERMS = Terms(
     threshold=2,
     quorum=2,
     min_survivors=2,
+    sigma_bits=40,
     max_weight=9,
     lanes=(weight_lane(max_weight=9, num_clients=3),),
 )

@@ -124,7 +124,7 @@ def test_metrics_arrive_as_floats() -> None:
         (b"", "0 bytes"),
         (b"FL\x01", "3 bytes"),
         (b"XX" + message(REPLY)[2:], "begins with"),
-        (b"FL\x01" + message(REPLY)[3:], "version 1, this side speaks 3"),
+        (b"FL\x01" + message(REPLY)[3:], "version 1, this side speaks 4"),
         (PREFIX.pack(b"FL", VERSION, 2**32 - 1) + b"{}", "a header of 4294967295 bytes"),
         (message(b"not json"), "malformed"),
         (message(b'"\xff\xfe"'), "malformed"),
@@ -240,7 +240,6 @@ def beginning(message: bytes) -> SecureTermsRequest:
         attempt=1,
         message=message,
         notice=TrainingNotice(settings={"rate": 0.1}, rest_hash=b"12"),
-        directory={ClientId(3): bytes(range(32))},
     )
 
 
@@ -256,7 +255,8 @@ def beginning_to_measure(message: bytes) -> SecureTermsRequest:
 
 
 def going_on(message: bytes) -> SecureStageRequest:
-    return SecureStageRequest(round_num=2, attempt=1, message=message)
+    directory = {ClientId(3): bytes(range(32))}
+    return SecureStageRequest(round_num=2, attempt=1, message=message, directory=directory)
 
 
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256))])
@@ -273,9 +273,10 @@ def test_a_message_of_secure_aggregation_travels(
     assert encode(found) == encode(sent)
     match sent, found:
         case SecureTermsRequest(), SecureTermsRequest():
-            assert found.directory == sent.directory
             assert type(found.notice) is type(sent.notice)
             assert vars(found.notice) == vars(sent.notice)
+        case SecureStageRequest(), SecureStageRequest():
+            assert found.directory == sent.directory
         case SecureEvaluateRequest(), SecureEvaluateRequest():
             measured = found.evaluate.tensors
             assert all(torch.equal(measured[n], t) for n, t in sent.evaluate.tensors.items())
@@ -310,9 +311,10 @@ def test_a_reply_of_secure_aggregation_travels() -> None:
 
 
 OCTETS = {"message": torch.zeros(2, dtype=torch.uint8)}
-STAGE: Mapping[str, Any] = {"round_num": 1, "attempt": 0}  # Any: JSON
-TERMS: Mapping[str, Any] = {**STAGE, "settings": {}, "rest_hash": "", "directory": {}}
-MASKING: Mapping[str, Any] = {**STAGE, "settings": {}, "seed": 1, "order": []}
+ROUND: Mapping[str, Any] = {"round_num": 1, "attempt": 0}  # Any: JSON
+STAGE: Mapping[str, Any] = {**ROUND, "directory": {}}
+TERMS: Mapping[str, Any] = {**ROUND, "settings": {}, "rest_hash": ""}
+MASKING: Mapping[str, Any] = {**ROUND, "settings": {}, "seed": 1, "order": []}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +326,7 @@ MASKING: Mapping[str, Any] = {**STAGE, "settings": {}, "seed": 1, "order": []}
         ("stage", STAGE, {}, {**OCTETS, "model/w": torch.zeros(1)}),
         ("stage", STAGE, {"attempt": -1}, OCTETS),
         ("stage", STAGE, {"seed": 1}, OCTETS),
-        ("stage", STAGE, {"directory": {}}, OCTETS),
+        ("stage", STAGE, {"rest_hash": ""}, OCTETS),
         ("train", MASKING, {}, {}),
         ("train", MASKING, {}, {**OCTETS, "w": torch.zeros(1)}),
         ("train", MASKING, {"more": 1}, OCTETS),
@@ -344,11 +346,11 @@ MASKING: Mapping[str, Any] = {**STAGE, "settings": {}, "seed": 1, "order": []}
         ("terms", TERMS, {"rest_hash": None}, OCTETS),
         ("terms", TERMS, {"rest_hash": "x"}, OCTETS),
         ("terms", TERMS, {"more": 1}, OCTETS),
-        ("terms", TERMS, {"directory": {"1": "zz"}}, OCTETS),
-        ("terms", TERMS, {"directory": {"one": "00"}}, OCTETS),
-        ("terms", TERMS, {"directory": {"-1": "00"}}, OCTETS),
-        ("terms", TERMS, {"directory": {"1": "00", "01": "00"}}, OCTETS),
-        ("terms", TERMS, {"directory": {"1": 0}}, OCTETS),
+        ("stage", STAGE, {"directory": {"1": "zz"}}, OCTETS),
+        ("stage", STAGE, {"directory": {"one": "00"}}, OCTETS),
+        ("stage", STAGE, {"directory": {"-1": "00"}}, OCTETS),
+        ("stage", STAGE, {"directory": {"1": "00", "01": "00"}}, OCTETS),
+        ("stage", STAGE, {"directory": {"1": 0}}, OCTETS),
     ],
 )
 def test_a_malformed_secure_request_is_refused(

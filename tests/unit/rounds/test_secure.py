@@ -420,7 +420,7 @@ HOSTILE: Mapping[str, Callable[[bytes], bytes]] = {
         TrainReply(round_num=4, lanes={}, num_examples=1, metrics={})
     ),
     "a failure": lambda _: encode(Failure("battery low")),
-    "another stage": lambda _: secure(messages.Survivors(client_ids=(ClientId(1),))),
+    "another stage": lambda _: secure(messages.Survivors(ranks=b"\x02")),
     "another round": other_round,
     "cut short": cut_short,
 }

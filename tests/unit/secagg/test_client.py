@@ -43,6 +43,7 @@ TERMS = Terms(
     threshold=2,
     quorum=3,
     min_survivors=2,
+    sigma_bits=40,
     max_weight=0,
     lanes=(LANE,),
 )
@@ -88,9 +89,9 @@ def shared() -> tuple[dict[ClientId, ClientState], dict[ClientId, messages.Packe
     for i in IDS:
         advert, states[i] = CAST.clients[i].advertise(signed, ClientState.fresh(RUN))
         advertising.receive(i, advert)
-    roster, sharing = advertising.close()
+    rosters, sharing = advertising.close()
     for i in IDS:
-        answer, states[i] = CAST.clients[i].handle(roster, states[i], contribute=lambda _: ZERO)
+        answer, states[i] = CAST.clients[i].handle(rosters[i], states[i], contribute=lambda _: ZERO)
         assert isinstance(answer, messages.Shares)
         if i != IDS[3]:
             sharing.receive(i, answer)

@@ -35,6 +35,7 @@ TERMS = Terms(
     threshold=2,
     quorum=2,
     min_survivors=2,
+    sigma_bits=40,
     max_weight=9,
     lanes=(weight_lane(max_weight=9, num_clients=3),),
 )
@@ -48,11 +49,13 @@ ADVERTS = tuple(
     )
     for i in (1, 5)
 )
-SESSION = Session(TERMS, ADVERTS)
+IDS = tuple(advert.client_id for advert in ADVERTS)
+DIRECTORY = dict.fromkeys(IDS, bytes(32))
+SESSION, _ = Session.of(TERMS, ADVERTS, directory=DIRECTORY)
 SECRETS = [SecretBytes.generate(32) for _ in range(3)]
 HELD = {ClientId(1): SecretBytes.generate(72), ClientId(5): SecretBytes.generate(72)}
 OPENING = {ClientId(5): SECRETS[0]}
-SURVIVORS = (ClientId(1), ClientId(5))
+SURVIVORS = SESSION.bitmap(IDS)
 STEPS: list[Step] = [
     Advertised(TERMS, ADVERTS[0], SECRETS[0], SECRETS[1]),
     Shared(SESSION, OPENING, SECRETS[1], SECRETS[2], None),
@@ -83,18 +86,18 @@ def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_damaged_state_is_refused(step: Step) -> None:
     data = FRESH.at(step).to_bytes()
-    for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x03" + data[5:]):
+    for bad in (data[:-1], data + b"\x00", b"XXXX" + data[4:], data[:4] + b"\x02" + data[5:]):
         with pytest.raises(ProtocolError):
             ClientState.from_bytes(bad)
 
 
 def released(terms: Terms) -> Released:
-    return Released(Session(terms, ADVERTS), SURVIVORS, {})
+    return Released(Session.of(terms, ADVERTS, directory=DIRECTORY)[0], SURVIVORS, {})
 
 
 def last_of(state: ClientState) -> tuple[int, int, int]:
     (last,) = state.releases.last
-    assert last.survivors == SURVIVORS
+    assert last.survivors == IDS
     return last.round_num, last.attempt, last.num_releases
 
 

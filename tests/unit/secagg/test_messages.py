@@ -5,10 +5,12 @@ import pytest
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ProtocolError
+from fedlearn.secagg.merkle import Proof
 from fedlearn.secagg.messages import (
     HEADER_BYTES,
     Advert,
     MaskedVector,
+    Member,
     Message,
     Packets,
     Release,
@@ -36,15 +38,29 @@ def advert(client_id: ClientId) -> Advert:
     )
 
 
+PROOF = Proof(hashes=b"h" * 64, splits=b"s" * 8)
 MESSAGES: list[tuple[Message, int]] = [
     (advert(A), 152),
-    (Roster(adverts=(advert(A), advert(B))), 4 + 2 * 152),
+    (
+        Roster(root=b"r" * 32, size=9, rank=3, adverts=(advert(A), advert(B)), proof=PROOF),
+        32 + 4 + 4 + (4 + 2 * 152) + (4 + 64 + 4 + 8),
+    ),
     (Shares(session=b"s" * 32, commitment=b"c" * 32, packets=(b"p" * 92,) * 3), 68 + 3 * 92),
     (Packets(packets={A: b"p" * 92, B: b"q" * 92}), 4 + 2 * 100),
     (MaskedVector(session=b"s" * 32, packed=b"v" * 7), 39),
-    (Survivors(client_ids=(A, B)), 20),
+    (Survivors(ranks=b"\x05\x01"), 4 + 2),
     (SurvivorSignature(signature=b"s" * 64), 64),
-    (Signatures(signatures={A: b"s" * 64}), 4 + 72),
+    (
+        Signatures(
+            signed=b"\x05",
+            root=b"r" * 32,
+            signatures=(b"s" * 64,) * 2,
+            signers=(Member(client_id=A, advert_hash=b"h" * 32),),
+            of_signatures=Proof(hashes=b"h" * 32, splits=b""),
+            of_signers=PROOF,
+        ),
+        (4 + 1) + 32 + (4 + 2 * 64) + (4 + 40) + (4 + 32 + 4) + (4 + 64 + 4 + 8),
+    ),
     (Release(session=b"s" * 32, shares={A: SecretBytes(b"h" * 36)}), 36 + 44),
 ]
 
@@ -72,11 +88,12 @@ def test_a_message_cut_or_extended_is_refused(message: Message, num_bytes: int) 
     [
         (b"", "ends 4 bytes early"),
         (b"FLSB\x01\x00", "no message of secure aggregation"),
-        (b"FLSA\x01\x00", "version 1, this side speaks 2"),
-        (b"FLSA\x02\x0a", "says 10 where at most 9"),
-        (b"FLSA\x02\x06\xff\xff\xff\xff", "at most 0"),
-        (b"FLSA\x02\x06\x01\x00\x00\x00" + b"\xff" * 8, "at most 9223372036854775807"),
-        (b"FLSA\x02\x06\x02\x00\x00\x00" + bytes(16), "strictly ascending"),
+        (b"FLSA\x01\x00", "version 1, this side speaks 3"),
+        (b"FLSA\x03\x0a", "says 10 where at most 9"),
+        (b"FLSA\x03\x04\xff\xff\xff\xff", "at most 0"),
+        (b"FLSA\x03\x04\x01\x00\x00\x00" + b"\xff" * 100, "above 2\\*\\*63 - 1"),
+        (b"FLSA\x03\x04\x02\x00\x00\x00" + bytes(200), "strictly ascending"),
+        (b"FLSA\x03\x06\x01\x40\x00\x00", "says 16385 where at most 16384"),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:

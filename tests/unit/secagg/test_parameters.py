@@ -47,7 +47,7 @@ def assume(
         (CURIOUS, 10_000, 60, 32),
         (ACTIVE, 100, 32, 22),
         (ACTIVE, 300, 82, 57),
-        (ACTIVE, 1000, 170, 125),
+        (ACTIVE, 1000, 172, 127),
         (ACTIVE, 10_000, 222, 162),
     ],
 )
@@ -136,10 +136,11 @@ def test_impossible_fractions_are_refused(name: str, value: float) -> None:
 
 def test_the_choice_is_printed_with_its_formulas() -> None:
     text = derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain()
-    assert "k = 170, of them corrupted a = 71, more with P <= 2^-105" in text
-    assert "t = 125, the least with 2t > h + a = 241 and t >= k/2 + c = 125" in text
-    assert "c = 40 corrupted each with P <= 2^-105, whoever drops out" in text
-    assert "of 2^64 rings that are tried one is bad with P <= 2^-40" in text
+    assert "k = 172, of them corrupted a = 71, more with P <= 2^-106" in text
+    assert "t = 127, the least with 2t > h + a = 243 and t >= k/2 + c = 127" in text
+    assert "c = 41 corrupted each with P <= 2^-106, whoever drops out" in text
+    assert "of n signatures 114 are opened, of n - D 135; with fewer than q real" in text
+    assert "with 2^64 tries at each of these it fails with P <= 2^-40" in text
     assert "2q > n + A = 1100" in text
     curious = derive(1000, assumptions=assume(CURIOUS, Topology.COMPLETE)).explain()
     assert "t > a = 100" in curious

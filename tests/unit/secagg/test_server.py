@@ -53,6 +53,7 @@ def terms(*, topology: Topology, min_survivors: int, threshold: int) -> Terms:
         threshold=threshold,
         quorum=5,
         min_survivors=min_survivors,
+        sigma_bits=40,
         max_weight=0,
         lanes=(LANE,),
     )

@@ -42,6 +42,7 @@ TERMS = Terms(
     threshold=3,
     quorum=3,
     min_survivors=3,
+    sigma_bits=40,
     max_weight=200,
     lanes=(weight_lane(max_weight=200, num_clients=4), DELTA, LOSS),
 )

@@ -33,13 +33,14 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.keys import fresh_signer
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan, notice_of, request_hash
-from fedlearn.secagg.server import Advertising, open_session
+from fedlearn.secagg.server import Advertising, Sharing, open_session
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import PinFile, Pins
 from fedlearn.session.secure import KeptState, after_failure, measured, message_in
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from tests.rosters import NO_PROOF, signatures_of
 
 PARAMS = Params.of(torch.nn.Linear(2, 1))
 ASSUMED = Assumptions(
@@ -133,26 +134,35 @@ class Desk:
                 attempt=0,
                 message=data,
                 notice=notice_of(self.announced),
-                directory=self.directory,
             )
         else:
-            request = SecureStageRequest(round_num=4, attempt=0, message=data)
+            request = SecureStageRequest(
+                round_num=4, attempt=0, message=data, directory=self.directory
+            )
         reply, self.states[client] = self.sessions[client].handle(
             encode(request), self.states[client]
         )
         found = decode(reply)
         return messages.decode(found.message) if isinstance(found, SecureReply) else found
 
-    def packets(self, terms: Terms) -> Mapping[ClientId, messages.Packets]:
-        """Go through the stages before training and return what comes next."""
+    def told(self, client: int, terms: Terms) -> object:
+        """Return what a client says to its roster, with which it is told of the directory."""
+        return self.ask(client, self.rosters(terms)[0][ClientId(client)])
+
+    def rosters(self, terms: Terms) -> tuple[Mapping[ClientId, messages.Roster], Sharing]:
+        """Go through the first stage and return what comes next."""
         signed, advertising = self.open(terms)
         for i in range(3):
             advert = self.ask(i, signed)
             assert isinstance(advert, messages.Advert)
             advertising.receive(ClientId(i), advert)
-        roster, sharing = advertising.close()
+        return advertising.close()
+
+    def packets(self, terms: Terms) -> Mapping[ClientId, messages.Packets]:
+        """Go through the stages before training and return what comes next."""
+        rosters, sharing = self.rosters(terms)
         for i in range(3):
-            shares = self.ask(i, roster)
+            shares = self.ask(i, rosters[ClientId(i)])
             assert isinstance(shares, messages.Shares)
             sharing.receive(ClientId(i), shares)
         return sharing.close()[0]
@@ -226,7 +236,7 @@ def test_terms_below_the_policy_are_refused_in_words() -> None:
 
 
 def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
-    """A client that knows nobody learns the cohort at its first advert."""
+    """A client that knows nobody learns of its neighbours with its first roster."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     told = dict(desk.identities)
     for i, session in enumerate(desk.sessions):
@@ -238,11 +248,11 @@ def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
     assert KeptState.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
     desk.directory = {ClientId(1): told[ClientId(2)]}
-    refused = desk.ask(0, desk.open(desk.terms(attempt=1))[0])
+    refused = desk.told(0, desk.terms(attempt=1))
     assert isinstance(refused, Failure)
     assert "`pinned identity keys`: asked another key of client 1" in refused.reason
     desk.directory = told
-    assert isinstance(desk.ask(0, desk.open(desk.terms(attempt=1))[0]), messages.Advert)
+    assert isinstance(desk.told(0, desk.terms(attempt=1)), messages.Shares)
 
 
 @pytest.mark.parametrize("is_at_home", [False, True])
@@ -264,8 +274,8 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
         [(old[1], True), (new[1], False), (chain.to_bytes(), True), (old[1], False)]
     ):
         desk.directory = {ClientId(1): lineage}
-        reply = desk.ask(0, desk.open(desk.terms(attempt=attempt))[0])
-        assert isinstance(reply, messages.Advert) == is_taken
+        reply = desk.told(0, desk.terms(attempt=attempt))
+        assert isinstance(reply, messages.Shares) == is_taken
     assert pinned().keys == {ClientId(1): new[1]}
 
 
@@ -276,21 +286,21 @@ def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:
     desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
     for client in (0, 1):
         desk.directory = {ClientId(2): b"k" * 32}
-        assert isinstance(desk.ask(client, desk.open(desk.terms())[0]), messages.Advert)
+        assert isinstance(desk.told(client, desk.terms()), messages.Shares)
         desk.states[client] = b""
         desk.directory = {ClientId(2): b"x" * 32}
-        again = desk.ask(client, desk.open(desk.terms())[0])
-        assert isinstance(again, messages.Advert) == (client == 1)
+        again = desk.told(client, desk.terms())
+        assert isinstance(again, messages.Shares) == (client == 1)
 
 
 def test_a_message_that_is_refused_pins_nobody(tmp_path: Path) -> None:
-    """The terms are not the coordinator's: whoever sent them does not choose the keys."""
+    """The roster is not what the terms are about: whoever sent it does not choose the keys."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
     desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
     desk.directory = {ClientId(2): b"k" * 32}
-    signed = desk.open(desk.terms())[0]
-    assert isinstance(desk.ask(0, replace(signed, signature=bytes(64))), Failure)
+    roster = desk.rosters(desk.terms())[0][ClientId(0)]
+    assert isinstance(desk.ask(0, replace(roster, root=bytes(32))), Failure)
     assert file.read() == Pins()
 
 
@@ -298,8 +308,8 @@ def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
     """Nor is anything else of that message."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     desk.directory = {ClientId(1): b"short"}
-    assert isinstance(desk.ask(0, desk.open(desk.terms())[0]), Failure)
-    assert desk.states[0] == b""
+    assert isinstance(desk.told(0, desk.terms()), Failure)
+    assert KeptState.of(desk.states[0]).pins == Pins()
 
 
 def test_a_client_without_examples_adds_nothing() -> None:
@@ -344,6 +354,9 @@ def request_with(kind: str, data: bytes) -> SecureRequest:
             return SecureStageRequest(round_num=4, attempt=0, message=data)
 
 
+ROSTER = messages.Roster(root=bytes(32), size=0, rank=0, adverts=(), proof=NO_PROOF)
+
+
 def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
     """Else a session could begin without a word of the training, or mask without one."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
@@ -351,9 +364,9 @@ def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
     belongs: list[tuple[messages.Message, str]] = [
         (signed, "terms"),
         (messages.Packets(packets={}), "train"),
-        (messages.Roster(adverts=()), "stage"),
-        (messages.Survivors(client_ids=()), "stage"),
-        (messages.Signatures(signatures={}), "stage"),
+        (ROSTER, "stage"),
+        (messages.Survivors(ranks=b""), "stage"),
+        (signatures_of({}, []), "stage"),
     ]
     for message, its_kind in belongs:
         for kind in ("terms", "train", "stage"):

@@ -1,0 +1,185 @@
+r"""A list under one hash, and a few of its entries told apart from the rest.
+
+The tree has the shape of RFC 6962: nodes are paired level by level, and an odd last one moves up as
+it is. ``0x00`` and ``0x01`` begin what is hashed for a leaf and for a node::
+
+    leaf = SHA-256(0x00 ‖ entry)
+    node = SHA-256(0x01 ‖ split ‖ left ‖ right)
+
+In a tree whose entries have ascending keys, ``split`` is the smallest key on the right, eight
+bytes; in one without keys it is left out. Whoever opens an entry checks on its way up that its key
+is below each split that it is left of, and not below one that it is right of. Therefore two entries
+at different places that open, be it to two parties, have different keys: where their ways part, one
+is below the split and the other is not. Nothing else is believed of entries that are not opened.
+
+Guarantees:
+    Under one root, of a list of one size, each place opens to one leaf, and no key opens at two
+    places. Assumed: SHA-256 has no collisions.
+
+References:
+    Laurie, Langley and Kasper, 2013, `RFC 6962: Certificate Transparency
+    <https://www.rfc-editor.org/rfc/rfc6962>`_, section 2.1.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlearn.errors import ProtocolError
+from fedlearn.secagg import octets
+from fedlearn.secagg.parameters import MAX_CLIENTS
+
+HASH_BYTES = 32
+_KEY_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What leads from opened entries to the root, level by level and in order of place.
+
+    Both lists are as long as sizes and places say; of what follows from the opened entries nothing
+    is repeated.
+
+    Attributes:
+        hashes: Of the nodes beside the way, 32 bytes each.
+        splits: Of the nodes on the way where the split is not an opened key, 8 bytes each.
+    """
+
+    hashes: Annotated[bytes, octets.sized(4, most=HASH_BYTES * MAX_CLIENTS)]
+    splits: Annotated[bytes, octets.sized(4, most=_KEY_BYTES * MAX_CLIENTS)]
+
+
+def leaf_of(entry: bytes) -> bytes:
+    """Return the hash of an entry."""
+    return hashlib.sha256(b"\x00" + entry).digest()
+
+
+def _node_of(split: bytes, left: bytes, right: bytes) -> bytes:
+    return hashlib.sha256(b"\x01" + split + left + right).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class MerkleTree:
+    """All of a tree: for whoever made it.
+
+    Attributes:
+        levels: Hashes from the leaves to the root: shape [nodes, 32] each.
+        keys: Of the leaves, ascending; ``None``: they have none.
+
+    Example:
+        >>> entries = [b"a", b"b", b"c"]
+        >>> tree = MerkleTree.of([leaf_of(each) for each in entries], keys=[2, 5, 9])
+        >>> proof = tree.proof([2])
+        >>> tree.root == root_of(3, {2: leaf_of(b"c")}, keys=[9], proof=proof)
+        True
+    """
+
+    levels: Sequence[NDArray[np.uint8]]
+    keys: NDArray[np.uint64] | None
+
+    @classmethod
+    def of(cls, leaves: Sequence[bytes], *, keys: Sequence[int] | None) -> "MerkleTree":
+        """Return the tree over one leaf or more."""
+        below, level = list(leaves), 0
+        splits = None if keys is None else np.array(keys, "<u8")
+        levels = [_rows(below)]
+        while len(below) > 1:
+            above = [
+                _node_of(
+                    b"" if splits is None else splits[(2 * at + 1) << level].tobytes(),
+                    below[2 * at],
+                    below[2 * at + 1],
+                )
+                for at in range(len(below) // 2)
+            ]
+            below, level = above + below[2 * len(above) :], level + 1
+            levels.append(_rows(below))
+        return cls(levels, splits)
+
+    @property
+    def root(self) -> bytes:
+        """The hash over all, 32 bytes."""
+        return self.levels[-1].tobytes()
+
+    def proof(self, places: Sequence[int] | NDArray[np.int64]) -> Proof:
+        """Return what opens the leaves at ``places``, which ascend strictly."""
+        at = np.asarray(places, np.int64)
+        is_opened = np.zeros(len(self.levels[0]), bool)
+        is_opened[at] = True
+        hashes, splits = [], []
+        for level, nodes in enumerate(self.levels[:-1]):
+            is_on_the_way = np.zeros(len(nodes), bool)
+            is_on_the_way[at] = True
+            beside = at ^ 1
+            beside = beside[beside < len(nodes)]
+            hashes.append(nodes[beside[~is_on_the_way[beside]]].tobytes())
+            above = at >> 1
+            at = above[np.flatnonzero(np.diff(above, prepend=-1))]
+            if self.keys is not None:
+                first = (2 * at[2 * at + 1 < len(nodes)] + 1) << level
+                splits.append(self.keys[first[~is_opened[first]]].tobytes())
+        return Proof(hashes=b"".join(hashes), splits=b"".join(splits))
+
+
+def root_of(
+    size: int, leaves: Mapping[int, bytes], *, keys: Sequence[int] | None, proof: Proof
+) -> bytes:
+    """Return the root of a list of ``size`` entries in which these are opened.
+
+    Args:
+        size: Entries of the list, >= 1.
+        leaves: By place, ascending; at least one.
+        keys: Of the opened entries, in order; ``None``: the tree has none.
+        proof: Leads to the root.
+
+    Raises:
+        ProtocolError: The proof is longer or shorter than it has to be, or a key does not stand
+            where the splits say.
+    """
+    known = dict(zip(leaves, keys, strict=True)) if keys is not None else {}
+    if any(after <= before for before, after in pairwise(known.values())):
+        raise ProtocolError("the keys of what is opened do not ascend")
+    hashes = octets.Reader(proof.hashes, what="a proof")
+    splits = octets.Reader(proof.splits, what="a proof")
+    nodes, level = dict(leaves), 0
+    spans = {at: (key, key) for at, key in known.items()}
+    while size > 1:
+        above, wider = dict[int, bytes](), dict[int, tuple[int, int]]()
+        for parent in dict.fromkeys(at >> 1 for at in nodes):
+            left, right = 2 * parent, 2 * parent + 1
+            found = [spans[each] for each in (left, right) if each in spans]
+            if found:
+                wider[parent] = found[0][0], found[-1][1]
+            if right == size:  # an odd last one moves up
+                above[parent] = nodes[left]
+                continue
+            split = b""
+            if keys is not None:
+                split = _split(known.get(right << level), splits)
+                _check_split(split, spans.get(left), spans.get(right))
+            pair = [nodes.get(each) or hashes.take(HASH_BYTES) for each in (left, right)]
+            above[parent] = _node_of(split, *pair)
+        nodes, spans, size, level = above, wider, -(-size // 2), level + 1
+    hashes.finish()
+    splits.finish()
+    return nodes[0]
+
+
+def _split(opened: int | None, splits: octets.Reader) -> bytes:
+    return splits.take(_KEY_BYTES) if opened is None else opened.to_bytes(_KEY_BYTES, "little")
+
+
+def _check_split(split: bytes, left: tuple[int, int] | None, right: tuple[int, int] | None) -> None:
+    """Check the least and the largest of the keys that are opened on either side."""
+    border = int.from_bytes(split, "little")
+    if (left is not None and left[1] >= border) or (right is not None and right[0] < border):
+        raise ProtocolError("a key does not stand where the tree says")
+
+
+def _rows(hashes: Sequence[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), HASH_BYTES)
