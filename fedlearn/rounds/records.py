@@ -69,7 +69,8 @@ class RoundRecord:
         attempt: How often it was retried before this outcome.
         outcome: Whether the model moved.
         participations: One a client asked (of the last attempt).
-        train_loss: Mean training loss of the reports, weighted by examples; NaN if none.
+        train_loss: Mean training loss of the reports, weighted by examples, or over clients where a
+            secure sum weights them alike; NaN if none.
         duration_s: Virtual seconds from broadcast to close, all attempts together.
         virtual_s: Virtual seconds since the run began, at the close.
         seconds: Real seconds the round took, evaluation included.
