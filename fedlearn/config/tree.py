@@ -28,6 +28,7 @@ from fedlearn.config.late_updates import LateUpdatesSection
 from fedlearn.config.pieces import built
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, checked
+from fedlearn.config.reading import with_value
 from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.store import StoreSection
@@ -538,10 +539,18 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
-        """Return the tree that :meth:`canonical_json` wrote, for resuming a run.
+        """Return the tree that :meth:`canonical_json` wrote, here or in an earlier version.
+
+        Keys that it does not have are by their defaults, which mean what earlier versions did: a
+        key that changes what a run does is off unless it is written. What stands elsewhere now is
+        read as if it stood there.
 
         Raises:
-            ConfigError: It is not JSON, or not a tree of this version of fedlearn.
+            ConfigError: It is not JSON, or has keys or values that this version does not know.
+
+        Example:
+            >>> Config.from_json('{"seed": 3}') == Config(seed=3)
+            True
         """
         sources = Sources("the stored configuration")
         try:
@@ -550,7 +559,26 @@ class Config(Section):
             raise ConfigError(f"{sources.name}: not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{sources.name}: is {shown(raw)}, not a tree")
+        try:
+            raw = _as_it_stands_now(raw)
+        except ValueError as error:
+            raise ConfigError(f"{sources.name}: {error}") from error
         return checked(cls, raw, sources=sources)
+
+
+def _as_it_stands_now(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+    """Return a tree with the entries of every key that has moved where they stand now.
+
+    Raises:
+        ValueError: There is no table there.
+    """
+    for name, info in Config.model_fields.items():
+        moved, table = getattr(info.default, "moved", {}), raw.get(name)
+        for old in moved.keys() & (table if isinstance(table, dict) else {}):
+            for key, value in raw[name][old].items():
+                raw = with_value(raw, (*moved[old].split("."), key), value)
+            raw |= {name: {key: value for key, value in raw[name].items() if key != old}}
+    return raw
 
 
 def _private(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet

@@ -12,6 +12,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
 from fedlearn.experiment.comparison import leaves
+from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.simulate import new_record
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
@@ -33,7 +34,7 @@ def ensure_deployed(
     """Make the run called ``name`` and deploy it, unless that was done before.
 
     Raises:
-        ConfigError: The run was begun with another configuration.
+        ConfigError: The run was begun with another configuration, or one that cannot be read.
         StoreError: The run cannot be made.
     """
     for attempt in range(_ATTEMPTS):
@@ -53,8 +54,8 @@ def ensure_deployed(
 
 def _require_same(config: Config, record: RunRecord) -> None:
     begun, now = (
-        {key: value for key, value in leaves(tree) if value != {}}
-        for tree in (record.config, config.model_dump(mode="json"))
+        {key: value for key, value in leaves(each.model_dump(mode="json")) if value != {}}
+        for each in (config_of(record).resolved(num_clients=None), config)
     )
     differ = {key for key in begun | now if begun.get(key) != now.get(key)}
     if changed := sorted(key for key in differ if key.partition(".")[0] not in _MAY_CHANGE):

@@ -136,6 +136,7 @@ class Exchanges:
     _called_off: dict[ClientId, TaskKey] = field(default_factory=dict)  # while away
     _ahead: dict[ClientId, tuple[TaskKey, Offer]] = field(default_factory=dict)  # last sent ahead
     _closing: set[TaskKey] = field(default_factory=set)  # until how they ended is durable
+    _late_to: dict[ClientId, TaskKey] = field(default_factory=dict)  # last
 
     # The exchange, from the thread that collects.
 
@@ -292,11 +293,12 @@ class Exchanges:
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
         """Return whether a reply may come, by its envelope alone; a refusal is counted."""
-        judgement = self._judge(TaskKey.of(envelope.key), client.client_id)
+        key = TaskKey.of(envelope.key)
+        judgement = self._judge(key, client.client_id)
         if judgement is Standing.OPEN:
             judgement = self._check(client, envelope)
         if judgement is LATE:
-            self.counters.replies_late += 1
+            self._count_late(key, client.client_id)
         elif isinstance(judgement, Ruling) and judgement.verdict is Verdict.REFUSED:
             self.refused(client, judgement)
         return judgement
@@ -438,8 +440,14 @@ class Exchanges:
             session.cut(NOT_STORED)
 
     def _late(self, key: TaskKey, client_id: ClientId) -> None:
-        self.counters.replies_late += 1
+        self._count_late(key, client_id)
         self._settle(key, client_id, LATE)
+
+    def _count_late(self, key: TaskKey, client_id: ClientId) -> None:
+        """Count a late reply once: it comes again where its client missed the receipt."""
+        if self._late_to.get(client_id) != key:
+            self._late_to[client_id] = key
+            self.counters.replies_late += 1
 
     def _settle(self, key: TaskKey, client_id: ClientId, ruling: Ruling) -> None:
         """Tell a client what becomes of its reply; one that is away asks when it is back."""

@@ -34,6 +34,7 @@ from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, known, promise
 from fedlearn.experiment.progress import Progress, progress_to
+from fedlearn.experiment.recorded import PYTHON_PIECES, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.site import Site
@@ -47,8 +48,6 @@ from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 
-#: The key under which a run that was started from Python records what it was made of.
-PYTHON_PIECES = "python"
 #: Where an object lies, in a text that describes it.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -101,7 +100,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         if _is_rank_0(site):
             with stored.held():
                 pass  # who may not hold it is told before any data are read
-        config = Config.from_json(json.dumps(record.config))
+        config = config_of(record)
         pieces = simulation(config, data_dir=site.addresses.data_dir)
         return _resume(name, pieces, site, from_previous=from_previous, is_described=True)
 
@@ -278,15 +277,14 @@ def _as_recorded(
         ConfigError: One that is given differs, or another piece is.
     """
     with site.database() as database:
-        recorded = database.run(name).record.config
-    started = recorded.get(PYTHON_PIECES)
+        record = database.run(name).record
+    started = record.config.get(PYTHON_PIECES)
     if not isinstance(started, Mapping):
         raise ConfigError(
             f"simulate(): {name} was started from a configuration, which is in its record; go on "
             f"with it by `fedlearn resume {name}`"
         )
-    skeleton = {key: value for key, value in recorded.items() if key in Config.model_fields}
-    config = from_mapping(skeleton, source=f"the record of {name}")
+    config = config_of(record)
     # Of what is automatic, the record has the outcome.
     given = {key for key, value in leaves(settings) if value != "auto" and key != "name"}
     before, now = (

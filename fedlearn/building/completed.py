@@ -1,0 +1,89 @@
+"""What every run is checked for and told, simulated or deployed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fedlearn.algorithms.asynchronous import require_asynchronous
+from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.elastic_averaging import EASGD
+from fedlearn.algorithms.extra_settings import WithExtra
+from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.algorithms.strategy import Bounded, Strategy, Wrapped
+from fedlearn.building.pieces import PiecesT
+from fedlearn.building.server_training import server_task
+from fedlearn.config.pieces import built
+from fedlearn.core.messages import Scalar
+from fedlearn.errors import ConfigError
+from fedlearn.parallel.distillation import Distilling
+
+
+def furnished(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
+    """Return the pieces with all that the configuration puts around an algorithm.
+
+    Raises:
+        ConfigError: ``extra`` cannot be told, or updates of earlier models cannot be in a round.
+    """
+    return _asynchronous(_bounded(_distilling(_told(pieces, extra))))
+
+
+def complete(pieces: PiecesT) -> PiecesT:
+    """Return ``pieces`` if secure aggregation holds with them, and they fit together."""
+    _ = pieces.secure, pieces.early_stopping()  # each raises otherwise
+    _require_small_cohorts(pieces.algorithm, pieces.policy)
+    return pieces
+
+
+def _require_small_cohorts(strategy: Strategy, policy: StragglerPolicy) -> None:
+    """Refuse rounds of more reports than an elastic force is stable with."""
+    while isinstance(strategy, Wrapped):
+        strategy = strategy.inner
+    if isinstance(strategy, EASGD) and policy.num_wanted > strategy.cohort_size:
+        raise ConfigError(
+            f"algorithm.cohort_size is {strategy.cohort_size}, but a round takes "
+            f"{policy.num_wanted} reports; raise it to that, or lower cohort.num_wanted"
+        )
+
+
+def _bounded(pieces: PiecesT) -> PiecesT:
+    """Return the pieces with the bounds of updates that the configuration asks for, if any."""
+    bounds = built(UpdateBounds, pieces.config.updates)
+    if bounds == GENEROUS:
+        return pieces
+    return replace(pieces, algorithm=Bounded(pieces.algorithm, bounds))
+
+
+def _asynchronous(pieces: PiecesT) -> PiecesT:
+    """Return ``pieces`` if updates of earlier models may be in their rounds, or are not."""
+    modes = {"asynchronous": pieces.asynchrony, "late_updates": pieces.late_updates}
+    for table, rule in modes.items():
+        if rule is not None:
+            try:
+                require_asynchronous(pieces.algorithm)
+            except ValueError as error:
+                raise ConfigError(f"{table}.mode is on, but {error}") from error
+    return pieces
+
+
+def _told(pieces: PiecesT, extra: Mapping[str, Scalar]) -> PiecesT:
+    """Return the pieces with free-form settings for the clients' trainers, if there are any.
+
+    Raises:
+        ConfigError: A name or a value cannot be told.
+    """
+    if not extra:
+        return pieces
+    algorithm = WithExtra.around(pieces.algorithm, extra)
+    try:
+        _ = algorithm.local
+    except ValueError as error:
+        raise ConfigError(f"client.{error}") from error
+    return replace(pieces, algorithm=algorithm)
+
+
+def _distilling(pieces: PiecesT) -> PiecesT:
+    """Return the pieces with rounds that end in distillation, if they shall."""
+    num_steps = pieces.config.coordinator.training.distil_steps
+    if not num_steps:
+        return pieces
+    algorithm = Distilling(pieces.algorithm, server_task(pieces), num_steps)
+    return replace(pieces, algorithm=algorithm)

@@ -1,0 +1,143 @@
+"""From a configuration to the pieces of a coordinator."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from fedlearn.algorithms.extra_settings import ExtraSettings
+from fedlearn.algorithms.metrics import require_name
+from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.building.completed import complete, furnished
+from fedlearn.building.pieces import Deployment
+from fedlearn.building.private import with_privacy
+from fedlearn.building.secure import roster_draw
+from fedlearn.building.server_training import own_population
+from fedlearn.building.training import training_of
+from fedlearn.config.data import NoData
+from fedlearn.config.pieces import built
+from fedlearn.config.tree import Config
+from fedlearn.core.distribution import split
+from fedlearn.door.eligibility import Requirements
+from fedlearn.errors import ConfigError
+
+
+def deployment(config: Config, *, data_dir: Path) -> Deployment:
+    """Return the pieces that ``config`` names for a coordinator.
+
+    Args:
+        config: The resolved tree; its devices and engine describe a simulation and count for
+            nothing here, but for ``engine.slab_bytes``: replies wait for each other in a
+            coordinator as well.
+        data_dir: Where data sets lie that the configuration names without a path.
+
+    Raises:
+        ConfigError: A factory cannot be imported, or pieces do not fit together.
+        DataError: Data are missing.
+    """
+    if config.centralized:
+        raise ConfigError(
+            "centralized is true, but a coordinator has no pooled examples; remove it, or run "
+            "`fedlearn simulate`"
+        )
+    config = config.resolved(num_clients=None)
+    has_data = not isinstance(config.data, NoData)
+    data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
+    pieces = complete(
+        Deployment(
+            **training_of(config, data),
+            own=own_population(config, data),
+            test=None if data is None else data.test,
+            sampler=config.cohort.build(),
+            policy=config.straggler_policy(),
+            requirements=built(Requirements, config.coordinator.eligibility),
+            draw=roster_draw(config),
+            config=config,
+        )
+    )
+    pieces = furnished(pieces, config.client.extra)
+    for name in config.metrics:
+        require_name(name, taken=("loss", *pieces.objective.directions))
+    pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
+    if config.secure_aggregation.is_on:
+        _require_evaluable(pieces)
+    if config.flower.is_foreign:
+        _require_nothing_of_clients(pieces.algorithm)
+    return pieces
+
+
+def _require_nothing_of_clients(algorithm: Strategy) -> None:
+    """Refuse an algorithm whose clients do more than to train and to return their model."""
+    local, own = algorithm.local, OwnTraining()
+    if isinstance(local, ExtraSettings):  # which they read in their `config`
+        local = local.inner
+    asked = {
+        "gives clients things of their own to do": isinstance(algorithm, PerClient),
+        f"needs the lane {algorithm.lanes[-1].name!r} of clients": len(algorithm.lanes) > 1,
+        "changes updates before they leave their clients": bool(algorithm.transforms),
+        "says how clients train": local != own,
+    }
+    problem = next((text for text, is_asked in asked.items() if is_asked), None)
+    if problem is not None:
+        raise ConfigError(
+            f"algorithm.name: {type(algorithm).__name__} {problem}, but flower.client_apps is "
+            '"flower", whose ClientApps train as they are written and return their model; take '
+            'another algorithm (fedavg, fedadam, ...), or set flower.client_apps to "fedlearn"'
+        )
+
+
+def _require_evaluable(pieces: Deployment) -> None:
+    """Check that what clients measure can be had by a sum: one of each measure, over enough.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    config = pieces.config
+    mode, num_clients = config.secure_aggregation.mode, config.evaluation.num_clients
+    if num_clients:
+        try:
+            config.secure_aggregation.evaluation_plan(
+                num_clients, measures=tuple(pieces.directions)
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"evaluation.clients: {num_clients} clients evaluate, and with "
+                f'secure_aggregation.mode "{mode}" in a sum, which cannot hold: {error}; raise it, '
+                "or set it to 0"
+            ) from error
+    watched, part = split(pieces.early_stopping().metric)
+    if part not in (None, "mean"):
+        raise ConfigError(
+            f'early_stopping.metric is "{config.early_stopping.metric}", but with '
+            f'secure_aggregation.mode "{mode}" the coordinator learns the mean over the clients '
+            f'alone; watch "clients/{watched}_mean"'
+        )
+
+
+def _deployed_privately(pieces: Deployment) -> Deployment:
+    """Return the pieces with what hides those clients that may enrol."""
+    section = pieces.config.privacy
+    num_users = section.num_users
+    if num_users is None:
+        raise ConfigError(
+            "privacy.num_users is missing: how many clients may enrol; ε rests on it, so it is "
+            "fixed before anybody does"
+        )
+    if section.is_distributed and section.reproducible:
+        raise ConfigError(
+            'privacy.reproducible is true, but privacy.mode is "distributed", and the clients of a '
+            "deployment draw secret noise; leave it out"
+        )
+    drawn_alone = isinstance(pieces.sampler, PoissonSampler | CyclicSampler)
+    if section.mode == "central" and not drawn_alone:
+        raise ConfigError(
+            f'cohort.sampling is "{pieces.config.cohort.sampling}", but clients come and go, and '
+            "of few that are there each would be asked more often than is accounted for; set it to "
+            '"poisson", by whose coins who else is there does not matter, or to "cyclic", with '
+            "privacy.bands"
+        )
+    if section.population == "auto":
+        section = section.model_copy(update={"population": "enrolled"})
+    config = pieces.config.model_copy(update={"privacy": section})
+    return complete(with_privacy(replace(pieces, config=config), num_users))

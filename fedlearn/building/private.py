@@ -1,0 +1,150 @@
+"""What hides each user: noise, sampling and accounting, built together."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
+from fedlearn.building.pieces import Deployment, Pieces, PiecesT
+from fedlearn.config.privacy import PrivacySection
+from fedlearn.config.tree import Config
+from fedlearn.errors import ConfigError
+from fedlearn.privacy.adaptive_clipping import AdaptiveClip
+from fedlearn.privacy.banded_matrix import optimal
+from fedlearn.privacy.events import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
+from fedlearn.privacy.plan import (
+    BandedPlan,
+    CentralPlan,
+    DistributedPlan,
+    ExampleLevelPlan,
+    LocalPlan,
+    PrivacyPlan,
+)
+from fedlearn.privacy.secret import ReproducibleStreams, SecretStreams
+
+
+def with_privacy(pieces: PiecesT, num_users: int) -> PiecesT:
+    """Return the pieces with a bounded part of each of so many users, and a noise multiplier.
+
+    Raises:
+        ConfigError: Something in it would make the guarantee false.
+    """
+    section, policy = pieces.config.privacy, pieces.policy
+    pieces.early_stopping()  # raises where it would tell of clients
+    assert section.clip_norm is not None  # the configuration makes sure
+    assert section.target_delta is not None
+    if section.target_delta * num_users >= 1.0:
+        raise ConfigError(
+            f"privacy.target_delta is {section.target_delta:g}, which would allow to publish all "
+            f"about one of the {num_users} users; give a number well below {1 / num_users:.2g}"
+        )
+    try:
+        plan = _privacy_plan(pieces, num_users)
+        policy, _ = plan.policy(policy), plan.strategy(pieces.algorithm)
+    except ValueError as error:
+        raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
+    section = _calibrated(pieces.config, plan)  # takes seconds: what is wrong is told first
+    assert section.noise_multiplier is not None
+    plan = replace(plan, noise_multiplier=section.noise_multiplier)
+    made = replace(
+        pieces,
+        config=pieces.config.model_copy(update={"privacy": section}),
+        privacy=plan,
+        policy=policy,
+        sampler=plan.sampler,
+        algorithm=plan.strategy(pieces.algorithm),
+    )
+    _ = made.secure  # raises where there is no room for the noise
+    return made
+
+
+def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
+    """Return what hides one of so many users, with noise of 1 where it is to be found yet.
+
+    Raises:
+        ValueError: Something in it would make the guarantee false.
+    """
+    section, policy, cohorts = pieces.config.privacy, pieces.policy, _cohorts(pieces, num_users)
+    assert section.clip_norm is not None  # the configuration makes sure
+    common: dict[str, Any] = {  # Any: of several types
+        "cohorts": cohorts,
+        "clip_norm": section.clip_norm,
+        "noise_multiplier": section.noise_multiplier or 1.0,
+        "num_wanted": policy.num_wanted,
+        "streams": ReproducibleStreams(pieces.seed) if section.reproducible else SecretStreams(),
+    }
+    if section.is_distributed:
+        parameters = pieces.config.secure_aggregation.parameters(policy.num_asked)
+        return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
+    if section.mode == "local":
+        return LocalPlan(**common)
+    if section.bands is not None:
+        assert isinstance(cohorts, CyclicCohorts)  # likewise
+        matrix = optimal(bands=section.bands, num_rounds=pieces.config.num_rounds)
+        mean_size = round(num_users / cohorts.num_groups)
+        return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
+    if section.mode == "example":
+        if not pieces.objective.per_example:
+            raise ValueError(
+                "the loss couples the examples of a batch, so that none has a gradient of its own "
+                "to clip; take a loss that is a mean over examples"
+            )
+        return ExampleLevelPlan(**common, epochs=pieces.algorithm.local.work.epochs)
+    if section.clip_quantile is None:
+        return CentralPlan(**common)
+    rate = section.clip_learning_rate
+    adaptive = AdaptiveClip(quantile=section.clip_quantile, learning_rate=rate)
+    return CentralPlan(**common, adaptive=adaptive)
+
+
+def _cohorts(pieces: Pieces, num_users: int) -> UserCohorts:
+    """Return how users are drawn, as is accounted for; raises ValueError if there are too few.
+
+    Of the clients that are there, asking some does not make it less likely that one is asked; nor
+    is anybody hidden by it from who sees single updates.
+    """
+    policy, mode = pieces.policy, pieces.config.privacy.mode
+    if pieces.asynchrony is not None:  # who is fast takes part in every round
+        return FixedCohorts(num_users, num_users)
+    is_poisson = isinstance(pieces.sampler, PoissonSampler)
+    is_fixed = mode == "distributed" or (mode == "example" and not is_poisson)
+    if mode == "local" or (isinstance(pieces, Deployment) and is_fixed):
+        if policy.num_asked > num_users:
+            raise ValueError(
+                f"privacy.num_users is {num_users}, but {policy.num_asked} clients are asked in a "
+                "round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
+            )
+        return FixedCohorts(num_users, num_users)
+    if isinstance(pieces.sampler, CyclicSampler):
+        num_groups = max(1, num_users // policy.num_wanted)
+        # The ids of clients that may enrol have gaps where others were revoked.
+        even = -(-num_users // num_groups)
+        largest = num_users if isinstance(pieces, Deployment) else even
+        return CyclicCohorts(num_users, policy.num_wanted, largest)
+    if not isinstance(pieces.sampler, PoissonSampler):
+        return FixedCohorts(num_users, policy.num_asked)
+    largest = math.ceil(pieces.sampler.cap * policy.num_wanted)
+    return PoissonCohorts(num_users, policy.num_wanted, min(largest, num_users))
+
+
+def _calibrated(config: Config, plan: PrivacyPlan) -> PrivacySection:
+    """Return the section with a noise multiplier; without a given one, the least that is enough.
+
+    Raises:
+        ConfigError: No noise is.
+    """
+    section = config.privacy
+    if section.noise_multiplier is not None:
+        return section
+    from fedlearn.privacy.accounting import calibrated  # noqa: PLC0415 (takes a second)
+
+    assert section.epsilon is not None  # the configuration makes sure that one of them is given
+    assert section.target_delta is not None
+    multiplier = calibrated(
+        plan.accounted,
+        epsilon=section.epsilon,
+        target_delta=section.target_delta,
+        num_rounds=config.num_rounds,
+    )
+    each = multiplier * math.sqrt(plan.num_releases)
+    return section.model_copy(update={"noise_multiplier": each})

@@ -1,0 +1,97 @@
+"""What the coordinator trains by itself, and on whose examples."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.building.pieces import ALONE, Pieces
+from fedlearn.building.training import training_of
+from fedlearn.config.data import NoData
+from fedlearn.config.tree import Config
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError
+from fedlearn.parallel.streams import Shuffled
+from fedlearn.parallel.task import Task
+from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.pooled import PooledExamples, set_aside
+from fedlearn.simulation.population import Population
+
+
+def server_task(pieces: Pieces) -> Task:
+    """Return what the coordinator trains by itself.
+
+    Raises:
+        ConfigError: It does not, or batches cannot be cut as they shall.
+    """
+    section, seed = pieces.config.coordinator.training, pieces.seed.derive("server training")
+    order = seed.derive("order")
+    if section.files:
+        stream = section.stream(order)
+    else:
+        assert pieces.own is not None  # only where it trains
+        stream = Shuffled(PooledExamples(pieces.own, torch.device("cpu")), seed=order)
+    return Task(
+        make_model=pieces.make_model,
+        objective=pieces.objective,
+        stream=stream,
+        plan=section.plan(seed),
+        num_readers=section.num_readers,
+    )
+
+
+def alone(config: Config, *, data_dir: Path) -> Pieces:
+    """Return the pieces of the coordinator's own training without a run: nobody is asked.
+
+    Args:
+        config: The resolved tree; what is of rounds and clients counts for nothing.
+        data_dir: Where data sets lie that the configuration names without a path.
+
+    Raises:
+        ConfigError: There are no data, or pieces do not fit together.
+        DataError: Data are missing or cannot be trained on.
+    """
+    has_data = not isinstance(config.data, NoData)
+    data = config.data.federated(seed=config.seed, data_dir=data_dir) if has_data else None
+    return Pieces(
+        **training_of(config, data),
+        test=None if data is None else data.test,
+        sampler=UniformSampler(),
+        policy=ALONE,
+        config=config,
+        own=own_population(config, data, is_needed=True),
+    )
+
+
+def own_population(
+    config: Config, data: FederatedData | None, *, is_needed: bool = False
+) -> Population | None:
+    """Return whose examples the coordinator has, where it simulates no clients."""
+    section = config.coordinator.training
+    if section.files or not (section.is_on or is_needed):
+        return None
+    if data is None:
+        raise ConfigError(
+            'the coordinator trains by itself (coordinator.training), but data.source is "none"; '
+            "name its data in the table data, or in coordinator.training.files"
+        )
+    own, _ = set_aside(data.population, share=section.share, seed=_aside(config))
+    return own
+
+
+def set_apart(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
+    """Return the data of the clients that are simulated, and whose the coordinator has."""
+    section = config.coordinator.training
+    aside, others = set_aside(data.population, share=section.share, seed=_aside(config))
+    if not others.num_clients:
+        raise ConfigError(
+            f"coordinator.training.share is {section.share}, which leaves none of "
+            f"{data.population.num_clients} clients to simulate; lower it (0.02, say), or name "
+            "the coordinator's own data in coordinator.training.files"
+        )
+    return replace(data, population=others), aside
+
+
+def _aside(config: Config) -> Seed:
+    return Seed(config.seed).derive("set aside")

@@ -1,0 +1,151 @@
+"""From a configuration to the pieces of a simulation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import nn
+
+from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.building.completed import complete, furnished
+from fedlearn.building.pieces import ALONE, Simulation
+from fedlearn.building.private import with_privacy
+from fedlearn.building.server_training import set_apart
+from fedlearn.building.training import training_of
+from fedlearn.config.tree import Config
+from fedlearn.core.messages import Scalar
+from fedlearn.errors import ConfigError
+from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.executors.trainers import MakeTrainer
+from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.population import PooledPopulation, Population
+
+
+def simulation(
+    config: Config,
+    *,
+    data_dir: Path,
+    of_clients: Callable[[Population], Population] | None = None,
+    of_algorithm: Callable[[Strategy], Strategy] | None = None,
+) -> Simulation:
+    """Return the pieces that ``config`` names for a simulation.
+
+    Args:
+        config: The resolved tree.
+        data_dir: Where data sets lie that the configuration names without a path.
+        of_clients: Returns other clients in the place of those that the configuration names.
+        of_algorithm: Likewise the algorithm.
+
+    Raises:
+        ConfigError: A factory cannot be imported, or pieces do not fit together.
+        DataError: Data are missing or cannot be trained on.
+    """
+    data = config.data.federated(seed=config.seed, data_dir=data_dir)
+    if of_clients is not None:
+        data = replace(data, population=of_clients(data.population))
+    for name, section in config.metrics.items():
+        if section.factory is None:
+            raise ConfigError(
+                f"metrics.{name}: there is no factory, and simulated clients measure nothing of "
+                f"their own; set metrics.{name}.factory"
+            )
+    trained = training_of(config, data)
+    if of_algorithm is not None:
+        trained["algorithm"] = of_algorithm(trained["algorithm"])
+    return around(
+        config,
+        **trained,
+        data=data,
+        data_dir=data_dir,
+        make_trainer=config.client.make_trainer(),
+        extra=config.client.extra,
+    )
+
+
+def around(
+    config: Config,
+    *,
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    data: FederatedData,
+    algorithm: Strategy,
+    data_dir: Path,
+    make_trainer: MakeTrainer | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    extra: Mapping[str, Scalar] = MappingProxyType({}),
+) -> Simulation:
+    """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
+
+    Trainers are told ``extra``.
+
+    Raises:
+        ConfigError: More clients are asked in a round than there are, values contradict each other
+            once "auto" is a number, nothing of the name of what is watched is measured, the
+            objective does not declare its measures, secure aggregation cannot hold, or nobody would
+            act on ``extra``.
+        DataError: Bandwidth traces are missing.
+    """
+    secure = config.secure_aggregation
+    needs_sessions = secure.is_on and secure.simulate_as == "protocol"
+    if needs_sessions and config.engine.transport == "engine":
+        raise ConfigError(
+            f'secure_aggregation.mode is "{secure.mode}", but engine.transport is "engine", which '
+            'has no client sessions; set engine.transport to "memory" to run the protocol itself, '
+            'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
+        )
+    own = None
+    if config.coordinator.training.is_on and not config.coordinator.training.files:
+        data, own = set_apart(config, data)
+    population = data.population.num_clients
+    config = config.resolved(num_clients=population)
+    pooled = config.centralized
+    policy = ALONE if pooled else config.straggler_policy()
+    if policy.num_asked > population:
+        raise ConfigError(
+            f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
+            f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
+        )
+    if (evaluated := config.evaluation.num_clients) > population and not pooled:
+        raise ConfigError(
+            f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
+            "lower it, or leave it out: then as many do as there are, 50 at most"
+        )
+    asynchrony = config.asynchronous.asynchrony()
+    if asynchrony is not None and asynchrony.concurrency > population:
+        raise ConfigError(
+            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
+            f"but the data have {population}; lower it"
+        )
+    pieces = Simulation(
+        make_model=make_model,
+        objective=objective,
+        metrics={} if metrics is None else metrics,
+        test=data.test,
+        population=PooledPopulation(data.population) if pooled else data.population,
+        algorithm=algorithm,
+        sampler=UniformSampler() if pooled else config.cohort.build(),
+        policy=policy,
+        behaviour=Instant() if pooled else config.devices.modelled(data_dir),
+        config=config,
+        make_trainer=make_trainer,
+        own=own,
+    )
+    pieces = furnished(pieces, extra)
+    if extra and make_trainer is None:
+        raise ConfigError(
+            f"client.extra tells {', '.join(sorted(extra))}, but the clients of this simulation "
+            "have fedlearn's own trainer, which acts on none of it; give them yours "
+            "(client.trainer, fl.simulate(trainer=...)), or leave it out"
+        )
+    if not config.privacy.is_on:
+        return complete(pieces)
+    if config.privacy.num_users not in (None, population):
+        raise ConfigError(
+            f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
+            "clients; leave it out"
+        )
+    return complete(with_privacy(pieces, population))

@@ -1,0 +1,148 @@
+"""What is trained, and how: network, loss, measures, algorithm."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.config.training import Loss, MetricSection, Model, PythonModel
+from fedlearn.config.tree import Config
+from fedlearn.core.features import named
+from fedlearn.errors import ConfigError
+from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.sources import Examples
+
+#: Of a model at the least: the global one, a client's, and the sum of what clients send.
+_COPIES = 3
+
+
+class _Trained(TypedDict):
+    make_model: Callable[[], nn.Module]
+    objective: Objective
+    metrics: Mapping[str, Metric]
+    algorithm: Strategy
+
+
+def training_of(config: Config, data: FederatedData | None) -> _Trained:
+    """Return what is trained, and how, as arguments of :class:`Pieces`."""
+    if data is not None:
+        _require_fitting(config.loss, data.test)
+    return {
+        "make_model": model_factory(config, data),
+        "objective": config.loss.build(),
+        "metrics": metrics(config.metrics),
+        "algorithm": algorithm(config),
+    }
+
+
+def model_factory(config: Config, data: FederatedData | None) -> Callable[[], nn.Module]:
+    """Return a function that builds the network, shaped for ``data``, if there are any.
+
+    Raises:
+        ConfigError: It cannot take the data, or a factory cannot be imported or called.
+    """
+    model, shaped = config.model, dict[str, object]()
+    if not isinstance(model, PythonModel):
+        assert data is not None  # the configuration requires a model of the user's without data
+        _require_float_features(model, data.test)
+        outputs = _num_outputs(config.loss, data.test)
+        shaped = {"feature_shape": data.feature_shape, "num_outputs": outputs}
+    made: Callable[[], nn.Module] = model.build(**shaped)
+    if shaped:
+        _require_memory(made, model)
+    return made
+
+
+def _require_memory(make_model: Callable[[], nn.Module], model: Model) -> None:
+    """Refuse a model that this machine cannot hold, before it is told so by the kernel."""
+    with torch.device("meta"):  # shapes without memory
+        parameters = list(make_model().parameters())
+    needed = _COPIES * sum(each.nbytes for each in parameters)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        largest = max(parameters, key=torch.Tensor.numel)
+        size = sum(each.numel() for each in parameters)
+        raise ConfigError(
+            f"model: it would have {size:.3g} parameters, {list(largest.shape)} in the largest "
+            f"layer, and {_COPIES} copies of them take {needed / 2**30:.3g} GiB, but this machine "
+            f"has {there / 2**30:.3g}; make it smaller (model.kind is {model.kind!r}), or correct "
+            "the labels: it has an output for each class up to the largest"
+        )
+
+
+def _require_float_features(model: Model, test: Examples) -> None:
+    inputs, remedy = named(test.features), '(model.kind = "python")'
+    if not isinstance(test.features, Tensor):
+        raise ConfigError(
+            f'model.kind: "{model.kind}" takes one tensor, but the features are '
+            f"{', '.join(inputs)}; bring a model whose forward takes them {remedy}"
+        )
+    if not test.features.is_floating_point():
+        raise ConfigError(
+            f'model.kind: "{model.kind}" computes with floats, but the features are '
+            f"{test.features.dtype}; make them floats, or bring a model that takes integers "
+            f"{remedy}"
+        )
+
+
+def _num_outputs(loss: Loss, test: Examples) -> int:
+    """Return how many outputs a network has an example."""
+    values = test.labels.shape[1:].numel()
+    if loss.kind in ("bce_with_logits", "mse") or test.num_classes is None:
+        return values
+    if values > 1:
+        raise ConfigError(
+            f"model.kind: the networks that come with fedlearn classify an example as a whole, "
+            f"but its labels have shape {list(test.labels.shape[1:])}; bring a model of your own "
+            '(model.kind = "python")'
+        )
+    return test.num_classes
+
+
+def _require_fitting(loss: Loss, test: Examples) -> None:
+    """Refuse a loss that these labels have no meaning for."""
+    if loss.kind == "cross_entropy" and test.num_classes is None:
+        raise ConfigError(
+            f'loss.kind: "cross_entropy" needs classes, but the labels are {test.labels.dtype}; '
+            'make them integers, or use "mse"'
+        )
+    if loss.kind == "bce_with_logits":
+        _require_binary(test)
+
+
+def _require_binary(test: Examples) -> None:
+    low, high = (float(extreme) for extreme in test.labels.aminmax())
+    largest = high if test.num_classes is None else test.num_classes - 1  # in training too
+    if test.labels.shape[1:].numel() != 1 or low < 0 or largest > 1:
+        raise ConfigError(
+            'loss.kind: "bce_with_logits" needs one label an example in 0..1, but labels have '
+            f"shape {list(test.labels.shape[1:])} and lie in {low:g}..{largest:g}; "
+            'use "cross_entropy" for classes or "mse" for numbers'
+        )
+
+
+def metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
+    """Return the measures of whole sets that have a factory, by name.
+
+    Raises:
+        ConfigError: A factory cannot be imported or called, or does not return a metric.
+    """
+    return {name: each.metric(name) for name, each in sections.items() if each.factory is not None}
+
+
+def algorithm(config: Config) -> Strategy:
+    """Return the algorithm with its local update.
+
+    Raises:
+        ConfigError: The pieces do not fit together, or a strategy of the user's own cannot be
+            imported or lacks something.
+    """
+    try:
+        return config.algorithm.strategy(config.client.local_update())
+    except ValueError as error:
+        raise ConfigError(f'algorithm.name is "{config.algorithm.name}": {error}') from error

@@ -1,0 +1,31 @@
+"""The configuration that a run was begun with, by its record."""
+
+import json
+from importlib.metadata import version
+
+from fedlearn.config import Config
+from fedlearn.errors import ConfigError
+from fedlearn.rounds.records import RunRecord
+
+#: In the record of a run whose pieces are Python's, what they were.
+PYTHON_PIECES = "python"
+
+
+def config_of(record: RunRecord) -> Config:
+    """Return what a run was begun with; what its version did not know is by the defaults.
+
+    Of a run whose pieces are Python's, those are not in it.
+
+    Raises:
+        ConfigError: This version cannot read it.
+    """
+    tree = {key: value for key, value in record.config.items() if key != PYTHON_PIECES}
+    try:
+        return Config.from_json(json.dumps(tree))
+    except ConfigError as error:
+        begun = record.versions.get("fedlearn", "of an unknown version")
+        raise ConfigError(
+            f"run {record.name!r} was begun by fedlearn {begun}, and fedlearn "
+            f"{version('fedlearn')} cannot read its configuration; go on with the version that "
+            f"began it: {error}"
+        ) from error

@@ -1,0 +1,156 @@
+"""Runs that an earlier version of fedlearn has begun, and those of a later one."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import update
+
+from fedlearn.build import deployment
+from fedlearn.config import Config, from_mapping, load, resolve_addresses
+from fedlearn.core.clock import SystemClock
+from fedlearn.deployment.record import ensure_deployed
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.comparison import leaves
+from fedlearn.experiment.progress import JsonProgress
+from fedlearn.experiment.recorded import config_of
+from fedlearn.experiment.simulate import resume, run_config
+from fedlearn.experiment.site import Site
+from fedlearn.rounds.records import RoundRecord
+from fedlearn.store.runs import Database, StoredRun, sqlite_url
+from fedlearn.store.schema import RunRow
+from tests.records import RUN
+
+#: What a record holds: JSON.
+Tree = dict[str, Any]
+#: Tables and keys that fedlearn has had for days only; records of before have none of them.
+LATE = ("asynchronous", "late_updates", "updates", "flower", "privacy", "client.extra")
+LATE_KEYS = ("store.keep_last", "coordinator.training", "secure_aggregation.roster")
+
+
+def without(tree: Mapping[str, object], *keys: str) -> Tree:
+    """Return a record's tree as a version has written it that did not know ``keys``."""
+    older = copy.deepcopy(dict(tree))
+    for key in keys:
+        *tables, name = key.split(".")
+        inner: Tree = older
+        for table in tables:
+            inner = inner[table]
+        del inner[name]
+    return older
+
+
+def tree_of(config: Config) -> Tree:
+    """Return what is recorded of it."""
+    tree: Tree = json.loads(config.canonical_json())
+    return tree
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """For runs, without one."""
+    url = sqlite_url(tmp_path / "runs" / "fedlearn.db")
+    with Database.open(url, runs_dir=tmp_path / "runs") as database:
+        yield database
+
+
+def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> None:
+    """Let the record of a run be another version's."""
+    tree = change(dict(database.run(name).record.config))
+    with database.writing() as session:
+        session.execute(update(RunRow).where(RunRow.name == name).values(config=tree))
+
+
+def test_every_key_may_be_younger_than_a_run() -> None:
+    """One at a time: what its version did is what the default means."""
+    tree = tree_of(Config())
+    for key in [key for key, _ in leaves(tree)]:
+        assert config_of(replace(RUN, config=without(tree, key))) == Config(), key
+
+
+def test_a_key_that_stands_elsewhere_now_is_read_there() -> None:
+    """Its entries beside those that are there; an empty one of other runs means nothing."""
+    foreign: Tree = {"client_apps": "flower", "train_config": {"lr": 0.5}, "evaluate_config": {}}
+    given = {"model": {"kind": "python", "factory": "app:network"}, "data": {"source": "none"}}
+    config = from_mapping({**given, "flower": {"client_apps": "flower"}}, source="test")
+    found = config_of(replace(RUN, config={**tree_of(config), "flower": foreign}))
+    assert found.client.extra == {"lr": 0.5}
+    empty = tree_of(Config())
+    empty["flower"]["train_config"] = {}
+    assert config_of(replace(RUN, config=empty)) == Config()
+
+
+def test_a_run_of_a_later_version_is_not_gone_on_with() -> None:
+    """Nobody here knows what its keys ask; the error names them and both versions."""
+    record = replace(RUN, config={"sorcery": 1}, versions={"fedlearn": "9.9"})
+    told = r"begun by fedlearn 9.9, and fedlearn 0.* the version that began it: .*sorcery: unknown"
+    with pytest.raises(ConfigError, match=told):
+        config_of(record)
+
+
+def test_a_coordinator_goes_on_with_a_run_of_before(database: Database, tmp_path: Path) -> None:
+    """What was changed since is refused as ever, in a key that the record lacks as well."""
+    clock, given = SystemClock(), {"name": "federation"}
+    pieces = deployment(from_mapping(given, source="test"), data_dir=tmp_path)
+    ensure_deployed(database, pieces, name="federation", clock=clock)
+    rewrite(database, "federation", lambda tree: without(tree, *LATE, *LATE_KEYS))
+    ensure_deployed(database, pieces, name="federation", clock=clock)
+    for table, told in (
+        ({"client": {"extra": {"t": 1}}}, "client.extra.t: not set then, 1 now"),
+        ({"updates": {"max_norm": 5.0}}, "updates.max_norm: 100000000.0 then, 5.0 now"),
+        ({"seed": 3}, "seed: 0 then, 3 now"),
+    ):
+        other = deployment(from_mapping({**given, **table}, source="test"), data_dir=tmp_path)
+        with pytest.raises(ConfigError, match=told):
+            ensure_deployed(database, other, name="federation", clock=clock)
+    rewrite(database, "federation", lambda tree: {**tree, "sorcery": 1})
+    with pytest.raises(ConfigError, match="sorcery: unknown key"):
+        ensure_deployed(database, pieces, name="federation", clock=clock)
+
+
+class StoppedAfterTwo(JsonProgress):
+    """The process is told to stop once two rounds are done."""
+
+    def round(self, record: RoundRecord) -> None:
+        super().round(record)
+        if record.round_num == 1:
+            raise KeyboardInterrupt
+
+
+def final(stored: StoredRun) -> Mapping[str, torch.Tensor]:
+    """Return all that the last checkpoint of a run holds."""
+    checkpoint = stored.load()
+    assert checkpoint is not None
+    assert checkpoint.round_num == 4
+    return checkpoint.tensors
+
+
+def test_a_simulation_of_before_is_resumed_to_the_bit(database: Database, tmp_path: Path) -> None:
+    """As if it had never ended."""
+    overrides = ["num_rounds=4", "engine.num_workers=1", "store.checkpoint_every_s=0"]
+
+    def site(progress: JsonProgress) -> Site:
+        addresses = resolve_addresses(
+            Config(), environ={"FEDLEARN_RUNS_DIR": str(tmp_path / "runs")}
+        )
+        return Site(addresses, {}, SystemClock(), progress)
+
+    with (tmp_path / "told").open("w") as told:
+        run_config(load(None, overrides=[*overrides, "name=whole"]), site(JsonProgress(told)))
+        stopped, config = (
+            site(StoppedAfterTwo(told)),
+            load(None, overrides=[*overrides, "name=broken"]),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run_config(config, stopped)
+        rewrite(database, "broken", lambda tree: without(tree, *LATE, *LATE_KEYS))
+        resume("broken", site(JsonProgress(told)), from_previous=False)
+    whole, broken = (final(database.run(name)) for name in ("whole", "broken"))
+    assert whole.keys() == broken.keys()
+    for name, value in whole.items():
+        assert torch.equal(broken[name], value), name
