@@ -15,15 +15,18 @@ import pytest
 from numpy.typing import NDArray
 
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import ProtocolError
+from fedlearn.errors import PolicyViolation, ProtocolError
 from fedlearn.secagg import audit, keys, messages, parameters
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.client_state import ClientState, Confirmed
+from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.merkle import MerkleTree, leaf_of
 from fedlearn.secagg.messages import Advert, Member, Signatures
 from fedlearn.secagg.parameters import Adversary, num_audited, risk_bits
 from fedlearn.secagg.session import Session, member_of
 from fedlearn.secagg.terms import Terms
 from tests.rosters import NO_PROOF
-from tests.security.test_sparse_graph import terms_for
+from tests.security.test_sparse_graph import POLICY, terms_for
 
 N, QUORUM, VICTIM = 200, 111, 77
 GARBAGE = np.random.default_rng(0)
@@ -320,3 +323,28 @@ def test_signatures_of_another_session_or_other_survivors_are_refused(
     shown = later.show(later.sign(IDS, everyone), everyone)
     assert vote.reason(shown, everyone)
     assert later.reason(shown, everyone) == ""
+
+
+def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: bytes) -> None:
+    """As it stands in none that a client takes; only its signature would be seen of it."""
+    signer, _ = keys.fresh_signer()
+    shown = vote.show(vote.sign(IDS, everyone), everyone)
+    step = Confirmed(vote.view, {}, everyone)
+    state = ClientState.fresh(vote.terms.run_id).at(step)
+
+    def client(listed: Iterable[ClientId]) -> SecureClient:
+        return SecureClient(
+            client_id=IDS[VICTIM],
+            signer=signer,
+            coordinator_key=bytes(32),
+            directory=vote.directory,
+            policy=POLICY,
+            num_threads=1,
+            draw=Draw(roster="r", client_ids=frozenset(listed), factor=2.0),
+        )
+
+    undrawn = shown.signers[20].client_id
+    with pytest.raises(PolicyViolation, match=f"max_draw_factor.*client {undrawn} in round"):
+        client(each for each in IDS if each != undrawn).release(shown, state, step)
+    reply, _ = client(IDS).release(shown, state, step)
+    assert isinstance(reply, messages.Release)
