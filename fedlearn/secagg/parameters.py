@@ -216,9 +216,11 @@ class Parameters:
             both = f"2q > n + A = {n + corrupted}"
             more += f"quorum       q = {self.quorum}, the least with {both}\n"
             if not complete:
-                audited = [self.num_audited(signed) for signed in (n, n - dropped)]
+                fewest_signed = max(n - dropped, self.quorum)
+                audited = [self.num_audited(signed) for signed in (n, fewest_signed)]
                 more += (
-                    f"audit        of n signatures {audited[0]} are opened, of n - D {audited[1]}; "
+                    f"audit        of {n} signatures {audited[0]} are opened, of {fewest_signed} "
+                    f"{audited[1]}; "
                     f"with fewer than q real ones all of them are real with {risk}\n"
                     f"in all       with 2^{GRINDING_BITS} tries at each of these it fails with "
                     f"P <= 2^-{given.sigma_bits}\n"

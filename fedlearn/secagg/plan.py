@@ -203,10 +203,12 @@ class SecurePlan:
         """Return all choices with their formulas, one a line."""
         lane, n = self._lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
         rms = math.sqrt(n) * lane.step / 2.0
+        is_less = self.num_assured < self.min_survivors
+        assured = f"; {self.num_assured} if the coordinator lies" if is_less else ""
         scale = "x examples / max_examples" if self.by_examples else "x 1"
         lines = [
             replace(self.session, min_survivors=self.parameters.min_survivors).explain(),
-            f"released     with at least {self.min_survivors} clients in the sum",
+            f"released     with at least {self.min_survivors} clients in the sum{assured}",
             self._hides,
         ]
         if self.noise_multiplier is not None:
@@ -229,14 +231,14 @@ class SecurePlan:
     def _hides(self) -> str:
         """Against whom a sum of so many hides an update, in one line."""
         corrupted = self.parameters.num_corrupted
-        others = self.min_survivors - corrupted - 1
+        others = self.num_assured - corrupted - 1
         words = (
             f"hides        an update behind those of {others} others, where the coordinator knows "
             f"the parts of A = {corrupted}"
             if others > 0
             else f"hides        nothing, where the coordinator knows the parts of A = {corrupted}"
         )
-        if self.min_survivors < USUAL_MIN_COHORT:
+        if self.num_assured < USUAL_MIN_COHORT:
             words += f"; clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort) if left"
             words += " at the default"
         return words

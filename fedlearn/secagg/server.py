@@ -12,7 +12,7 @@ changes nothing. Every ``close`` raises :class:`fedlearn.errors.AggregationAbort
 little is left, and nothing has been released.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Generic, TypeAlias, TypeVar
@@ -188,14 +188,30 @@ class Advertising(_Stage[Advert]):
             probe.agree(public_key, owner=client_id)
         self._received[client_id] = advert
 
-    def close(self) -> tuple[dict[ClientId, Roster], "Sharing"]:
+    def close(self) -> tuple[Mapping[ClientId, Roster], "Sharing"]:
         """Return what each client in the roster is told of it, and the next stage."""
         adverts = [self._received[client_id] for client_id in sorted(self._received)]
         if short := shortage(self.terms, len(adverts)):
             raise AggregationAborted(stage=Stage.ADVERTISE, reason=short)
         session, tree = Session.of(self.terms, adverts, directory=self.directory)
-        rosters = {each: session.roster_for(each, tree=tree) for each in session.points}
-        return rosters, Sharing(session, tree, self.directory)
+        return _Rosters(session, tree), Sharing(session, tree, self.directory)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rosters(Mapping[ClientId, Roster]):
+    """What each client is told of the roster, made as it is looked at: proofs are large."""
+
+    session: Session
+    tree: MerkleTree
+
+    def __getitem__(self, client_id: ClientId) -> Roster:
+        return self.session.roster_for(client_id, tree=self.tree)
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self.session.points)
+
+    def __len__(self) -> int:
+        return self.session.size
 
 
 @dataclass(eq=False)

@@ -17,12 +17,18 @@ bytes as are folded.
     python simulations/bench/secagg.py --curves
 
 prints client, coordinator and upload for many sizes, each beside its formula.
+
+    python simulations/bench/secagg.py --scale
+
+prints by stage what a client is sent and sends in ever larger cohorts, measured with some real
+clients among stand-ins, beside what the formula says and what it was with whole rosters.
 """
 
 import argparse
 import csv
 import importlib.util
 import json
+import math
 import os
 import resource
 import statistics
@@ -295,6 +301,34 @@ def print_curves(arguments: argparse.Namespace) -> None:
             writer.writerows(rows)
 
 
+def scale(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield what a session of each size costs, a line each; largest resident set so far in MB."""
+    head = ("n", "k", "t", "s", "down", "formula", "whole", "up", *Stage, "client ms", "server s")
+    yield "".join(f"{name:>11}" for name in (*head, "MB"))
+    for num_clients in arguments.scale_clients:
+        terms, num_dropped = terms_for(num_clients, arguments.scale_size), num_clients // 10
+        numbers: list[float] = [num_clients, terms.num_neighbours, terms.threshold]
+        numbers.append(secagg_costs.num_opened(terms))
+        formula = secagg_costs.download_bytes(terms)
+        rest = [sum(formula.values()), secagg_costs.whole_download_bytes(terms)]
+        if num_clients > arguments.most_measured:
+            numbers += [math.nan, *rest, secagg_costs.upload_bytes(terms)]
+            numbers += [*(formula[stage] for stage in Stage), math.nan, math.nan, math.nan]
+        else:
+            found = session(
+                terms,
+                num_dropped=num_dropped,
+                num_threads=1,
+                now_s=cpu_s,
+                num_real=min(arguments.real, num_clients // 10),
+            )
+            numbers += [sum(found.down_bytes.values()), *rest, found.upload_bytes]
+            numbers += [found.down_bytes[stage] for stage in Stage]
+            numbers += [1e3 * sum(found.client_s.values()), sum(found.server_s.values())]
+            numbers.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        yield "".join(f"{number:11,.0f}" for number in numbers)
+
+
 def main() -> None:
     """Parse the arguments, measure, and print the table."""
     parser = argparse.ArgumentParser(
@@ -315,10 +349,20 @@ def main() -> None:
     sizes = [10_000, 100_000, 1_000_000, 10_000_000]
     parser.add_argument("--curve-sizes", type=int, nargs="+", default=sizes)
     parser.add_argument("--csv", help="where the curves are written too")
+    parser.add_argument("--scale", action="store_true", help="print downloads instead")
+    scales = [100, 300, 1_000, 3_000, 10_000, 100_000]
+    parser.add_argument("--scale-clients", type=int, nargs="+", default=scales)
+    parser.add_argument("--scale-size", type=int, default=1_000, help="numbers in the vector")
+    parser.add_argument("--real", type=int, default=50, help="clients that are no stand-ins")
+    parser.add_argument("--most-measured", type=int, default=10_000, help="above: formulas alone")
     parser.add_argument("--json", action="store_true", help="print rows, not a table")
     arguments = parser.parse_args()
     if arguments.curves:
         print_curves(arguments)
+        return
+    if arguments.scale:
+        for line in scale(arguments):
+            print(line, flush=True)
         return
     load = os.getloadavg()[0]
     found = take_turns(arguments)

@@ -2,7 +2,9 @@
 
 ======== ==================================================================================
 n k t q  clients, neighbours, threshold, quorum
+s        signatures that a client looks at: q in the complete graph, a sample in a sparse one
 h        holders of a client's secrets: n in the complete graph, k in a sparse one
+P(x)     hashes of a proof of x clients of n; nothing where these are all
 S D      clients that sent their vector, clients that shared and then dropped out
 d        numbers in the vector; each takes 4 bytes
 mask     seconds to fold a byte of a mask, and to set up a mask's cipher
@@ -11,16 +13,17 @@ row      seconds to read, keep or write one row of a message: an advert, a packe
 others   see :class:`Costs`
 ======== ==================================================================================
 
-client = (k + 1) (4 d mask + setup) + d quantise + 3 k a + (n + q) v + (n + 2 k + q + h) row
-         + t h share
+client = (k + 1) (4 d mask + setup) + d quantise + 3 k a + (k + 1 + s) v + (3 k + s + h) row
+         + t h share + (P(k + 1) + 2 P(s)) hash
 
 server = (S + D k S/n) (4 d mask + setup) + 4 d S add + d decode
          + D k S/n a + n (v + 3 a) + S v + n (2 k + 2 h + t) row
-         + n t combine + (1 set of holders, or n) t^2 interpolate
+         + n t combine + (1 set of holders, or n) t^2 interpolate + n log2 n level
 
 upload = 4 d + 92 k + 44 h + what is the same for all
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,10 +32,12 @@ import numpy as np
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
-from fedlearn.secagg import keys, masking, messages, shamir
+from fedlearn.secagg import keys, masking, merkle, messages, shamir
 from fedlearn.secagg.fixed_point import Lane, decode, encode, vector_lane
 from fedlearn.secagg.graph import Topology
-from fedlearn.secagg.parameters import num_holders
+from fedlearn.secagg.messages import ADVERT
+from fedlearn.secagg.parameters import num_audited, num_holders, risk_bits
+from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 
 NowS = Callable[[], float]
@@ -54,6 +59,8 @@ class Costs:
         add_byte: To read and add one byte of a masked vector.
         agree: One key agreement and derivation.
         verify: One signature.
+        hash: One hash of a proof, checked.
+        level: One level of a tree in a proof, made.
         row: One row of a message, read or written.
         share: One share of a client's two secrets, for each of the t coefficients.
         combine: One secret, for each of t shares that go into it.
@@ -67,6 +74,8 @@ class Costs:
     add_byte: float
     agree: float
     verify: float
+    hash: float
+    level: float
     row: float
     share: float
     combine: float
@@ -74,15 +83,17 @@ class Costs:
 
     def client(self, terms: Terms) -> float:
         """Return the seconds of one client in a round."""
-        n, k, t, q = terms.num_clients, terms.num_neighbours, terms.threshold, terms.quorum
-        h, size = num_holders(n, k), terms.lanes[0].size
+        n, k, t = terms.num_clients, terms.num_neighbours, terms.threshold
+        h, s, size = num_holders(n, k), num_opened(terms), terms.lanes[0].size
+        hashes = num_hashes(n, k + 1) + 2 * num_hashes(n, s)
         return (
             (k + 1) * (4 * size * self.mask_byte + self.mask_setup)
             + size * self.quantise
             + 3 * k * self.agree
-            + (n + q) * self.verify
-            + (n + 2 * k + q + h) * self.row
+            + (k + 1 + s) * self.verify
+            + (3 * k + s + h) * self.row
             + t * h * self.share
+            + (hashes if k < n - 1 else 0.0) * self.hash
         )
 
     def server(self, terms: Terms, *, num_dropped: int) -> float:
@@ -100,7 +111,65 @@ class Costs:
             + n * (2 * k + 2 * h + t) * self.row
             + n * t * self.combine
             + sets * t * t * self.interpolate
+            + n * math.log2(n) * self.level
         )
+
+
+def num_opened(terms: Terms) -> int:
+    """Return s: how many signatures a client looks at where a tenth of the clients is missing."""
+    if terms.topology is Topology.COMPLETE:
+        return terms.quorum
+    risk = risk_bits(terms.sigma_bits, adversary=terms.adversary)
+    signed = terms.num_clients - terms.num_clients // 10
+    return num_audited(signed, quorum=terms.quorum, risk_bits=risk)
+
+
+def num_hashes(size: int, num_opened: int) -> float:
+    """Return how many hashes open so many places of a tree, if these are drawn at random.
+
+    Of a node without an opened place nothing is sent, of one with such places on one side alone a
+    hash.
+    """
+    total, nodes, reached = 0.0, float(size), float(num_opened)
+    while nodes > 1.0:
+        nodes /= 2.0
+        places = size / nodes  # under a node of the level above
+        above = nodes * (1.0 - math.exp(num_opened * math.log1p(-min(places / size, 1.0 - 1e-12))))
+        total, reached = total + 2.0 * above - reached, above
+    return total
+
+
+def download_bytes(terms: Terms) -> dict[Stage, float]:
+    """Return what one client is sent, by stage, where a tenth of the clients is missing."""
+    n, k, s = terms.num_clients, terms.num_neighbours, num_opened(terms)
+    is_whole = terms.topology is Topology.COMPLETE
+    bitmap, signed = 4 + n / 8, n - n // 10
+    roster = 52.0 + ADVERT.num_bytes * (k + 1)
+    signatures = bitmap + 32 + 4 + keys.SIGNATURE_BYTES * s + 4 + 16
+    if not is_whole:
+        roster += 40 * num_hashes(n, k + 1)  # of splits there are hardly fewer than hashes
+        signatures += 40 * s + 40 * num_hashes(n, s) + 32 * num_hashes(signed, s)
+    bodies = {
+        Stage.ADVERTISE: keys.SIGNATURE_BYTES + len(terms.to_bytes()),
+        Stage.SHARE: roster,
+        Stage.MASK: 4 + (8 + messages.PACKET_BYTES) * k,
+        Stage.CONFIRM: bitmap,
+        Stage.UNMASK: signatures,
+    }
+    return {stage: messages.HEADER_BYTES + body for stage, body in bodies.items()}
+
+
+def whole_download_bytes(terms: Terms) -> float:
+    """Return what one client was sent when it was sent the roster, survivors and q signatures."""
+    n, k, q = terms.num_clients, terms.num_neighbours, terms.quorum
+    bodies = (
+        keys.SIGNATURE_BYTES + len(terms.to_bytes()),
+        4 + ADVERT.num_bytes * n,
+        4 + (8 + messages.PACKET_BYTES) * k,
+        4 + 8 * (n - n // 10),
+        4 + (8 + keys.SIGNATURE_BYTES) * q,
+    )
+    return sum(messages.HEADER_BYTES + body for body in bodies)
 
 
 def upload_bytes(terms: Terms) -> int:
@@ -194,7 +263,21 @@ def _of_keys(cost: Callable[[Callable[[], object], float], float]) -> dict[str, 
     return {
         "agree": cost(agree, num),
         "verify": cost(verify, num),
+        **_of_trees(cost),
         "row": cost(lambda: messages.decode(messages.encode(table)), 2 * len(rows)),
+    }
+
+
+def _of_trees(cost: Callable[[Callable[[], object], float], float]) -> dict[str, float]:
+    size, places = 1 << 12, list(range(0, 1 << 12, 20))
+    entries = [merkle.leaf_of(at.to_bytes(8, "little")) for at in range(size)]
+    tree = merkle.MerkleTree.of(entries, keys=range(size))
+    proof = tree.proof(places)
+    opened = {at: entries[at] for at in places}
+    num = len(proof.hashes) / merkle.HASH_BYTES
+    return {
+        "hash": cost(lambda: merkle.root_of(size, opened, keys=places, proof=proof), num),
+        "level": cost(lambda: tree.proof(places), math.log2(size)),
     }
 
 

@@ -1,8 +1,8 @@
-"""One session of secure aggregation, timed: the coordinator and one client are real.
+"""One session of secure aggregation, timed: the coordinator and some clients are real.
 
 The others are stand-ins. They check nothing and send zeros without masks, but their keys, shares
-and signatures are genuine, so the coordinator and the client have all their work. One of them
-sends what is left over, so that the sum comes out: it must be the real client's values.
+and signatures are genuine, so the coordinator and the real clients have all their work. One of them
+sends what is left over, so that the sum comes out: it must be that of the real clients' values.
 """
 
 from collections import defaultdict
@@ -158,147 +158,174 @@ class Measured:
     """What a session cost.
 
     Attributes:
-        client_s: Of the real client, by stage.
+        client_s: Of a real client, by stage; the mean over all of them.
         server_s: Of the coordinator, by stage, for all clients.
-        upload_bytes: All that the client sent.
+        down_bytes: Likewise what a client is sent, by stage; without what is told of keys beside.
+        up_bytes: And what it sends.
         packed_bytes: Its packed vector alone.
     """
 
     client_s: Mapping[Stage, float]
     server_s: Mapping[Stage, float]
-    upload_bytes: int
+    down_bytes: Mapping[Stage, float]
+    up_bytes: Mapping[Stage, float]
     packed_bytes: int
 
+    @property
+    def upload_bytes(self) -> float:
+        """All that a client sends."""
+        return sum(self.up_bytes.values())
 
-def session(terms: Terms, *, num_dropped: int, num_threads: int, now_s: NowS) -> Measured:
+
+def session(
+    terms: Terms, *, num_dropped: int, num_threads: int, now_s: NowS, num_real: int = 1
+) -> Measured:
     """Run one session and return what it cost.
 
     Args:
         terms: Of the session.
         num_dropped: How many share their keys and then send no vector.
+        num_real: How many clients are whole ones, that check all that they are told; the others
+            stand in for them.
         num_threads: Threads to expand masks on, of the coordinator and of the client.
         now_s: The watch.
 
     Raises:
-        SystemExit: The sum is not the client's values, so the figures would mean nothing.
+        SystemExit: The sum is not that of the real clients, so the figures would mean nothing.
     """
-    return _Session(terms, num_dropped, num_threads, now_s).run()
+    return _Session(terms, num_dropped, num_threads, now_s, num_real).run()
 
 
 class _Session:
     """The parties of a session, and a watch for each side."""
 
-    def __init__(self, terms: Terms, num_dropped: int, num_threads: int, now_s: NowS) -> None:
+    def __init__(
+        self, terms: Terms, num_dropped: int, num_threads: int, now_s: NowS, num_real: int
+    ) -> None:
         self._terms, self._num_threads, self._now_s = terms, num_threads, now_s
         ids = [ClientId(i) for i in range(terms.num_clients)]
         identities = {i: keys.fresh_signer() for i in ids}
-        self._directory = {i: public for i, (_, public) in identities.items()}
+        directory = self._directory = {i: public for i, (_, public) in identities.items()}
         self._signer, coordinator_key = keys.fresh_signer()
-        # Its id is in the middle, so that it adds as many masks as it subtracts.
-        self._own = ids[len(ids) // 2]
-        self._client = SecureClient(
-            client_id=self._own,
-            signer=identities[self._own][0],
-            coordinator_key=coordinator_key,
-            directory=self._directory,
-            policy=_policy(terms),
-            num_threads=num_threads,
-        )
-        self._state = ClientState.fresh(terms.run_id)
+        # Their ids are in the middle, so that they add as many masks as they subtract.
+        first = (len(ids) - num_real) // 2 + (num_real == 1)
+        self._real = {
+            i: SecureClient(
+                client_id=i,
+                signer=identities[i][0],
+                coordinator_key=coordinator_key,
+                directory=directory,
+                policy=_policy(terms),
+                num_threads=num_threads,
+            )
+            for i in ids[first : first + num_real]
+        }
+        self._states = dict.fromkeys(self._real, ClientState.fresh(terms.run_id))
         self._contribution = _contribution(terms)
-        self._others = {i: StandIn.of(i, identities[i][0]) for i in ids if i != self._own}
+        self._others = {i: StandIn.of(i, identities[i][0]) for i in ids if i not in self._real}
         self._survivors = list(self._others)[num_dropped:]
         self._dealt: dict[ClientId, dict[ClientId, SecretBytes]] = {}
         self._client_s: dict[Stage, float] = defaultdict(float)
         self._server_s: dict[Stage, float] = defaultdict(float)
-        self._upload_bytes = 0
+        self._down: dict[Stage, float] = defaultdict(float)
+        self._up: dict[Stage, float] = defaultdict(float)
 
     def run(self) -> Measured:
         """Go through all stages, once."""
-        roster, sharing = self._advertise()
-        packets, collecting = self._share(roster, sharing)
+        rosters, sharing = self._advertise()
+        packets, collecting = self._share(rosters, sharing)
         self._mask(packets, collecting)
         signatures, unmasking = self._confirm(collecting)
         self._check(self._unmask(signatures, unmasking))
         return Measured(
             client_s=self._client_s,
             server_s=self._server_s,
-            upload_bytes=self._upload_bytes,
+            down_bytes=self._down,
+            up_bytes=self._up,
             packed_bytes=self._terms.num_bytes,
         )
 
-    def _advertise(self) -> tuple[messages.Roster, Sharing]:
+    def _advertise(self) -> tuple[Mapping[ClientId, messages.Roster], Sharing]:
         stage, kind = Stage.ADVERTISE, messages.Advert
         signed, advertising = self._serve(
             stage,
             lambda: open_session(self._terms, signer=self._signer, directory=self._directory),
         )
-        self._deliver(stage, self._own, self._ask(stage, signed, kind), kind, advertising.receive)
+        for i in self._real:
+            self._deliver(stage, i, self._ask(stage, i, signed, kind), kind, advertising.receive)
         for i, each in self._others.items():
             self._deliver(stage, i, each.advert(self._terms), kind, advertising.receive)
-        rosters, sharing = self._serve(stage, advertising.close)
-        self._serve(stage, lambda: [messages.encode(each) for each in rosters.values()])
-        return rosters[self._own], sharing
+        return self._serve(stage, advertising.close)
 
-    def _share(self, roster: messages.Roster, sharing: Sharing) -> tuple[messages.Packets, Masking]:
+    def _share(
+        self, rosters: Mapping[ClientId, messages.Roster], sharing: Sharing
+    ) -> tuple[Mapping[ClientId, messages.Packets], Masking]:
         stage, kind, session = Stage.SHARE, messages.Shares, sharing.session
-        own = self._ask(stage, roster, kind)
-        self._deliver(stage, self._own, own, kind, sharing.receive)
-        packets_by_peer = zip(session.neighbours(self._own), own.packets, strict=True)
-        self._dealt[self._own] = {
-            peer: self._others[peer].opened(session, packet, sender=self._own)
-            for peer, packet in packets_by_peer
-        }
+        self._serve(stage, lambda: self._tell(rosters))
+        for i in self._real:
+            own = self._ask(stage, i, rosters[i], kind)
+            self._deliver(stage, i, own, kind, sharing.receive)
+            packets_by_peer = zip(session.neighbours(i), own.packets, strict=True)
+            self._dealt[i] = {
+                peer: self._others[peer].opened(session, packet, sender=i)
+                for peer, packet in packets_by_peer
+                if peer in self._others
+            }
         for i, each in self._others.items():
             self._dealt[i] = each.pairs(session)
             self._deliver(stage, i, self._shares(session, i), kind, sharing.receive)
         packets, collecting = self._serve(stage, sharing.close)
-        self._serve(stage, lambda: [messages.encode(each) for each in packets.values()])
-        return packets[self._own], collecting
+        self._serve(stage, lambda: self._tell(packets))
+        return {i: packets[i] for i in self._real}, collecting
+
+    def _tell(self, told: Mapping[ClientId, messages.Message]) -> None:
+        for message in told.values():
+            messages.encode(message)
 
     def _shares(self, session: Session, client_id: ClientId) -> messages.Shares:
-        """Return what a stand-in shares; only its packet to the real client is ever opened."""
+        """Return what a stand-in shares; only its packets to real clients are ever opened."""
         one, neighbours = self._others[client_id], session.neighbours(client_id)
         packets = dict.fromkeys(neighbours, bytes(messages.PACKET_BYTES))
-        if self._own in packets:
-            pair = self._dealt[client_id][self._own]
-            packets[self._own] = one.packet(session, pair, to=self._own)
+        for real in self._real.keys() & packets.keys():
+            packets[real] = one.packet(session, self._dealt[client_id][real], to=real)
         commitment = keys.commitment(one.seed, session=session.id, client_id=client_id)
         return messages.Shares(
             session=session.id, commitment=commitment, packets=tuple(packets.values())
         )
 
-    def _mask(self, packets: messages.Packets, collecting: Masking) -> None:
-        stage, kind = Stage.MASK, messages.MaskedVector
-        session, step = collecting.session, self._state.step
-        assert isinstance(step, Shared)
-        own = self._ask(stage, packets, kind)
-        self._deliver(stage, self._own, own, kind, collecting.receive)
+    def _mask(self, packets: Mapping[ClientId, messages.Packets], collecting: Masking) -> None:
+        stage, kind, session = Stage.MASK, messages.MaskedVector, collecting.session
+        steps = {i: state.step for i, state in self._states.items()}
+        for i in self._real:
+            own = self._ask(stage, i, packets[i], kind)
+            self._deliver(stage, i, own, kind, collecting.receive)
+        shared = {i: step for i, step in steps.items() if isinstance(step, Shared)}
         first, *rest = self._survivors
-        self._deliver(stage, first, self._leftover(session, step), kind, collecting.receive)
+        self._deliver(stage, first, self._leftover(session, shared), kind, collecting.receive)
         zeros = kind(session=session.id, packed=bytes(self._terms.num_bytes))
         for i in rest:  # a thousand vectors are not kept
             self._deliver(stage, i, zeros, kind, collecting.receive)
 
-    def _leftover(self, session: Session, step: Shared) -> messages.MaskedVector:
-        """Return the masks that must be in the sum, but for those in the real client's vector."""
+    def _leftover(
+        self, session: Session, shared: Mapping[ClientId, Shared]
+    ) -> messages.MaskedVector:
+        """Return the masks that must be in the sum, but for those in the real clients' vectors."""
         gone = self._others.keys() - set(self._survivors)
+        seeds = {i: self._others[i].seed for i in self._survivors}
         recovered = Recovered(
-            seeds={i: self._others[i].seed for i in self._survivors} | {self._own: step.seed},
+            seeds=seeds | {i: step.seed for i, step in shared.items()},
             mask_keys={i: self._others[i].mask_secret for i in gone},
             suspects=frozenset(),
         )
-        own = keys.self_mask_key(step.seed, session=session.id, client_id=self._own)
-        pairs = pair_keys(
-            keys.KeyAgreement(step.mask_secret),
-            self._own,
-            session.neighbours(self._own),
-            session=session,
-        )
-        sent = masking.MaskKeys(plus=[own, *pairs.plus], minus=pairs.minus)
         words = masking.zeros(self._terms.lanes)
-        for taken_out in (leftover_masks(recovered, session=session), sent):
-            masking.fold(words, taken_out.inverse(), num_threads=self._num_threads)
+        taken_out = [leftover_masks(recovered, session=session)]
+        for i, step in shared.items():
+            own = keys.self_mask_key(step.seed, session=session.id, client_id=i)
+            near, agreement = session.neighbours(i), keys.KeyAgreement(step.mask_secret)
+            pairs = pair_keys(agreement, i, near, session=session)
+            taken_out.append(masking.MaskKeys(plus=[own, *pairs.plus], minus=pairs.minus))
+        for masks in taken_out:
+            masking.fold(words, masks.inverse(), num_threads=self._num_threads)
         packed = masking.pack(self._terms.lanes, words)
         return messages.MaskedVector(session=session.id, packed=packed)
 
@@ -306,8 +333,9 @@ class _Session:
         stage, kind = Stage.CONFIRM, messages.SurvivorSignature
         survivors, confirming = self._serve(Stage.MASK, collecting.close)
         assert isinstance(confirming, Confirming)
-        own = self._ask(stage, survivors, kind)
-        self._deliver(stage, self._own, own, kind, confirming.receive)
+        for i in self._real:
+            own = self._ask(stage, i, survivors, kind)
+            self._deliver(stage, i, own, kind, confirming.receive)
         for i in self._survivors:
             text = collecting.session.survivors_text(survivors.ranks, i)
             signature = kind(signature=self._others[i].signer.sign(text))
@@ -316,15 +344,16 @@ class _Session:
 
     def _unmask(self, signatures: messages.Signatures, unmasking: Unmasking) -> SessionOutcome:
         stage, kind = Stage.UNMASK, messages.Release
-        own = self._ask(stage, signatures, kind)
-        self._deliver(stage, self._own, own, kind, unmasking.receive)
+        for i in self._real:
+            own = self._ask(stage, i, signatures, kind)
+            self._deliver(stage, i, own, kind, unmasking.receive)
         for i in self._survivors:
             self._deliver(stage, i, self._release(unmasking.session, i), kind, unmasking.receive)
         return self._serve(stage, lambda: unmasking.close(num_threads=self._num_threads))
 
     def _release(self, session: Session, holder: ClientId) -> messages.Release:
         """Return a stand-in's shares of the survivors' seeds and of the others' mask keys."""
-        alive, half = {self._own, *self._survivors}, shamir.SHARE_BYTES
+        alive, half = {*self._real, *self._survivors}, shamir.SHARE_BYTES
         shares = {}
         for owner in session.holders(holder):
             pair = self._dealt[owner][holder].reveal()
@@ -332,22 +361,29 @@ class _Session:
         return messages.Release(session=session.id, shares=shares)
 
     def _check(self, outcome: SessionOutcome) -> None:
-        lane, weight = self._terms.lanes[0], self._contribution.weight
+        lane, weight = self._terms.lanes[0], self._contribution.weight * len(self._real)
+        if outcome.total.weight != weight or outcome.suspects:
+            raise SystemExit(f"weights add up to {outcome.total.weight}, not {weight}")
         mean = outcome.total.weighted_sum(lane) / outcome.total.weight
         error = float(np.abs(mean - self._contribution.values[lane.name]).max())
-        if not error <= 1.01 * lane.step * _MAX_WEIGHT / weight:
+        if not error <= 1.01 * lane.step * _MAX_WEIGHT / self._contribution.weight:
             raise SystemExit(f"the sum is off by {error:g}, so the figures would mean nothing")
 
-    def _ask(self, stage: Stage, down: messages.Message, kind: type[MessageT]) -> MessageT:
-        """Have the real client answer."""
+    def _ask(
+        self, stage: Stage, client_id: ClientId, down: messages.Message, kind: type[MessageT]
+    ) -> MessageT:
+        """Have a real client answer."""
         data = self._serve(stage, lambda: messages.encode(down))
-        started_s = self._now_s()
-        reply, self._state = self._client.handle(
-            messages.decode(data), self._state, contribute=lambda _: self._contribution
+        started_s, share = self._now_s(), 1.0 / len(self._real)
+        reply, self._states[client_id] = self._real[client_id].handle(
+            messages.decode(data),
+            self._states[client_id],
+            contribute=lambda _: self._contribution,
         )
         sent = messages.encode(reply)
-        self._client_s[stage] += self._now_s() - started_s
-        self._upload_bytes += len(sent)
+        self._client_s[stage] += share * (self._now_s() - started_s)
+        self._down[stage] += share * len(data)
+        self._up[stage] += share * len(sent)
         answer = messages.decode(sent)
         assert isinstance(answer, kind)
         return answer
@@ -386,7 +422,7 @@ def _policy(terms: Terms) -> TermsPolicy:
         allow_sparse=sparse,
         corruption=_SPARSE_CORRUPTION if sparse else _COMPLETE_CORRUPTION,
         sigma_bits=_SIGMA_BITS,
-        min_cohort=terms.min_survivors,
+        min_cohort=terms.num_assured,
         max_cohort=terms.num_clients,
         max_clip=_BOUND,
         max_weight=_MAX_WEIGHT,

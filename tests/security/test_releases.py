@@ -22,13 +22,17 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, Request, SecureRequest
 from fedlearn.core.params import Params
+from fedlearn.errors import PolicyViolation
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.secagg.evaluation import EvaluationPlan
-from fedlearn.secagg.parameters import derive
-from fedlearn.secagg.releases import ONE_RELEASE, ONE_SET
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.parameters import Parameters, derive
+from fedlearn.secagg.plan import SecurePlan
+from fedlearn.secagg.releases import ONE_RELEASE, ONE_SET, PastReleases
 from fedlearn.secagg.session import Stage
+from fedlearn.secagg.terms import Terms
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
@@ -52,6 +56,21 @@ VICTIM = EVERYONE[-1]
 OTHERS = EVERYONE[:-1]
 #: By whose shares a sum is open.
 LAST_NEEDED = EVERYONE[PLAN.parameters.threshold - 1]
+#: Twelve on a ring, each with two neighbours on either side.
+SPARSE = replace(
+    PLAN,
+    parameters=Parameters(
+        assumptions=replace(
+            PLAN.parameters.assumptions, topology=Topology.SPARSE, corruption=0.0, sigma_bits=1
+        ),
+        num_clients=12,
+        num_neighbours=4,
+        threshold=3,
+        quorum=7,
+        min_survivors=9,
+    ),
+    min_survivors=9,
+)
 
 
 @dataclass
@@ -81,14 +100,24 @@ class Federation:
         folder: Of their folders; ``None``: they remember a run for as long as it is the last.
         asked: At which stages clients were asked.
         dies_at: At which stage the coordinator's process ends, all but one share short of the end.
+        dies_with: When this client is asked.
         silent: Who does not get through with training.
+        plan: What sessions ask.
     """
 
     folder: Path | None
-    identities: SimulatedIdentities = field(default_factory=lambda: SimulatedIdentities(N, PLAN))
     asked: list[Stage] = field(default_factory=list)
     dies_at: Stage | None = None
+    dies_with: ClientId = LAST_NEEDED
     silent: frozenset[ClientId] = frozenset()
+    plan: SecurePlan = PLAN
+
+    def __post_init__(self) -> None:
+        self.identities = SimulatedIdentities(self.plan.parameters.num_clients, self.plan)
+
+    @property
+    def everyone(self) -> list[ClientId]:
+        return list(self.identities)
 
     def channel(self) -> MemoryChannel:
         """Return a channel to clients that have forgotten their state of other runs."""
@@ -96,7 +125,7 @@ class Federation:
         def latency(asked: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
             return np.array([float(each) for each in asked])
 
-        handlers = {client_id: self._handler(client_id) for client_id in EVERYONE}
+        handlers = {client_id: self._handler(client_id) for client_id in self.everyone}
         return MemoryChannel(handlers, latency, VirtualClock())
 
     def collector(
@@ -108,8 +137,8 @@ class Federation:
     ) -> SecureCollector:
         return SecureCollector(
             channel=channel,
-            policy=policy_of(PLAN, deadline_s=60.0),
-            plan=PLAN,
+            policy=policy_of(self.plan, deadline_s=60.0),
+            plan=self.plan,
             run_id=run_id,
             signer=self.identities.coordinator[0],
             directory=lambda: self.identities,
@@ -136,7 +165,7 @@ class Federation:
             self.asked.append(stage)
             if client_id in self.silent and stage is Stage.MASK:
                 return encode(Failure("the battery is low")), state
-            if stage is self.dies_at and client_id == LAST_NEEDED:
+            if stage is self.dies_at and client_id == self.dies_with:
                 raise Crash
             return session.handle(data, state)
 
@@ -310,6 +339,82 @@ def test_a_kept_sum_of_no_use_is_not_gone_on_with(
     )
     assert reporters(collected) == EVERYONE
     assert Stage.MASK in federation.asked
+
+
+def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path: Path) -> None:
+    """Not even over the same clients: whoever sees its neighbours alone cannot tell.
+
+    All that gave shares refuse before they share keys, in each attempt that a policy would grant,
+    so that the round ends with the reason; the next one goes on.
+    """
+    federation = Federation(tmp_path, plan=SPARSE)
+    collector, everyone = federation.collector(federation.channel()), federation.everyone
+    assert reporters(collector.collect(everyone, request())) == everyone
+    for attempt in (1, 2):
+        federation.asked.clear()
+        refused = collector.collect(everyone, request(attempt=attempt))
+        assert refused.aggregate is None
+        refusals = [row for row in refused.participations if ONE_SET in row.reason]
+        assert len(refusals) > len(everyone) - SPARSE.min_survivors
+        assert set(federation.asked) == {Stage.ADVERTISE}
+    assert reporters(collector.collect(everyone, request(round_num=1))) == everyone
+
+
+def test_without_that_memory_two_sums_of_a_sparse_graph_give_a_client_away() -> None:
+    """The control: clients that forget a run as soon as another is named open both."""
+    forgetful = Federation(None, plan=SPARSE)
+    *others, victim = everyone = forgetful.everyone
+    with_victim = forgetful.collector(forgetful.channel()).collect(everyone, request())
+    without = forgetful.collector(forgetful.channel()).collect(others, request())
+    found = (sum_of(with_victim) - sum_of(without)) / (victim + 1)
+    assert float((found - delta_of(victim)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("first", "second"), [(PLAN, SPARSE), (SPARSE, PLAN), (SPARSE, SPARSE)])
+def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: SecurePlan) -> None:
+    """Of one of two sums in a round at the least a client does not know who is in it."""
+
+    def terms(plan: SecurePlan, attempt: int, round_num: int = 0) -> Terms:
+        return plan.terms(
+            PARAMS.layout,
+            run_id=RUN,
+            round_num=round_num,
+            attempt=attempt,
+            request_hash=bytes(32),
+        )
+
+    known = EVERYONE if first is PLAN else ()
+    past = PastReleases().after(terms(first, 0), known)
+    with pytest.raises(PolicyViolation, match=ONE_SET):
+        past.require_open(terms(second, 1), most=9)
+    past.require_open(terms(second, 0, round_num=1), most=9)
+    complete = PastReleases().after(terms(PLAN, 0), EVERYONE)
+    complete.require_open(terms(PLAN, 1), most=9)  # the control: who is in it will be known
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
+    tmp_path: Path, *, is_kept: bool
+) -> None:
+    """Clients that gave their shares give the same again; without it the round is lost to them."""
+    kept = Kept()
+    federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=ClientId(6), plan=SPARSE)
+    channel, everyone = federation.channel(), federation.everyone
+    with pytest.raises(Crash):
+        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+    federation.dies_at = None
+    federation.asked.clear()
+    collector = federation.collector(channel, masked_sum=kept if is_kept else NotKept())
+    collected = collector.collect(everyone, request(attempt=1))
+    if is_kept:
+        assert reporters(collected) == everyone
+        assert set(federation.asked) == {Stage.UNMASK}
+        expected = sum((each + 1) * delta_of(each) for each in everyone)
+        assert float((sum_of(collected) - expected).abs().max()) < 1e-3
+    else:
+        assert collected.aggregate is None
+        assert any(ONE_SET in reason for reason in reasons(collected))
+        assert Stage.MASK not in federation.asked
 
 
 def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvaluator:

@@ -623,7 +623,7 @@ def until(stage: Stage, *, terms: Terms = TERMS) -> Paused:
         if at is stage:
             break
         message, server = ask(server, down)
-        down = message if isinstance(message, dict) else dict.fromkeys(IDS, message)
+        down = message if isinstance(message, Mapping) else dict.fromkeys(IDS, message)
     return Paused(server, down, states)
 
 

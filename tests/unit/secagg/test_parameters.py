@@ -139,7 +139,7 @@ def test_the_choice_is_printed_with_its_formulas() -> None:
     assert "k = 172, of them corrupted a = 71, more with P <= 2^-106" in text
     assert "t = 127, the least with 2t > h + a = 243 and t >= k/2 + c = 127" in text
     assert "c = 41 corrupted each with P <= 2^-106, whoever drops out" in text
-    assert "of n signatures 114 are opened, of n - D 135; with fewer than q real" in text
+    assert "of 1000 signatures 114 are opened, of 900 135; with fewer than q real" in text
     assert "with 2^64 tries at each of these it fails with P <= 2^-40" in text
     assert "2q > n + A = 1100" in text
     curious = derive(1000, assumptions=assume(CURIOUS, Topology.COMPLETE)).explain()

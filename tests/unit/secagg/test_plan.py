@@ -1,7 +1,9 @@
 """What a plan says of itself: against whom its sums hide an update."""
 
 import pytest
+from torch import nn
 
+from fedlearn.core.params import Params
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
@@ -45,3 +47,49 @@ def test_a_plan_tells_behind_how_many_others_it_hides_an_update(
     )
     assert told in plan.explain()
     assert ("clients refuse sums of fewer than 4" in plan.explain()) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("topology", "noise", "quorum"),
+    [
+        (Topology.SPARSE, None, 166),
+        (Topology.SPARSE, 1.0, 280),
+        (Topology.COMPLETE, 1.0, 166),
+    ],
+)
+def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
+    topology: Topology, noise: float | None, quorum: int
+) -> None:
+    """Each client adds a part of the noise, of those that are in the sum for certain."""
+    assumptions = Assumptions(
+        adversary=Adversary.ACTIVE_SERVER,
+        topology=topology,
+        corruption=0.1,
+        dropout=0.1,
+        sigma_bits=40,
+        eta_bits=30,
+    )
+    plan = SecurePlan(
+        parameters=derive(300, assumptions=assumptions),
+        min_survivors=280,
+        clip_norm=1.0,
+        statistics_norm=1.0,
+        max_loss=1.0,
+        max_examples=10,
+        by_examples=False,
+        modulus_bits=32,
+        noise_multiplier=noise,
+    )
+    terms = plan.terms(
+        Params.of(nn.Linear(2, 1)).layout,
+        run_id=bytes(16),
+        round_num=0,
+        attempt=0,
+        request_hash=bytes(32),
+    )
+    assert terms.quorum == quorum
+    assert terms.num_assured == plan.num_assured
+    assert plan.num_noisy == 280 - 30
+    if noise is not None:
+        assert terms.num_assured - 30 == plan.num_noisy
+    assert ("; 166 if the coordinator lies" in plan.explain()) == (quorum == 166 and noise is None)

@@ -80,6 +80,32 @@ def test_derived_terms_are_accepted_under_the_same_assumptions(
             policy(0.2).judge(made)
 
 
+def test_in_a_sparse_graph_a_lying_server_assures_of_a_quorum_and_no_more() -> None:
+    """A client cannot count survivors there, so that its least cohort is held against q."""
+    active, curious = (
+        terms(300, adversary, Topology.SPARSE, corruption=0.1) for adversary in reversed(Adversary)
+    )
+    assert (active.num_assured, active.min_survivors) == (166, 270)
+    assert curious.num_assured == 270
+    wants = replace(policy(0.1), min_cohort=200)
+    wants.judge(curious)
+    with pytest.raises(PolicyViolation, match=r"min_cohort.*asked 166.*at least 200"):
+        wants.judge(active)
+    wants.judge(replace(active, quorum=200))
+    complete = terms(30, Adversary.ACTIVE_SERVER, Topology.COMPLETE, corruption=0.1)
+    assert complete.num_assured == complete.min_survivors == 27
+
+
+def test_a_client_bounds_what_its_sample_of_signatures_holds_with() -> None:
+    """Of a coordinator that takes a smaller sigma it would see fewer of them."""
+    made = terms(300, Adversary.ACTIVE_SERVER, Topology.SPARSE, corruption=0.1)
+    with pytest.raises(PolicyViolation, match=r"sigma_bits.*asked 39.*at least 40"):
+        policy(0.1).judge(replace(made, sigma_bits=39))
+    policy(0.1).judge(made)
+    complete = terms(30, Adversary.ACTIVE_SERVER, Topology.COMPLETE, corruption=0.1)
+    policy(0.1).judge(replace(complete, sigma_bits=1))  # where it sees all of them
+
+
 def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
     """Return terms with a lane for each share."""
     made = terms(n, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
@@ -104,6 +130,11 @@ def test_the_distance_is_that_of_all_lanes_by_honest_noise_alone() -> None:
     assert squared_distance(made, corruption=0.1) == pytest.approx((4**2 + 1**2) / 24)
     assert squared_distance(made, corruption=0.0) == pytest.approx((4**2 + 1**2) / 26)
     assert squared_distance(made, corruption=0.99) == pytest.approx(4**2 + 1**2)  # its own noise
+    sparse = replace(
+        terms(300, Adversary.ACTIVE_SERVER, Topology.SPARSE, corruption=0.1),
+        lanes=noisy(300, noise_shares=(0.5,)).lanes,
+    )
+    assert squared_distance(sparse, corruption=0.1) == pytest.approx(4**2 / (166 - 30))
     bare = terms(30, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
     assert math.isinf(squared_distance(bare, corruption=0.0))
 

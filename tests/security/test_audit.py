@@ -1,0 +1,350 @@
+"""A coordinator that shows signatures which it does not have, among those that nobody looks at.
+
+Two hundred clients, of whom each sees its neighbours and a sample of the signatures. The liar has
+fewer real signatures than a quorum, and may choose what it commits to as often as it likes. The
+bound is tried at odds at which lies do pass: where clients grant no tries and few bits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import PolicyViolation, ProtocolError
+from fedlearn.secagg import audit, keys, messages, parameters
+from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.client_state import ClientState, Confirmed
+from fedlearn.secagg.draw import Draw
+from fedlearn.secagg.merkle import MerkleTree, leaf_of
+from fedlearn.secagg.messages import Advert, Member, Signatures
+from fedlearn.secagg.parameters import Adversary, num_audited, risk_bits
+from fedlearn.secagg.session import Session, member_of
+from fedlearn.secagg.terms import Terms
+from tests.rosters import NO_PROOF
+from tests.security.test_sparse_graph import POLICY, terms_for
+
+N, QUORUM, VICTIM = 200, 111, 77
+GARBAGE = np.random.default_rng(0)
+IDS = [ClientId(3 * each + 5) for each in range(N)]
+
+
+def terms_with(sigma_bits: int) -> Terms:
+    return replace(
+        terms_for(1000),
+        num_clients=N,
+        num_neighbours=6,
+        threshold=4,
+        quorum=QUORUM,
+        min_survivors=QUORUM,
+        sigma_bits=sigma_bits,
+    )
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A session at the end of R3.
+
+    Attributes:
+        terms: Of it.
+        signers: The clients' identities.
+        directory: Their keys.
+    """
+
+    terms: Terms
+    signers: Mapping[ClientId, keys.Signer]
+    directory: Mapping[ClientId, bytes]
+
+    @classmethod
+    def of(cls, *, sigma_bits: int) -> "Vote":
+        made = {each: keys.fresh_signer() for each in IDS}
+        return cls(
+            terms_with(sigma_bits),
+            {each: signer for each, (signer, _) in made.items()},
+            {each: public for each, (_, public) in made.items()},
+        )
+
+    @cached_property
+    def _whole(self) -> tuple[Session, MerkleTree]:
+        adverts = [
+            Advert(
+                client_id=each,
+                packet_key=each.to_bytes(32, "big"),
+                mask_key=bytes(32),
+                nonce=bytes(16),
+                signature=bytes(64),
+            )
+            for each in IDS
+        ]
+        return Session.of(self.terms, adverts, directory=self.directory)
+
+    @property
+    def session(self) -> Session:
+        return self._whole[0]
+
+    @property
+    def tree(self) -> MerkleTree:
+        return self._whole[1]
+
+    @cached_property
+    def view(self) -> Session:
+        """The session as a client sees it."""
+        roster = self.session.roster_for(IDS[VICTIM], tree=self.tree)
+        return Session.opened(self.terms, roster)
+
+    def sign(self, ids: Iterable[ClientId], survivors: bytes) -> dict[ClientId, bytes]:
+        """Return true signatures."""
+        return {
+            each: self.signers[each].sign(self.session.survivors_text(survivors, each))
+            for each in ids
+        }
+
+    def show(self, signatures: Mapping[ClientId, bytes], survivors: bytes) -> Signatures:
+        return audit.show(signatures, self.session, survivors=survivors, tree=self.tree)
+
+    def reason(self, shown: Signatures, survivors: bytes) -> str:
+        """Return why the client refuses; empty: it releases."""
+        told = messages.decode(messages.encode(shown))
+        assert isinstance(told, Signatures)
+        try:
+            audit.check(told, self.view, survivors=survivors, directory=self.directory)
+        except ProtocolError as error:
+            return str(error)
+        return ""
+
+
+@pytest.fixture(scope="module")
+def vote() -> Vote:
+    return Vote.of(sigma_bits=40)
+
+
+@pytest.fixture(scope="module")
+def everyone(vote: Vote) -> bytes:
+    return vote.session.bitmap(IDS)
+
+
+def padded(true: Mapping[ClientId, bytes], claimed: Sequence[ClientId]) -> dict[ClientId, bytes]:
+    """Return signatures of all that are claimed, garbage of those that did not sign."""
+    return {each: true.get(each, GARBAGE.bytes(64)) for each in claimed}
+
+
+def test_a_client_sees_a_part_of_the_signatures_and_releases(vote: Vote, everyone: bytes) -> None:
+    """The control of all lies below, at both ends: all signed, or just a quorum."""
+    for num_signed, num_opened in ((N, 83), (QUORUM + 1, 111), (QUORUM, 111)):
+        shown = vote.show(vote.sign(IDS[:num_signed], everyone), everyone)
+        assert len(shown.signatures) == num_opened
+        assert vote.reason(shown, everyone) == ""
+
+
+def test_the_number_of_signatures_is_the_least_that_keeps_the_odds() -> None:
+    """Against binomials of whole numbers; and one fewer would not do."""
+    for signed, quorum, bits in ((200, 111, 106), (10_000, 5_501, 106), (40, 21, 3), (9, 9, 50)):
+        found = num_audited(signed, quorum=quorum, risk_bits=bits)
+        lies, every = (
+            [math.comb(number, opened) for opened in (found - 1, found)]
+            for number in (quorum - 1, signed)
+        )
+        assert lies[1] << bits <= every[1]
+        assert lies[0] << bits > every[0]
+        assert found <= quorum
+
+
+def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With q - 1 real ones of 200, a try has odds C(q - 1, s) / C(q', s), and no better ones."""
+    monkeypatch.setattr(parameters, "GRINDING_BITS", 0)  # clients that grant no tries
+    weak = Vote.of(sigma_bits=1)
+    survivors = weak.session.bitmap(IDS)
+    true = weak.sign(IDS[: QUORUM - 1], survivors)
+    opened = num_audited(N, quorum=QUORUM, risk_bits=3)
+    assert opened == risk_bits(1, adversary=Adversary.ACTIVE_SERVER) + 1 == 4
+    chance = math.comb(QUORUM - 1, opened) / math.comb(N, opened)
+    assert 0.05 < chance <= 1 / 8
+    tries = 500
+    passed = sum(
+        not weak.reason(weak.show(padded(true, IDS), survivors), survivors) for _ in range(tries)
+    )
+    spread = math.sqrt(tries * chance * (1.0 - chance))
+    assert abs(passed - tries * chance) < 4.5 * spread
+    assert passed > 0, "a coordinator that may try finds one: hence sigma + 66 bits"
+
+
+def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> None:
+    """Half of the clients is told that OTHER dropped, the others that it did not.
+
+    Each set is claimed to be signed by all; fifty commitments are tried for each. What passed
+    above, once in nine, does not here.
+    """
+    other = IDS[150]
+    sets = [vote.session.bitmap(IDS), vote.session.bitmap(i for i in IDS if i != other)]
+    halves = [IDS[:100], IDS[100:150] + IDS[151:]]
+    for survivors, signed in zip(sets, halves, strict=True):
+        true = vote.sign(signed, survivors)
+        alive = vote.session.among(vote.session.ranks_in(survivors, what="").tolist())
+        for _ in range(50):
+            shown = vote.show(padded(true, alive), survivors)
+            assert "did not sign these survivors" in vote.reason(shown, survivors)
+        others = [each for each in alive if each not in signed]
+        few = vote.show(padded(true, [*signed, *others[: QUORUM - len(signed)]]), survivors)
+        assert "did not sign" in vote.reason(few, survivors), "none of a quorum goes unseen"
+        too_few = replace(few, signed=vote.session.bitmap(signed))
+        assert "the quorum is 111" in vote.reason(too_few, survivors)
+
+
+def test_names_alone_would_not_fix_the_sample(
+    monkeypatch: pytest.MonkeyPatch, vote: Vote, everyone: bytes
+) -> None:
+    """Why there is a root: a sample known beforehand is signed by just those that are in it.
+
+    The control draws it without the root. Who has only a quorum less one then names as many as it
+    takes for a sample among them, and gets all that is looked at signed.
+    """
+
+    def blind(
+        session: Session, survivors: bytes, signed: bytes, *, root: bytes, num_signed: int
+    ) -> NDArray[np.int64]:
+        opened = num_audited(num_signed, quorum=QUORUM, risk_bits=106)
+        seed = keys.digest(b"audit", session.id, survivors, signed)
+        return audit.sample(num_signed, num_audited=opened, seed=seed)
+
+    def shown_after_the_sample() -> Signatures:
+        signed = vote.session.bitmap(IDS)
+        places = blind(vote.session, everyone, signed, root=b"", num_signed=N)
+        asked = [IDS[place] for place in places]
+        assert len(asked) < QUORUM
+        return vote.show(padded(vote.sign(asked, everyone), IDS), everyone)
+
+    assert "did not sign" in vote.reason(shown_after_the_sample(), everyone)
+    monkeypatch.setattr(audit, "_places", blind)
+    assert vote.reason(shown_after_the_sample(), everyone) == "", "fewer than a quorum are enough"
+
+
+Change = Callable[[Vote, Signatures], Signatures]
+
+
+def without_last(vote: Vote, shown: Signatures) -> Signatures:
+    return replace(shown, signatures=shown.signatures[:-1], signers=shown.signers[:-1])
+
+
+def another_sample(vote: Vote, shown: Signatures) -> Signatures:
+    """Open the first that signed, well proven, and not those that were drawn."""
+    survivors = vote.session.bitmap(IDS)
+    true = vote.sign(IDS, survivors)
+    committed = MerkleTree.of([leaf_of(true[each]) for each in IDS], keys=None)
+    chosen = list(range(len(shown.signatures)))
+    return replace(
+        shown,
+        signatures=tuple(true[IDS[at]] for at in chosen),
+        signers=tuple(member_of(vote.session.by_id[IDS[at]]) for at in chosen),
+        of_signatures=committed.proof(chosen),
+        of_signers=vote.tree.proof(chosen),
+    )
+
+
+def first_signer(change: Callable[[Member], Member]) -> Change:
+    return lambda _, shown: replace(shown, signers=(change(shown.signers[0]), *shown.signers[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_last, "82 signatures are opened of 200, not 83"),
+        (lambda _, s: replace(s, signatures=s.signatures[:-1]), "82 signatures are opened"),
+        (lambda _, s: replace(s, signers=s.signers[:-1]), "82 signers of 83 signatures"),
+        (lambda _, s: replace(s, signers=()), "0 signers of 83 signatures"),
+        (another_sample, ""),
+        (lambda _, s: replace(s, root=bytes(32)), ""),
+        (lambda _, s: replace(s, signed=s.signed[:-1]), "24 bytes, not the 25 of 200 bits"),
+        (lambda _, s: replace(s, signed=s.signed + bytes(1)), "26 bytes, not the 25"),
+        (lambda _, s: replace(s, signed=bytes(25)), "0 survivors confirmed"),
+        (lambda _, s: replace(s, of_signatures=NO_PROOF), "early"),
+        (lambda _, s: replace(s, of_signers=NO_PROOF), "early"),
+        (
+            lambda _, s: replace(s, of_signatures=replace(s.of_signatures, splits=bytes(8))),
+            "too many",
+        ),
+        (lambda _, s: replace(s, signatures=s.signatures[::-1]), "did not sign these survivors"),
+        (
+            first_signer(lambda m: replace(m, client_id=ClientId(0))),
+            "signer 0 is not in the pinned directory",
+        ),
+        (
+            first_signer(lambda m: replace(m, advert_hash=bytes(32))),
+            "the signers are not those in the roster",
+        ),
+    ],
+)
+def test_what_is_shown_otherwise_is_refused(
+    vote: Vote, everyone: bytes, change: Change, reason: str
+) -> None:
+    shown = vote.show(vote.sign(IDS, everyone), everyone)
+    found = vote.reason(change(vote, shown), everyone)
+    assert found
+    assert reason in found
+
+
+def test_who_is_no_survivor_signs_nothing(vote: Vote) -> None:
+    """Of a smaller set, though all did sign it."""
+    survivors = vote.session.bitmap(IDS[10:])
+    shown = vote.show(vote.sign(IDS, survivors), survivors)
+    assert "position 0 in the roster, no survivor" in vote.reason(shown, survivors)
+    honest = vote.show(vote.sign(IDS[10:], survivors), survivors)
+    assert vote.reason(honest, survivors) == "", "the control"
+
+
+def test_a_signature_counts_for_one_client(vote: Vote, everyone: bytes) -> None:
+    """Its id is signed as well: else one key under two ids would count twice.
+
+    A coordinator tells of clients by keys that it likes, where no roster of identities is pinned.
+    """
+    twin = dict(vote.directory)
+    twin[IDS[1]] = twin[IDS[0]]
+    signers = {**vote.signers, IDS[1]: vote.signers[IDS[0]]}
+    told = Vote(vote.terms, vote.signers, twin)
+    true = told.sign(IDS[:QUORUM], everyone)
+    copied = {**true, IDS[1]: true[IDS[0]]}
+    assert "did not sign" in told.reason(told.show(copied, everyone), everyone)
+    owner = Vote(vote.terms, signers, twin)  # the control: who has the key may sign for both
+    assert owner.reason(owner.show(owner.sign(IDS[:QUORUM], everyone), everyone), everyone) == ""
+
+
+def test_signatures_of_another_session_or_other_survivors_are_refused(
+    vote: Vote, everyone: bytes
+) -> None:
+    fewer = vote.session.bitmap(IDS[:-1])
+    shown = vote.show(vote.sign(IDS[:-1], fewer), everyone)
+    assert "did not sign" in vote.reason(shown, everyone)
+    later = Vote(replace(vote.terms, attempt=1), vote.signers, vote.directory)
+    shown = later.show(later.sign(IDS, everyone), everyone)
+    assert vote.reason(shown, everyone)
+    assert later.reason(shown, everyone) == ""
+
+
+def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: bytes) -> None:
+    """As it stands in none that a client takes; only its signature would be seen of it."""
+    signer, _ = keys.fresh_signer()
+    shown = vote.show(vote.sign(IDS, everyone), everyone)
+    step = Confirmed(vote.view, {}, everyone)
+    state = ClientState.fresh(vote.terms.run_id).at(step)
+
+    def client(listed: Iterable[ClientId]) -> SecureClient:
+        return SecureClient(
+            client_id=IDS[VICTIM],
+            signer=signer,
+            coordinator_key=bytes(32),
+            directory=vote.directory,
+            policy=POLICY,
+            num_threads=1,
+            draw=Draw(roster="r", client_ids=frozenset(listed), factor=2.0),
+        )
+
+    undrawn = shown.signers[20].client_id
+    with pytest.raises(PolicyViolation, match=f"max_draw_factor.*client {undrawn} in round"):
+        client(each for each in IDS if each != undrawn).release(shown, state, step)
+    reply, _ = client(IDS).release(shown, state, step)
+    assert isinstance(reply, messages.Release)

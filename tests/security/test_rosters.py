@@ -1,0 +1,432 @@
+"""A coordinator that lies about a roster of which each client sees little.
+
+It holds trees of its own making; what a client is told of them is checked by the client alone.
+Beside each lie stands its control. The tree is built here a second time, from its definition and
+without a line of the product's, with splits that a liar may choose.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlearn.core.messages import ClientId
+from fedlearn.errors import AggregationAborted, ProtocolError
+from fedlearn.secagg import keys, messages
+from fedlearn.secagg.client_state import ClientState
+from fedlearn.secagg.graph import Ring
+from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of, root_of
+from fedlearn.secagg.messages import Advert, Roster
+from fedlearn.secagg.parameters import Adversary
+from fedlearn.secagg.session import advert_text, leaf, member_of, terms_text
+from fedlearn.secagg.terms import Terms
+from tests.rehearsal import Cast
+from tests.security.test_sparse_graph import POLICY, RUN, SMALL, contribution, small_terms
+
+TERMS = small_terms(Adversary.ACTIVE_SERVER, threshold=4)
+#: Some of those that were invited are missing.
+INVITED = replace(TERMS, num_clients=len(SMALL) + 4, quorum=15)
+
+
+# --- The tree, from its definition ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Any tree of this shape: leaves that need be nobody's, splits that need not be true.
+
+    Attributes:
+        leaves: Their hashes.
+        splits: By the first and the last but one place below a node.
+    """
+
+    leaves: Sequence[bytes]
+    splits: Mapping[tuple[int, int], int]
+
+    def hash(self, first: int, end: int) -> bytes:
+        if end - first == 1:
+            return self.leaves[first]
+        middle = self.middle(first, end)
+        split = self.splits[first, end].to_bytes(8, "little")
+        left, right = self.hash(first, middle), self.hash(middle, end)
+        return hashlib.sha256(b"\x01" + split + left + right).digest()
+
+    @staticmethod
+    def middle(first: int, end: int) -> int:
+        """Return where the right half begins: RFC 6962, the largest power of two below the size."""
+        return first + (1 << (end - first - 1).bit_length() - 1)
+
+    @property
+    def root(self) -> bytes:
+        return self.hash(0, len(self.leaves))
+
+    def way(self, place: int) -> list[tuple[int, int]]:
+        """Return the nodes above a leaf, from below."""
+        found, first, end = list[tuple[int, int]](), 0, len(self.leaves)
+        while end - first > 1:
+            found.insert(0, (first, end))
+            middle = self.middle(first, end)
+            first, end = (first, middle) if place < middle else (middle, end)
+        return found
+
+    def proof(self, place: int) -> Proof:
+        """Return what leads from one leaf to the root."""
+        hashes, splits = [], []
+        for first, end in self.way(place):
+            middle = self.middle(first, end)
+            hashes.append(self.hash(middle, end) if place < middle else self.hash(first, middle))
+            if middle != place:
+                splits.append(self.splits[first, end].to_bytes(8, "little"))
+        return Proof(hashes=b"".join(hashes), splits=b"".join(splits))
+
+
+def nodes(first: int, end: int) -> list[tuple[int, int]]:
+    if end - first < 2:
+        return []
+    middle = Tree.middle(first, end)
+    return [(first, end), *nodes(first, middle), *nodes(middle, end)]
+
+
+def true_tree(leaves: Sequence[bytes], ids: Sequence[int]) -> Tree:
+    every = nodes(0, len(ids))
+    return Tree(leaves, {node: ids[Tree.middle(*node)] for node in every})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 24, 33])
+def test_two_ways_to_build_the_tree_agree(size: int) -> None:
+    """Root and proof of each place, byte for byte; and many places lead to the same root."""
+    leaves = [leaf_of(bytes([each])) for each in range(size)]
+    ids = [7 * each + 3 for each in range(size)]
+    ours, other = MerkleTree.of(leaves, keys=ids), true_tree(leaves, ids)
+    assert ours.root == other.root
+    for place in range(size):
+        assert ours.proof([place]) == other.proof(place)
+    for places in (range(0, size, 2), range(size), [size - 1]):
+        opened = {at: leaves[at] for at in places}
+        told = [ids[at] for at in places]
+        assert root_of(size, opened, keys=told, proof=ours.proof(list(places))) == other.root
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> None:
+    """One identity at many ranks would be many corrupted ones for the price of one."""
+    size = data.draw(st.integers(2, 17))
+    splits = {node: data.draw(st.integers(0, 8)) for node in nodes(0, size)}
+    leaves, key = [leaf_of(b"an accomplice")] * size, data.draw(st.integers(0, 8))
+    tree = Tree(leaves, splits)
+    opens = []
+    for place in range(size):
+        proof = tree.proof(place)
+        try:
+            opens.append(
+                root_of(size, {place: leaves[place]}, keys=[key], proof=proof) == tree.root
+            )
+        except ProtocolError:
+            opens.append(False)
+    assert sum(opens) <= 1
+
+
+@pytest.mark.parametrize("field", ["hashes", "splits"])
+def test_a_proof_has_one_encoding(field: str) -> None:
+    """Nothing may be missing or be added; the control: as it is made."""
+    size, places = 24, [3, 11, 20]
+    leaves, ids = [leaf_of(bytes([each])) for each in range(size)], range(size)
+    tree = MerkleTree.of(leaves, keys=ids)
+    proof, opened = tree.proof(places), {at: leaves[at] for at in places}
+
+    def found(data: bytes) -> bytes:
+        told = replace(proof, **{field: data})
+        return root_of(size, opened, keys=places, proof=told)
+
+    whole, unit = getattr(proof, field), 32 if field == "hashes" else 8
+    assert found(whole) == tree.root
+    for cut in (whole[:-1], whole[:-unit], b""):
+        with pytest.raises(ProtocolError, match="early"):
+            found(cut)
+    for longer in (whole + bytes(1), whole + bytes(unit)):
+        with pytest.raises(ProtocolError, match="too many"):
+            found(longer)
+    for at in range(0, len(whole), unit):
+        bent = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        with suppress(ProtocolError):  # an id no longer stands where the tree says
+            assert found(bent) != tree.root
+
+
+# --- What a client is told ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Clients that have advertised, and a coordinator that tells them what it likes.
+
+    Attributes:
+        terms: Of the session.
+        cast: They.
+        adverts: Theirs, in the order of ids.
+        states: Theirs.
+    """
+
+    terms: Terms
+    cast: Cast
+    adverts: Sequence[Advert]
+    states: Mapping[ClientId, ClientState]
+
+    @property
+    def directory(self) -> Mapping[ClientId, bytes]:
+        return self.cast.clients[SMALL[0]].directory
+
+    def leaf(self, advert: Advert) -> bytes:
+        return leaf(member_of(advert), self.directory[advert.client_id])
+
+    def tell(self, client_id: ClientId, roster: Roster) -> messages.Up:
+        """Return what a client answers to a roster, as it travels."""
+        told = messages.decode(messages.encode(roster))
+        reply, _ = self.cast.clients[client_id].handle(
+            told, self.states[client_id], contribute=lambda _: contribution(client_id)
+        )
+        return reply
+
+
+def advertised(terms: Terms) -> Cohort:
+    """Return clients that have answered R0."""
+    cast = Cast.of(SMALL, policy=replace(POLICY, corruption=0.0), num_threads=1)
+    signed = messages.SignedTerms(terms=terms, signature=cast.signer.sign(terms_text(terms)))
+    fresh = ClientState.fresh(RUN)
+    said = {each: client.advertise(signed, fresh) for each, client in cast.clients.items()}
+    return Cohort(
+        terms,
+        cast,
+        [advert for advert, _ in said.values()],
+        {each: state for each, (_, state) in said.items()},
+    )
+
+
+@pytest.fixture(params=[TERMS, INVITED], ids=["all are there", "some are missing"])
+def cohort(request: pytest.FixtureRequest) -> Cohort:
+    return advertised(request.param)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """A roster as the liar has it: what stands at each place, and what it says does.
+
+    Attributes:
+        cohort: Whom it lies to.
+        leaves: At each place.
+        adverts: Whom it tells of at each place; ``None``: of nobody.
+        ids: What the splits are made of.
+    """
+
+    cohort: Cohort
+    leaves: Sequence[bytes]
+    adverts: Sequence[Advert | None]
+    ids: Sequence[int]
+
+    @classmethod
+    def honest(cls, cohort: Cohort) -> "Lie":
+        adverts = list(cohort.adverts)
+        return cls(
+            cohort,
+            [cohort.leaf(each) for each in adverts],
+            adverts,
+            [each.client_id for each in adverts],
+        )
+
+    def at(self, place: int, advert: Advert, *, key: int | None = None) -> "Lie":
+        """Return the lie with another advert at a place."""
+        leaves, adverts, ids = list(self.leaves), list(self.adverts), list(self.ids)
+        leaves[place], adverts[place] = self.cohort.leaf(advert), advert
+        ids[place] = advert.client_id if key is None else key
+        return replace(self, leaves=leaves, adverts=adverts, ids=ids)
+
+    def near(self, rank: int) -> list[int]:
+        """Return whom a client at a place sees: the ring follows from what was committed to."""
+        terms, size = self.cohort.terms, len(self.leaves).to_bytes(4, "little")
+        session = keys.digest(b"session", terms.session, self.tree.root, size)
+        ring = Ring.drawn(
+            len(self.leaves),
+            num_neighbours=terms.num_neighbours,
+            seed=keys.digest(b"graph", session),
+        )
+        return sorted([rank, *ring.near(rank).tolist()])
+
+    @property
+    def tree(self) -> MerkleTree:
+        return MerkleTree.of(self.leaves, keys=self.ids)
+
+    def told(self, client_id: ClientId) -> Roster:
+        """Return what a client is told; of whom nothing is there, somebody else's advert."""
+        rank = SMALL.index(client_id)
+        seen, tree = self.near(rank), self.tree
+        return Roster(
+            root=tree.root,
+            size=len(self.leaves),
+            rank=rank,
+            adverts=tuple(self.adverts[each] or self.cohort.adverts[0] for each in seen),
+            proof=tree.proof(seen),
+        )
+
+    def reason(self, client_id: ClientId, roster: Roster | None = None) -> str:
+        """Return why a client refuses; empty: it shares its keys."""
+        try:
+            self.cohort.tell(client_id, roster or self.told(client_id))
+        except (AggregationAborted, ProtocolError) as error:
+            return str(error)
+        return ""
+
+
+def test_an_honest_roster_is_taken(cohort: Cohort) -> None:
+    """The control of all lies below; its ring is the one that clients find."""
+    honest = Lie.honest(cohort)
+    assert {honest.reason(each) for each in SMALL} == {""}
+
+
+def test_an_accomplice_that_stands_at_many_places_is_accepted_at_one_of_them_at_most(
+    cohort: Cohort,
+) -> None:
+    """With its id at each of them, or with ids that fit the order."""
+    accomplice, places = cohort.adverts[10], [4, 5, 6, 7, 8, 9, 11, 12, 13]
+    lie = Lie.honest(cohort)
+    for place in places:
+        lie = lie.at(place, accomplice, key=place + 1)
+    others = [each for each in SMALL if SMALL.index(each) not in {10, *places}]
+    for client_id in others:
+        rank = SMALL.index(client_id)
+        sees = set(lie.near(rank)) & {10, *places}
+        reason = lie.reason(client_id)
+        assert (reason == "") == (sees <= {10}), (sees, reason)
+
+
+def test_clients_out_of_order_are_refused_by_who_sees_them(cohort: Cohort) -> None:
+    honest = Lie.honest(cohort)
+    lie = honest.at(3, cohort.adverts[15]).at(15, cohort.adverts[3])
+    refused = 0
+    for client_id in SMALL:
+        rank = SMALL.index(client_id)
+        if rank in (3, 15) or not {3, 15} & set(lie.near(rank)):
+            continue
+        reason = lie.reason(client_id)
+        assert "ascend" in reason or "where the tree says" in reason
+        refused += 1
+    assert refused
+
+
+def test_a_leaf_that_nobody_stands_behind_is_of_no_use(cohort: Cohort) -> None:
+    """Whoever neighbours it is shown no advert that it believes, and says so before it shares."""
+    honest, place = Lie.honest(cohort), 9
+    lie = replace(
+        honest,
+        leaves=[b"g" * 32 if at == place else each for at, each in enumerate(honest.leaves)],
+    )
+    for client_id in SMALL:
+        if (rank := SMALL.index(client_id)) == place:
+            continue
+        wanted = "are not those of the roster" if place in lie.near(rank) else ""
+        assert wanted in lie.reason(client_id)
+        assert bool(wanted) == bool(lie.reason(client_id))
+        told = lie.told(client_id)
+        if wanted:
+            fewer = replace(
+                told, adverts=tuple(a for a in told.adverts if a.client_id != SMALL[place])
+            )
+            assert "6 adverts, not the 7" in lie.reason(client_id, fewer)
+
+
+def test_another_size_is_another_session(cohort: Cohort) -> None:
+    """The positions, and hence the ring, follow from what is claimed."""
+    honest, victim = Lie.honest(cohort), SMALL[11]
+    told = honest.told(victim)
+    for size in (len(SMALL) - 1, len(SMALL) + 1):
+        assert honest.reason(victim, replace(told, size=size))
+    for size, words in ((0, "the least is 18"), (17, "the least is 18"), (1 << 16, "more than n")):
+        assert words in honest.reason(victim, replace(told, size=size))
+    assert "a position of 24" in honest.reason(victim, replace(told, rank=24))
+
+
+def test_a_roster_that_is_padded_with_garbage_only_ends_sessions() -> None:
+    """M is claimed to be larger: whoever neighbours garbage refuses, the others go on."""
+    honest, padding = Lie.honest(advertised(INVITED)), 3
+    lie = replace(
+        honest,
+        leaves=[*honest.leaves, *([b"g" * 32] * padding)],
+        adverts=[*honest.adverts, *([None] * padding)],
+        ids=[*honest.ids, *(SMALL[-1] + 1 + each for each in range(padding))],
+    )
+    reasons = {}
+    for client_id in SMALL:
+        sees_garbage = max(lie.near(SMALL.index(client_id))) >= len(SMALL)
+        reasons[client_id] = lie.reason(client_id)
+        assert bool(reasons[client_id]) == sees_garbage
+    assert len(set(map(bool, reasons.values()))) == 2
+
+
+def test_a_root_of_another_roster_is_refused(cohort: Cohort) -> None:
+    """With its own proof too: the session, and so the ring, is that of the root."""
+    honest, victim = Lie.honest(cohort), SMALL[5]
+    other = honest.at(20, replace(cohort.adverts[20], nonce=bytes(16)))
+    mixed = replace(honest.told(victim), root=other.tree.root)
+    assert honest.reason(victim, mixed)
+    assert honest.reason(victim, replace(other.told(victim), root=honest.tree.root))
+
+
+def test_neighbours_are_those_of_the_ring(cohort: Cohort) -> None:
+    """All of the roster, well proven; but the ring has others beside this client."""
+    honest, victim = Lie.honest(cohort), SMALL[5]
+    rank = SMALL.index(victim)
+    seen = honest.near(rank)
+    strangers = [each for each in range(len(SMALL)) if each not in seen]
+    chosen = sorted([rank, *strangers[:6]])
+    told = replace(
+        honest.told(victim),
+        adverts=tuple(cohort.adverts[each] for each in chosen),
+        proof=honest.tree.proof(chosen),
+    )
+    assert honest.reason(victim, told)
+    assert not honest.reason(victim), "the control"
+
+
+def test_a_roster_for_one_client_is_none_for_another(cohort: Cohort) -> None:
+    honest = Lie.honest(cohort)
+    for client_id, other in pairwise(SMALL):
+        assert "own advert" in honest.reason(client_id, honest.told(other))
+
+
+def test_two_clients_are_not_told_two_keys_of_one(cohort: Cohort) -> None:
+    """The identity key is in the leaf: who has pinned another one finds another root.
+
+    So is the control, that the advert itself would be believed with the key that was told.
+    """
+    place = 14
+    signer, public = keys.fresh_signer()
+    advert = cohort.adverts[place]
+    text = advert_text(cohort.terms, advert.unsigned())
+    swapped = replace(advert, signature=signer.sign(text))
+    honest = Lie.honest(cohort)
+
+    def with_key(key: bytes) -> Lie:
+        leaves, adverts = list(honest.leaves), list(honest.adverts)
+        leaves[place], adverts[place] = leaf(member_of(swapped), key), swapped
+        return replace(honest, leaves=leaves, adverts=adverts)
+
+    def believes(client_id: ClientId, lie: Lie) -> str:
+        client = cohort.cast.clients[client_id]
+        other = replace(client, directory={**client.directory, SMALL[place]: public})
+        credulous = replace(cohort.cast, clients={**cohort.cast.clients, client_id: other})
+        return replace(lie, cohort=replace(cohort, cast=credulous)).reason(client_id)
+
+    for key, words in ((public, ""), (cohort.directory[SMALL[place]], "not those of the roster")):
+        lie = with_key(key)
+        near = [each for each in SMALL if place in lie.near(SMALL.index(each))]
+        assert len(near) == 7
+        for client_id in near:
+            if client_id == SMALL[place]:
+                continue
+            assert "is not signed by it" in lie.reason(client_id), "it has pinned the true key"
+            assert words in believes(client_id, lie)
+            assert bool(words) == bool(believes(client_id, lie))
