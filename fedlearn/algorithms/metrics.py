@@ -172,6 +172,16 @@ class Measures:
         return values | {n: metric.of(outputs, labels) for n, metric in self.metrics.items()}
 
 
+#: What records say under these names of every run, and no measure of the user's.
+RESERVED = frozenset({"epsilon", "train_loss"})
+
+
+def reserved(name: str) -> str:
+    """Return what is wrong with one of the :data:`RESERVED` names."""
+    meaning = "the privacy spent" if name == "epsilon" else "the mean loss of clients' training"
+    return f"{name!r} is {meaning} in records; give another name"
+
+
 def require_name(name: str, *, taken: tuple[str, ...]) -> None:
     """Raise ConfigError unless a metric can be recorded under a name that is not ``taken``."""
     if not _NAME.fullmatch(name) or name == "auto":
@@ -179,6 +189,8 @@ def require_name(name: str, *, taken: tuple[str, ...]) -> None:
             f"metrics: {name!r} is no name; give at most 64 letters, digits and underscores, a "
             'letter first, and not "auto"'
         )
+    if name in RESERVED:
+        raise ConfigError(f"metrics: {reserved(name)}")
     if name in taken:
         raise ConfigError(f"metrics: the objective measures {name!r} already; give another name")
 
@@ -192,6 +204,8 @@ def _declared(objective: Objective) -> tuple[str, ...]:
                 "`per_example` (is the loss the mean of its examples' losses?) and `directions` "
                 '(of each of its metrics, as {"accuracy": "max"}; {} without any)'
             )
+    for name in RESERVED & set(objective.directions):
+        raise ConfigError(f"the objective {type(objective).__name__}: {reserved(name)}")
     return tuple(objective.directions)
 
 

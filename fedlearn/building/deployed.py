@@ -1,5 +1,7 @@
 """From a configuration to the pieces of a coordinator."""
 
+import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,11 @@ from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config
 from fedlearn.core.distribution import split
 from fedlearn.door.eligibility import Requirements
+from fedlearn.door.meanings import MEANINGS
 from fedlearn.errors import ConfigError
+
+#: What Prometheus adds to the name of a metric in those of its series.
+_OF_A_SERIES = re.compile(r"_(total|bucket|count|sum)$")
 
 
 def deployment(config: Config, *, data_dir: Path) -> Deployment:
@@ -59,6 +65,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
     pieces = furnished(pieces, config.client.extra)
     for name in config.metrics:
         require_name(name, taken=("loss", *pieces.objective.directions))
+    _require_free_in_telemetry(pieces.directions)
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
     if config.secure_aggregation.is_on:
         _require_evaluable(pieces)
@@ -85,6 +92,16 @@ def _require_nothing_of_clients(algorithm: Strategy) -> None:
             '"flower", whose ClientApps train as they are written and return their model; take '
             'another algorithm (fedavg, fedadam, ...), or set flower.client_apps to "fedlearn"'
         )
+
+
+def _require_free_in_telemetry(measures: Collection[str]) -> None:
+    """Refuse a measure whose name says something else in ``/metrics``."""
+    for name in set(measures) - {"accuracy", "loss"}:
+        if name in MEANINGS or _OF_A_SERIES.sub("", name) in MEANINGS:
+            raise ConfigError(
+                f"metrics: a measure is called {name!r}, but fedlearn_{name} of /metrics tells "
+                "something else of every coordinator; give another name"
+            )
 
 
 def _require_evaluable(pieces: Deployment) -> None:

@@ -9,8 +9,9 @@ from fedlearn.errors import DeploymentError
 
 _HEADING = """\
 A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
-All keys are here with their values; one that you delete has its default again, and `fedlearn \
-check` prints what is in force. \
+All keys that a coordinator heeds are here with their values, but for engine.slab_bytes; one that \
+you delete has its default again, and `fedlearn check` prints what is in force, also of the tables \
+of simulations (devices, engine) and of runs on Flower (flower). \
 It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
 brings images of its own, 64 pixels each in [0, 1]. Its trainer must build the network of [model]: \
 as it is, nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \

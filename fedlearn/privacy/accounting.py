@@ -47,7 +47,13 @@ from fedlearn.privacy.gaussian import gaussian_epsilon, mixed_epsilon
 
 #: Spacing of the privacy losses that are told apart; each is rounded up, so a figure only grows.
 _FINE, _ROUGH = 1e-4, 4e-3
-#: The same as a share of ε, for a figure and in a search.
+#: How many of them are, at the most, up to what one release costs: each takes some microseconds.
+_LOSSES = 1 << 16
+#: Where one release costs a user that is asked more than this, that few are asked is not counted.
+_HOPELESS = 1e4
+#: Largest spacing: the arithmetic raises e to it.
+_WIDEST = 500.0
+#: The spacing as a share of ε, for a figure and in a search.
 _EXACT_SHARE, _COARSE_SHARE = 2e-4, 1e-3
 #: Sums of squared distances that are told apart; each is rounded up.
 _SUMS = 1 << 14
@@ -192,14 +198,17 @@ def _sampled_epsilon(
     spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float | None
 ) -> float:
     """Return ε of cohorts that nobody has seen."""
+    most = max(gaussian_epsilon(event.distance, target_delta) for event, _ in spent)
+    if most > _HOPELESS:
+        return math.inf  # at once; there is the bound of who sees the cohorts
     if all(isinstance(event.cohorts, FixedCohorts) for event, _ in spent):
         return _renyi_epsilon(spent, target_delta)
     if interval is None:
         # Large losses are told apart by more: it costs nothing of the figure, and seconds less.
-        rough = _amplified_epsilon(spent, target_delta, _ROUGH)
+        rough = _amplified_epsilon(spent, target_delta, max(_ROUGH, most / _LOSSES))
         enough = max(_FINE, _EXACT_SHARE * rough)
         interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))  # few, so losses are kept
-    return _amplified_epsilon(spent, target_delta, interval)
+    return _amplified_epsilon(spent, target_delta, min(interval, _WIDEST))
 
 
 def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

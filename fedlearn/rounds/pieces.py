@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate, Lanes, misfit
 from fedlearn.algorithms.local import read_only, require_told
+from fedlearn.algorithms.metrics import RESERVED, reserved
 from fedlearn.algorithms.strategy import State, Stepped, Strategy
 from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
@@ -113,6 +114,8 @@ def _numbers(
 ) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
+        if name in RESERVED:
+            raise RoundError(f"{who} returned a metric of that name: {reserved(name)}")
         try:
             found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -833,6 +833,8 @@ def test_metrics_are_built_from_a_file(user_file: Path) -> None:
         ("accuracy", {"factory": "USER:bias"}, "measures 'accuracy' already"),
         ("a b", {"factory": "USER:bias"}, "'a b' is no name"),
         ("auto", {"factory": "USER:bias"}, "'auto' is no name"),
+        ("epsilon", {"factory": "USER:bias"}, "'epsilon' is the privacy spent in records"),
+        ("train_loss", {"factory": "USER:bias"}, "'train_loss' is the mean loss of clients"),
     ],
 )
 def test_what_is_no_metric_is_refused(

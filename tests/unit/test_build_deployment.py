@@ -141,3 +141,14 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
     del privacy["bands"]
     with pytest.raises(ConfigError, match=r'or to "cyclic", with privacy\.bands'):
         built(sampled)
+
+
+@pytest.mark.parametrize(
+    "name", ["rounds", "connected", "phase", "clients_loss_mean", "refused_total"]
+)
+def test_a_measure_does_not_pass_for_what_metrics_tell_of_a_coordinator(name: str) -> None:
+    """In /metrics both would be one series. The control: a name that is nobody's."""
+    table = {"direction": "max"}
+    with pytest.raises(ConfigError, match=f"fedlearn_{name} of /metrics tells something else"):
+        built({"metrics": {name: table}})
+    assert f"{name}_of_mine" in built({"metrics": {f"{name}_of_mine": table}}).directions

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import (
     from_gaussian_mechanism,
     from_truncated_subsampled_gaussian_mechanism,
@@ -259,3 +260,40 @@ def test_what_makes_no_sense_is_refused(call: Callable[[], object], message: str
     """With the place and the value."""
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("cohorts", [POISSON, FIXED])
+@pytest.mark.parametrize("multiplier", [1e-3, 1e-9])
+def test_next_to_no_noise_costs_what_it_costs_without_sampling(
+    cohorts: PoissonCohorts | FixedCohorts, multiplier: float
+) -> None:
+    """At once, and in words of numbers: the arithmetic of what hides nothing took minutes."""
+    event = Event(cohorts, multiplier)
+    expected = gaussian_epsilon(math.sqrt(event.squared_distance(100)), DELTA)
+    assert epsilon_of_release({event: 100}, target_delta=DELTA) == expected
+
+
+def test_a_budget_of_millions_is_calibrated_for() -> None:
+    """With losses that are told apart by less than e can be raised to."""
+    found = calibrated(POISSON, epsilon=1e6, target_delta=DELTA, num_rounds=100)
+    assert epsilon_of_release({Event(POISSON, found): 100}, target_delta=DELTA) <= 1e6
+
+
+@pytest.mark.slow
+def test_little_noise_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many losses are told apart and no more; ε is above what is exact without a cap."""
+    event, exactly = Event(POISSON, 0.02), from_truncated_subsampled_gaussian_mechanism
+    most, intervals = gaussian_epsilon(event.distance, DELTA), list[float]()
+
+    def counted(*, value_discretization_interval: float, **others: float) -> object:
+        intervals.append(value_discretization_interval)
+        return exactly(value_discretization_interval=value_discretization_interval, **others)
+
+    monkeypatch.setattr(
+        privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism", counted
+    )
+    found = epsilon_of_release({event: 1}, target_delta=DELTA)
+    assert max(most / each for each in intervals) <= 1 << 16
+    # Of one release, by coins: the Gaussian's at δ / q, and a factor q of its odds.
+    rate = event.cohorts.rate
+    assert gaussian_epsilon(event.distance, DELTA / rate) + math.log(rate) <= found <= most

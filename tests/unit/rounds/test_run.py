@@ -24,7 +24,7 @@ from fedlearn.core.distribution import Direction
 from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError, TooFewReports
+from fedlearn.errors import ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
@@ -240,6 +240,21 @@ def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
         train(plan, linear(), checkpoint=checkpoint, store=resumed, after_round=ignore)
         assert len(before) == at
         assert [record.metrics for record in resumed.records] == told[at:]
+
+
+class Spends(Algorithm):
+    """Its metrics look as if privacy had been spent."""
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        return replace(super().step(params, aggregate, state), metrics={"epsilon": 1.0})
+
+
+def test_no_metric_of_a_strategy_passes_for_the_privacy_that_was_spent() -> None:
+    """It would have stood in records in the place of the ledger's."""
+    fed = FedAvg(LOCAL)
+    spends = Spends(**{each.name: getattr(fed, each.name) for each in fields(fed)})
+    with pytest.raises(RoundError, match=r"Spends\.step .* 'epsilon' is the privacy spent"):
+        run(run_plan(replace(scripted_round(), strategy=spends), num_rounds=2))
 
 
 def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
