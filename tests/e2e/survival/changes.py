@@ -73,8 +73,9 @@ def note_releases(release: Function) -> Function:
 
     def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
         released = release(self, message, state, step)
-        terms = step.session.terms
-        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *step.survivors)
+        terms, ranks = step.session.terms, step.session.ranks_in(step.survivors, what="")
+        survivors = step.session.among(ranks.tolist())
+        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *survivors)
         return released
 
     return noting
