@@ -354,6 +354,7 @@ class Coordinator:
         channel = door.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
+        door.want(self._num_in_work)
         notes, charging, num_lost = self._patiently(
             lambda: promise(
                 self.pieces,
@@ -424,6 +425,12 @@ class Coordinator:
                 ahead=channel if self._sends_ahead else None,
                 note=failing.note,
             )
+
+    @property
+    def _num_in_work(self) -> int:
+        """Clients that work at the same time."""
+        asynchrony = self.pieces.asynchrony
+        return self.pieces.policy.num_asked if asynchrony is None else asynchrony.concurrency
 
     @property
     def _sends_ahead(self) -> bool:
