@@ -312,6 +312,7 @@ class Coordinator:
         channel = door.channel(
             check=self.interruption.check, waiting=self.live_status.round_times.waiting
         )
+        door.want(self._num_in_work)
         return ReachableClients(
             channel=channel,
             notes=(f"clients are served at {door.address}",),
@@ -326,6 +327,12 @@ class Coordinator:
             forget=channel.forget,
             ahead=channel if self._sends_ahead else None,
         )
+
+    @property
+    def _num_in_work(self) -> int:
+        """Clients that work at the same time."""
+        asynchrony = self.pieces.asynchrony
+        return self.pieces.policy.num_asked if asynchrony is None else asynchrony.concurrency
 
     @property
     def _sends_ahead(self) -> bool:

@@ -14,12 +14,11 @@ from typing import NamedTuple, TypeVar
 import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
-from numpy.random import Generator
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.randomness import Seed
 from fedlearn.door.counters import DoorCounters
+from fedlearn.door.pace import Pace
 from fedlearn.door.settings import DoorSettings
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire_pb2
@@ -187,7 +186,9 @@ class Sessions:
     Attributes:
         admits: Whether a client may be asked, by what it says of itself.
         changed: Told when a client comes, goes, or becomes eligible or not.
+        pace: When those that are not needed come back.
         is_needed: Whether a client's reply is awaited: it is never sent away.
+        num_wanted: Clients that a round would ask: until so many may be asked, nobody is too many.
     """
 
     settings: DoorSettings
@@ -195,8 +196,9 @@ class Sessions:
     changed: Callable[[], None]
     counters: DoorCounters
     clock: Clock
+    pace: Pace
     is_needed: Callable[[ClientId], bool] = lambda _: False
-    _jitter: Generator = field(default_factory=Seed(0).derive("come back").numpy)
+    num_wanted: int = 0
     _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
     _touched: dict[ClientId, ServerSession] = field(default_factory=dict)
 
@@ -214,6 +216,12 @@ class Sessions:
     def eligible(self) -> list[ClientId]:
         """Return the clients that may be asked, by number."""
         return sorted(each for each, session in self._sessions.items() if session.is_eligible)
+
+    def may_check_in(self, client_id: ClientId) -> bool:
+        """Return whether a client may come now: the pace allows it, or it is needed."""
+        if self.pace.admits() or self.is_needed(client_id):
+            return True
+        return sum(each.is_eligible for each in self._sessions.values()) < self.num_wanted
 
     def take_touched(self) -> list[ServerSession]:
         """Return the last session of each client that came, went or spoke of itself since."""
@@ -287,17 +295,13 @@ class Sessions:
     def send_away(
         self, session: ServerSession, reason: str, *, after_s: float | None = None
     ) -> None:
-        """Ask a client to come back in about ``after_s``; half to one and a half times."""
-        about_s = self.settings.come_back_s if after_s is None else after_s
-        come_back = wire_pb2.ComeBack(after_s=self.spread_s(about_s), reason=reason)
+        """Ask a client to come back after ``after_s`` or later, as the pace has it."""
+        least_s = self.settings.come_back_s if after_s is None else after_s
+        come_back = wire_pb2.ComeBack(after_s=self.pace.after_s(least_s), reason=reason)
         session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
         session.finish(Ending(grpc.StatusCode.OK, reason))
         self.counters.sent_away += 1
         self.leave(session)
-
-    def spread_s(self, about_s: float) -> float:
-        """Return half to one and a half times ``about_s``: clients do not come back together."""
-        return about_s * (0.5 + self._jitter.random())
 
     def _make_room(self, newcomer: ServerSession) -> None:
         """Send away whoever was here for long and is not needed, else the newcomer."""

@@ -55,6 +55,8 @@ class DoorCounters:
     authenticated: int = 0
     enrolment_connections: int = 0
     looks: int = 0
+    check_ins: int = 0
+    paced: int = 0
     sessions: int = 0
     sessions_replaced: int = 0
     sessions_dropped: int = 0

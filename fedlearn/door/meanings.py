@@ -58,6 +58,16 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "failing: coordinator.set_aside_after.",
     ),
     **_gauges(
+        "check-ins/second",
+        check_in_rate="Check-ins that the coordinator can take, by what one costs and how late "
+        "its event loop is: those who are told to come back are told to come at this rate.",
+    ),
+    **_gauges(
+        "seconds",
+        check_in_seconds="Processor time of a check-in; absent before it is known.",
+        loop_late_seconds="By how much the door's event loop was late when it last looked.",
+    ),
+    **_gauges(
         "fraction",
         accuracy="Of the last central evaluation; absent where the coordinator has no data.",
         clients_accuracy_mean="Of the last evaluation by clients, their mean.",
@@ -129,6 +139,11 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "models",
         sent_ahead="Models that clients in flight were told of before they were asked about them: "
         "coordinator.send_ahead.",
+    ),
+    **_counters(
+        "clients",
+        check_ins="Clients that have connected and been recognised, whether they may stay or not.",
+        paced="Of those, clients that came when too many did, and were told when to come back.",
     ),
     **_counters(
         "messages",

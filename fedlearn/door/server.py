@@ -50,6 +50,7 @@ from fedlearn.door.exchange import (
     unusable,
 )
 from fedlearn.door.loop import LoopThread
+from fedlearn.door.pace import Pace
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.spool import GroupWriter, ended_exchanges
 from fedlearn.door.tasks import Exchanges
@@ -69,9 +70,10 @@ _STOP_S = 0.5  # past the grace, for calls that were cancelled to end
 _LAST_WORD_S = 1.0  # that a client has to read the last message of its session
 _REPORT_S = 10.0  # between two lines about strangers and refused calls, which come as they like
 
-#: When whoever is not served now shall come back: soon, unless so many are enrolled that they would
-#: be more than this a second.
-_SOON_S, _MAX_RETURNS_PER_S = 1.0, 100.0
+#: When whoever is not served now may come back, at the earliest.
+_SOON_S = 0.5
+#: Of one core that check-ins may take.
+_SHARE = 0.5
 _NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 _MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are remembered
@@ -96,6 +98,7 @@ class Door:
             clients say themselves who they are, for tests and demonstrations.
         eligible: Whether a client may be asked, by what it says of itself.
         is_leader: Whether this coordinator may accept replies now; cheap.
+        pace: How many clients may check in; ``None``: as many as it finds that it can take.
         counters: What has happened so far.
         address: Where clients connect, once started.
         enrolment_address: Where they enrol; empty if nowhere.
@@ -110,6 +113,7 @@ class Door:
     eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
     is_leader: Callable[[], bool]
     clock: RealClock
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         self.counters = DoorCounters()
@@ -118,9 +122,11 @@ class Door:
         self._changed = threading.Event()
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
-        self._strangers = 0
+        self._strangers = self._num_paced = 0
         self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
         self._reported_s = self.clock.now_s()
+        self._pace = self.pace or Pace(self.clock, share=_SHARE)
+        self._cpu_s, self._num_check_ins = _cpu_s(), 0
         self._enrolled = EnrolledClients(self.registry, self._enrolled_changed, self.clock)
         self._sessions = Sessions(
             settings=self.settings,
@@ -128,6 +134,7 @@ class Door:
             changed=self._changed.set,
             counters=self.counters,
             clock=self.clock,
+            pace=self._pace,
         )
 
     def start(self) -> None:
@@ -225,6 +232,10 @@ class Door:
 
         self._loop.post(lambda: self._poll.add_done_callback(ended))
 
+    def want(self, num_clients: int) -> None:
+        """Let clients in at any pace until so many may be asked: a round would ask them."""
+        self._loop.post(partial(setattr, self._sessions, "num_wanted", num_clients))
+
     def status(self) -> dict[str, object]:
         """Return who is connected and where the open exchange stands, as JSON values."""
         return self._loop.ask(self._status)
@@ -243,6 +254,7 @@ class Door:
             "connected": len(self._sessions),
             "eligible": len(self._sessions.eligible()),
             "set_aside": len(set_aside),
+            **self._pace.values(),
             "clients_set_aside": set_aside[:_MAX_TOLD],
         }
 
@@ -389,7 +401,7 @@ class Door:
         self._report_refusals()
         self._exchanges.abandon()
         for session in self._sessions.all():
-            self._sessions.send_away(session, reason, after_s=self._soon_s())
+            self._sessions.send_away(session, reason, after_s=_SOON_S)
         if not self._enrolled.is_away:  # else this would wait for a database
             await self._contacts.keep()
         stopping = [asyncio.create_task(each.stop(grace_s)) for each in self._servers]
@@ -400,12 +412,22 @@ class Door:
 
     async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(_POLL_S)
+            await self._look_at_pace()
             await self._enrolled.renew()
             self._exchanges.tell_untold()
             self._cut_strangers()
             self._report()
             await self._contacts.keep()
+
+    async def _look_at_pace(self) -> None:
+        """Wait until the next poll, and find out what check-ins cost meanwhile."""
+        began_s = self.clock.now_s()
+        await asyncio.sleep(_POLL_S)
+        late_s = max(0.0, self.clock.now_s() - began_s - _POLL_S)
+        before_s, self._cpu_s = self._cpu_s, _cpu_s()
+        before, self._num_check_ins = self._num_check_ins, self.counters.check_ins
+        num_check_ins = self._num_check_ins - before
+        self._pace.look(cpu_s=self._cpu_s - before_s, num_check_ins=num_check_ins, late_s=late_s)
 
     def _report(self) -> None:
         """Log now and then who came and was not let in: nobody else tells of them."""
@@ -418,6 +440,9 @@ class Door:
         if strangers > self._strangers:
             num_new = strangers - self._strangers
             _log.warning("strangers", num_connections=num_new, num_so_far=strangers)
+        if (num_paced := counters.paced) > self._num_paced:
+            _log.info("paced", num_sent_away=num_paced - self._num_paced, **self._pace.values())
+            self._num_paced = num_paced
         self._strangers = max(strangers, self._strangers)  # a look may be announced and not come
         self._report_refusals()
 
@@ -499,7 +524,7 @@ class Door:
                 self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
             try:
                 if code in _NOT_NOW:
-                    after_s = self._sessions.spread_s(self._soon_s())
+                    after_s = self._pace.after_s(_SOON_S)
                     context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:
@@ -508,13 +533,14 @@ class Door:
                 _log.info("call_dropped", client_id=None if client is None else client.client_id)
                 raise asyncio.CancelledError from error
 
-    def _soon_s(self) -> float:
-        return max(_SOON_S, len(self._enrolled) / _MAX_RETURNS_PER_S)
-
     async def _serve_session(self, client: EnrolledClient, context: Context) -> None:
         if not self.is_leader():
             reason = "this coordinator stands by; try another address"
             raise Ended(grpc.StatusCode.UNAVAILABLE, reason)
+        self.counters.check_ins += 1
+        if not self._sessions.may_check_in(client.client_id):
+            self.counters.paced += 1
+            raise Ended(grpc.StatusCode.UNAVAILABLE, "too many clients come at once")
         hello = await self._hello(context)
         session = ServerSession(client, hello, since_s=self.clock.now_s())
         welcome = wire_pb2.Welcome(
@@ -646,6 +672,12 @@ def _parsed(data: bytes) -> wire_pb2.FromClient:
         reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense"
         raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
     return message
+
+
+def _cpu_s() -> float:
+    """Return the processor time that this process has taken."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:

@@ -20,8 +20,8 @@ class DoorSettings:
         handshake_timeout_s: For TLS, and again for the first message.
         stall_timeout_s: Seconds without progress that end a client's upload or download, > 0, and
             the session of one that does not read; it may resume.
-        come_back_s: Seconds after which a client that is not needed shall come back, > 0; each is
-            given some more or less.
+        come_back_s: Seconds after which a client that is not needed shall come back at the
+            earliest, > 0; each is told a time of its own, as many as can be taken.
         max_messages_per_s: Of one client, on average.
         recovery_grace_s: Seconds that a round which a restart interrupted waits for its clients at
             least, >= 0.

@@ -31,7 +31,7 @@ TARGET = 1.4
 _HERE = Path(__file__).parent
 _PIECE_BYTES = 16 << 10
 _LOOK_S = 0.05
-_WARMUP = 6  # rounds: clients begin one after the other
+_WARMUP = 6  # rounds: until all clients are on their way
 _STOP_S = 20.0
 _ANY = ("127.0.0.1", 0)
 
@@ -117,8 +117,9 @@ class Job:
             command = ["coordinator", str(file), "--json"]
             coordinator = processes.enter_context(started("coordinator", command, folder, environ))
             for number in range(self.num_clients):
+                invite(file, f"client-{number}", folder, environ)
+            for number in range(self.num_clients):
                 name = f"client-{number}"
-                invite(file, name, folder, environ)
                 command = ["join", f"{name}.invitation", "--home", str(folder / name)]
                 command += ["--task", f"{_HERE / 'overlap_client.py'}:Sleeper"]
                 own = environ | {NOTES: str(folder / f"notes-{number}")}

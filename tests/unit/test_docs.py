@@ -19,6 +19,7 @@ import typer
 import fedlearn
 from fedlearn.cli.app import app
 from fedlearn.config import ClientConfig, Config, Section, load, load_client
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import (
@@ -31,6 +32,7 @@ from fedlearn.core.messages import (
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.meanings import MEANINGS
+from fedlearn.door.pace import Pace
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.draw import tolerated
@@ -516,7 +518,9 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
         ),
     )
     of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
-    of_door = {"connected", "eligible", "set_aside"}
+    pace = Pace(VirtualClock(), share=0.5)
+    pace.look(cpu_s=0.1, num_check_ins=10, late_s=0.0)
+    of_door = {"connected", "eligible", "set_aside", *pace.values()}
     kinds = {
         "gauge": {*live_status.gauges(), *of_coordinator, *of_door},
         "counter": {*live_status.counters(), *DoorCounters().values(), "refused"},

@@ -26,6 +26,7 @@ from fedlearn.door.eligibility import Requirements
 from fedlearn.door.enrolled import EnrolledClients
 from fedlearn.door.enrolment import Enrolments
 from fedlearn.door.exchange import ExchangeHistory, QuestionState
+from fedlearn.door.pace import Pace
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, StoreError
@@ -162,6 +163,7 @@ class _Open:
             changed=lambda: None,
             counters=counters,
             clock=clock,
+            pace=Pace(clock, share=0.5),
         )
         self.exchanges = Exchanges(
             history=ExchangeHistory(RUN_ID),

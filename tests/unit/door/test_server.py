@@ -37,6 +37,7 @@ from fedlearn.door.channel import DoorExchange
 from fedlearn.door.connections import ServerSession, Sessions
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.loop import LoopThread
+from fedlearn.door.pace import Pace
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.spool import Closed, ReplyLog
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
@@ -223,7 +224,13 @@ class Site:
     members: list[Member] = field(default_factory=list)
     is_leader: bool = True
 
-    def open(self, settings: DoorSettings = SETTINGS, *, clock: RealClock | None = None) -> Door:
+    def open(
+        self,
+        settings: DoorSettings = SETTINGS,
+        *,
+        clock: RealClock | None = None,
+        pace: Pace | None = None,
+    ) -> Door:
         door = Door(
             settings,
             registry=self.registry,
@@ -233,6 +240,7 @@ class Site:
             eligible=lambda _, told: told.device != "toaster",
             is_leader=lambda: self.is_leader,
             clock=clock or SystemClock(),
+            pace=pace,
         )
         door.start()
         self.doors.append(door)
@@ -1436,7 +1444,7 @@ def test_more_clients_than_the_door_holds_come_back_later(site: Site) -> None:
     surplus = site.enrol("surplus").connect(door)
     told = surplus.hear()
     assert told is not None
-    assert 5.0 <= told.come_back.after_s <= 15.0
+    assert 10.0 <= told.come_back.after_s <= 12.0
     assert surplus.hear() is None
     assert door.channel().available() == (0, 1)
 
@@ -1449,6 +1457,7 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
         changed=lambda: None,
         counters=DoorCounters(),
         clock=clock,
+        pace=Pace(clock, share=0.5),
     )
 
     def is_needed(client_id: ClientId) -> bool:
@@ -1541,17 +1550,51 @@ def test_stopping_asks_clients_to_come_back(site: Site) -> None:
     assert member.hear() is None
 
 
-def test_the_more_clients_there_are_the_later_they_come_back(site: Site) -> None:
-    """So that no more than some hundred a second do, each at a moment of its own."""
-    for number in range(400):
-        site.enrol(f"absent-{number}")
-    door = site.open()
+def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
+    """Return a pace that has measured what gives this rate."""
+    pace = Pace(clock, share=0.5)
+    pace.look(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100, late_s=0.0)
+    assert pace.rate_per_s == pytest.approx(rate_per_s)
+    return pace
+
+
+def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Site) -> None:
+    """Each at a moment of its own."""
+    door = site.open(pace=paced(SystemClock(), rate_per_s=2.0))
+    door.want(8)
     members = site.connected(door, 8)
     site.shut(door)
     told = [each for each in (member.hear() for member in members) if each is not None]
-    after_s = [each.come_back.after_s for each in told]
+    after_s = sorted(each.come_back.after_s for each in told)
     assert len(set(after_s)) == 8
-    assert 2.0 < min(after_s) <= max(after_s) < 6.2
+    assert 0.5 < after_s[0] < 3.0
+    assert 3.0 < after_s[-1] < 6.0
+
+
+def told_to_wait(member: Member, door: Door) -> float | None:
+    """Have a client connect; return how long it is to stay away, if it is."""
+    try:
+        member.connect(door)
+    except ComeBackLater as later:
+        return later.after_s
+    return None
+
+
+def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
+    """By the round that is open, or by one that waits for more clients than may be asked."""
+    door = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
+    needed, *others = [site.enrol(f"client-{number}") for number in range(12)]
+    Collecting(door.channel(), [needed], train_request())
+    wait_until(lambda: door.status()["exchange"] is not None)
+    after_s = [each for each in (told_to_wait(other, door) for other in others) if each]
+    assert len(after_s) >= 5
+    assert 0.5 < min(after_s) < max(after_s) < 20.0
+    assert door.counters.paced == len(after_s)
+    needed.connect(door)
+    needed.hear_task()
+    door.want(12)
+    late = site.enrol("late").connect(door)
+    assert late.client_id in door.channel().available()
 
 
 def test_the_status_says_how_far_each_client_is(site: Site) -> None:
