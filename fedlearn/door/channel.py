@@ -342,6 +342,10 @@ class DoorExchange:
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
         return Arrival(reply.client_id, answer, elapsed_s, read.refuse)
 
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first question; 0 before it."""
+        return 0.0 if self.ends_s is None else self._channel.clock.now_s() - self._started_s
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Wait for some clients no more; those whose question was theirs alone are told so.
 

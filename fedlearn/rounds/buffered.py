@@ -62,7 +62,7 @@ class OpenCollector:
     wait: Callable[[], None] | None
     ahead: Ahead | None = None
     _exchange: Exchange | None = None
-    _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
+    _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
 
     def available(self) -> Sequence[ClientId]:
@@ -89,16 +89,20 @@ class OpenCollector:
             self.close()
         goes_on = self._exchange is None
         if self._exchange is None:
-            self._exchange, self._opened_s = self.channel.open(deadline_s=math.inf), 0.0
-        buffer = Buffer(self.asynchrony, flight, round_num=round_num)
+            self._exchange, self._closed_s = self.channel.open(deadline_s=math.inf), 0.0
+        # Since the last round closed, its model was evaluated, or the run was paused.
+        opened_s = max(self._closed_s, self._exchange.elapsed_s())
+        since_s = opened_s - self._closed_s
+        aged = [each._replace(asked_s=each.asked_s - since_s) for each in flight]
+        buffer = Buffer(self.asynchrony, aged, round_num=round_num)
         num_together = max(1, self.slab_bytes // requests[round_num].params.vector.nbytes)
         fold = Fold(requests[round_num], num_together=num_together)
-        played = _Round(self, self._exchange, self._opened_s, buffer, requests, fold)
+        played = _Round(self, self._exchange, opened_s, buffer, requests, fold)
         played.give_up(buffer.give_up(), Status.STALE)
         if goes_on:
             played.go_on()
         played.play(draw)
-        self._opened_s += played.now_s
+        self._closed_s = opened_s + played.now_s
         collected = played.close()
         self._in_flight = frozenset(each.client_id for each in collected.flight)
         return collected
@@ -150,6 +154,8 @@ class _Round:
 
     def _refill(self, draw: Draw) -> None:
         while True:
+            # To draw takes time where somebody has to come first, or the run is paused.
+            self.now_s = max(self.now_s, self.exchange.elapsed_s() - self.opened_s)
             self._ask(self.buffer.ask(self.now_s))
             if not (drawn := self.buffer.draw(draw)):
                 return
@@ -197,7 +203,8 @@ class _Round:
 
     def _take(self, arrival: Arrival) -> None:
         asked = self.buffer.land(arrival.client_id)
-        elapsed_s, most = self.now_s - asked.asked_s, self.collector.asynchrony.max_staleness
+        elapsed_s = arrival.elapsed_s - self.opened_s - asked.asked_s
+        most = self.collector.asynchrony.max_staleness
         oldest = max(0, asked.based_on - most)  # what was begun ahead of the question
         update = judged(arrival, self.requests[asked.based_on], oldest=oldest)
         if isinstance(update, TrainReply):

@@ -59,7 +59,7 @@ class SemiSynchronousCollector:
     late: LateUpdates
     slab_bytes: int
     _exchange: Exchange | None = None
-    _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
+    _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
     #: Updates that came to an attempt with too few: they arrive at once in the next one.
     _held: dict[ClientId, _Came] = field(default_factory=dict)
@@ -88,8 +88,8 @@ class SemiSynchronousCollector:
             self.close()
         goes_on = self._exchange is None
         if self._exchange is None:
-            self._exchange, self._opened_s = self.channel.open(deadline_s=math.inf), 0.0
-        played = _Round(self, self._exchange, self._opened_s, requests, round_num, awaited)
+            self._exchange, self._closed_s = self.channel.open(deadline_s=math.inf), 0.0
+        played = _Round(self, self._exchange, self._closed_s, requests, round_num, awaited)
         played.give_up(stale)
         if goes_on:
             played.ask([each for each in awaited if each.client_id not in self._held])
@@ -101,7 +101,7 @@ class SemiSynchronousCollector:
         )
         played.ask_cohort(drawn)
         played.play(self._held)
-        self._opened_s += played.now_s
+        self._closed_s = played.opened_s + played.now_s
         collected, self._held = played.close(), played.held
         self._in_flight = frozenset(each.client_id for each in collected.flight)
         return collected
@@ -146,7 +146,15 @@ class _Round:
             )
 
     def ask_cohort(self, drawn: Sequence[ClientId]) -> None:
-        """Ask those of whom the round is."""
+        """Ask those of whom the round is: it opens now.
+
+        Since the last one closed, its model was evaluated, somebody had to come, or the run was
+        paused.
+        """
+        since_s = max(0.0, self.exchange.elapsed_s() - self.opened_s)
+        self.opened_s += since_s
+        self.awaited = [each._replace(asked_s=each.asked_s - since_s) for each in self.awaited]
+        self.flying = {each.client_id: each for each in self.awaited}
         asked = [
             Asked(
                 client_id=client_id,
@@ -199,7 +207,7 @@ class _Round:
     def _take(self, arrival: Arrival) -> None:
         asked = self.flying[arrival.client_id]
         self.waited_for.discard(arrival.client_id)
-        duration_s = self.now_s - asked.asked_s
+        duration_s = arrival.elapsed_s - self.opened_s - asked.asked_s
         update = judged(arrival, self.requests[asked.based_on])
         if isinstance(update, TrainReply):
             self._count(_Came(asked, update, duration_s))

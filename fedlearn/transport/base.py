@@ -81,6 +81,9 @@ class Exchange(Protocol):
             was asked is still to answer.
         """
 
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first :meth:`ask`; 0 before it."""
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Wait for some clients no more: what they send is late, and they may be asked again."""
 

@@ -123,6 +123,10 @@ class MemoryExchange:
         refuse = partial(self._channel.refused.__setitem__, client_id)
         return Arrival(client_id, reply, self._elapsed_s, refuse)
 
+    def elapsed_s(self) -> float:
+        """Return the virtual seconds that its replies have taken."""
+        return self._elapsed_s
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Forget that these are still to answer."""
         gone = set(client_ids)

@@ -234,6 +234,11 @@ class FlowerExchange:
             clock.sleep(min(_TICK_S, remaining_s))
         return None
 
+    def elapsed_s(self) -> float:
+        """Return the seconds since the first question; 0 before it."""
+        start_s = self._start_s
+        return 0.0 if math.isnan(start_s) else self._channel.clock.now_s() - start_s
+
     def give_up(self, client_ids: Sequence[ClientId]) -> None:
         """Drop the replies of these."""
         gone = [self._waiting.pop(each) for each in client_ids if each in self._waiting]

@@ -225,6 +225,9 @@ class Overheard:
     def next(self, *, until_s: float) -> Arrival | None:
         return self.exchange.next(until_s=until_s)
 
+    def elapsed_s(self) -> float:
+        return self.exchange.elapsed_s()
+
     def close(self) -> None:
         self.exchange.close()
 

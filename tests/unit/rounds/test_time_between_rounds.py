@@ -1,0 +1,100 @@
+"""Deadlines of clients run from when they are asked, however long a round takes to be opened.
+
+Evaluation, a pause, and waiting for clients all take time, while the exchange stays open.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from fedlearn.algorithms.flight import Draw
+from fedlearn.algorithms.recipes import FedAvg, FedBuff
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import Buffering, RoundPlan, run_buffered_round
+from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
+from fedlearn.transport.flower.grid_channel import GridChannel
+from tests.parity import test_flower as flower
+from tests.parity.test_late_updates import LATE
+
+NUM_ROUNDS = 6
+#: Devices take one to six seconds: in buffers nobody is late, in cohorts some are.
+DEADLINES_S = {True: 10.0, False: 3.5}
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A drawing of some clients at the most, before which time passes."""
+
+    draw: Draw
+    clock: VirtualClock
+    before_s: float
+    most: int
+
+    def __call__(
+        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+    ) -> Sequence[ClientId]:
+        self.clock.sleep(self.before_s)
+        return self.draw(min(num, self.most), round_num=round_num, attempt=attempt, busy=busy)
+
+
+def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:
+    """Return how many updates count in rounds between which, or in whose drawings, time passes."""
+    plain = flower.over_flower(FedAvg(flower.LOCAL))
+    assert isinstance(plain, PlainCollector)
+    channel = plain.channel
+    assert isinstance(channel, GridChannel)
+    clock = channel.clock
+    assert isinstance(clock, VirtualClock)
+    policy = replace(flower.POLICY, num_wanted=2, deadline_s=DEADLINES_S[is_buffered])
+    collector: OpenCollector | SemiSynchronousCollector
+    if is_buffered:
+        # The grid of tests looks for replies in no thread of its own: nobody is in flight then.
+        num = 1 if drawn_s else 4
+        limits = FedBuff(flower.LOCAL, buffer_size=2, concurrency=num, max_staleness=9).asynchrony
+        collector = OpenCollector(
+            channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=None
+        )
+    else:
+        policy = replace(policy, num_wanted=4)
+        collector = SemiSynchronousCollector(
+            channel=channel, policy=policy, late=LATE, slab_bytes=0
+        )
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
+    )
+    draw = Waiting(opening.draw, clock, drawn_s, most=1 if is_buffered and drawn_s else 4)
+    plan = RoundPlan(
+        opening=opening,
+        policy=policy,
+        collector=plain,
+        strategy=FedAvg(flower.LOCAL),
+        seed=Seed(5),
+        buffering=Buffering(is_retried=not is_buffered, draw=draw, collector=collector),
+    )
+    assert plan.buffering is not None
+    torch.manual_seed(0)
+    state, num = plan.init(Params.of(flower.make_model())), 0
+    for _ in range(NUM_ROUNDS):
+        state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+        num += collected.count(Status.REPORTED)
+        clock.sleep(evaluated_s)
+    collector.close()
+    return num
+
+
+@pytest.mark.parametrize("is_buffered", [True, False], ids=["asynchronous", "semi-synchronous"])
+@pytest.mark.parametrize("spent", ["evaluated_s", "drawn_s"])
+def test_nobody_is_late_by_what_was_waited_for_before(spent: str, *, is_buffered: bool) -> None:
+    """As many report as where no time passes."""
+    found = reported(is_buffered=is_buffered, **{spent: 100.0})
+    assert found >= reported(is_buffered=is_buffered) >= 2 * NUM_ROUNDS
