@@ -14,7 +14,7 @@ import structlog
 
 from fedlearn import build
 from fedlearn.algorithms.stragglers import BelowMinimum
-from fedlearn.config import resolve_addresses
+from fedlearn.config import Config, resolve_addresses
 from fedlearn.config.pieces import built
 from fedlearn.deployment.flower_config import configuration, number
 from fedlearn.deployment.interruption import Interruption
@@ -23,7 +23,7 @@ from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.record import (
     ensure_deployed,
 )
-from fedlearn.errors import StoreError, TooFewNodes
+from fedlearn.errors import ConfigError, StoreError, TooFewNodes
 from fedlearn.experiment.assemble import Identities
 from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress, progress_to
@@ -94,6 +94,7 @@ def run(
     """
     config = configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
+    _require_no_eligibility(config)
     pieces = build.deployment(config, data_dir=site.addresses.data_dir)
     with site.database() as database, one_thread():
         name = config.name or begin(new_record(pieces, extra={}), database, seed=config.seed).name
@@ -124,6 +125,18 @@ def run(
                     with outcome_told(stored, progress), _stop_recorded(stored):
                         served.run(stored, lease)
         return Run(stored, pieces.make_model)
+
+
+def _require_no_eligibility(config: Config) -> None:
+    """Refuse what a client must be or say: a node of Flower has no tags and says nothing."""
+    section = config.coordinator.eligibility
+    asked = [name for name, value in section if value != type(section).model_fields[name].default]
+    if asked:
+        raise ConfigError(
+            f"coordinator.eligibility.{asked[0]} is given, but the nodes of a Flower federation "
+            "have no tags and do not say what they are; leave it out, and let only those nodes in "
+            "that shall take part"
+        )
 
 
 @contextmanager

@@ -467,3 +467,11 @@ def test_a_node_that_keeps_failing_is_named(
         told = deployment(database, "ours").status["failing"]
     assert isinstance(told, dict)
     assert told["0"]["in_a_row"] == 2
+
+
+def test_who_is_eligible_cannot_be_known_on_a_federation(tmp_path: Path) -> None:
+    """An operator that asks for tags would have had any node take part."""
+    for asked in ('tags=["site=a"]', "on_power=true", "min_examples=5"):
+        overrides = f"coordinator.eligibility.{asked}"
+        with pytest.raises(ConfigError, match=f"coordinator.eligibility.{asked.split('=')[0]} is"):
+            run_of(federation(3, overrides=overrides), tmp_path, Heard())
