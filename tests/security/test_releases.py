@@ -350,6 +350,9 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
     federation = Federation(tmp_path, plan=SPARSE)
     collector, everyone = federation.collector(federation.channel()), federation.everyone
     assert reporters(collector.collect(everyone, request())) == everyone
+    key = federation.identities.coordinator[1]
+    history = HistoryFile(path=tmp_path / "0.json", coordinator_key=key).read()
+    assert [past.survivors for past in history.releases.last] == [()], "its neighbours are not all"
     for attempt in (1, 2):
         federation.asked.clear()
         refused = collector.collect(everyone, request(attempt=attempt))
