@@ -3,10 +3,10 @@
 Guarantees:
     Against an honest-but-curious server with at most gamma n colluding clients, what the
     coordinator learns of this client's values is in the sum of all survivors. Against an
-    active server the same, for a sum of at least ``min_survivors`` clients of the pinned
+    active server the same, for a sum of at least ``Terms.num_assured`` clients of the pinned
     directory. Assumed: the primitives of :mod:`fedlearn.secagg.keys`, and the policy's gamma.
     In a sparse graph this fails with at most 2^-sigma, whoever drops out and though the server
-    tries 2^64 rosters for one whose ring suits it.
+    tries 2^64 rosters for one whose ring suits it, and as many samples of signatures.
     Where it holds a roster, who is in the cohort was drawn (:mod:`fedlearn.secagg.draw`).
     Not given: integrity (a client may send what it likes); protection from sums over cohorts that
     differ in one client, or, without a roster, from a coordinator that invites its accomplices.

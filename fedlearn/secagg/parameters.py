@@ -18,7 +18,8 @@ eta    eta_bits               a round fails with at most 2^-eta
 A client's secrets are held by its k neighbours, and in the complete graph by itself as well
 (one more dropout for small cohorts): h = k in a sparse graph, h = m in the complete one. Let a
 be the most of its neighbours that are corrupted: A in the complete graph; in a sparse one the
-tail of the hypergeometric distribution, P[more than a] <= 2^-(sigma+1) / n.
+tail of the hypergeometric distribution, P[more than a] <= 2^-r / n, where r bits are what each of
+the ways in which it may fail has to hold with (:func:`risk_bits`).
 
 * *Honest but curious*: corrupted holders alone must not suffice: t > a.
 * *Active server*: it may tell each holder another story, and get one share from every honest
@@ -29,11 +30,11 @@ tail of the hypergeometric distribution, P[more than a] <= 2^-(sigma+1) / n.
 * Recovery: t <= survivors among the holders: n - D in the complete graph, in a sparse one
   P[fewer] <= 2^-eta / n.
 * A sparse graph stays connected without corrupted and dropped clients, except with
-  P <= 2^-(sigma+1): the ring falls apart only if two runs of k/2 neighbours are all gone.
+  P <= 2^-r: the ring falls apart only if two runs of k/2 neighbours are all gone.
 
 The lowest t that is safe is taken: it tolerates the most dropouts.
 
-An *active server* has three more ways where the graph is sparse, and the numbers allow for all:
+An *active server* has more ways where the graph is sparse, and the numbers allow for all:
 
 * *A shrunk roster.* It shows m of the n clients, all of the corrupted among them, so that a is that
   of A among m. Clients take no roster of fewer than q, and judge t again by the m that they see;
@@ -47,9 +48,16 @@ An *active server* has three more ways where the graph is sparse, and the number
   client t shares are released only if, beside the k/2 holders on its other side, c = t - k/2
   corrupted ones are in the run. Counts in disjoint runs are negatively associated, so
   P[two runs with c or more] <= n²/2 P[c or more in one]², and where 2c > A there are no two.
+* *Leaves of nobody.* A client sees the root of a tree over m positions, and itself and k others.
+  Of the m at most A open to corrupted clients, since no id opens at two
+  (:mod:`fedlearn.secagg.merkle`), and which do is fixed before the ring is. One that opens to
+  nobody holds no share, signs nothing, and ends the session of each honest neighbour before it
+  shares; counted among the honest above, it is of no help. So nothing above changes, for the m that
+  is claimed.
+* *Signatures of nobody.* Of q' that are claimed s are opened (:mod:`fedlearn.secagg.audit`).
 * *Grinding.* The ring follows from the hash of the roster, and each roster that it tries is another
-  ring: sigma must be left of 2^64 tries (:data:`GRINDING_BITS`), so sigma + 64 takes the place of
-  sigma above.
+  ring; each root of signatures is another sample: sigma must be left of 2^64 tries at each
+  (:data:`GRINDING_BITS`). So r is sigma + 2 + 64.
 
 References:
     Bonawitz et al., 2017, `Practical Secure Aggregation for Privacy-Preserving Machine

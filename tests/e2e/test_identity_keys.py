@@ -11,7 +11,8 @@ import pytest
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
-from fedlearn.identity.identity import Identity
+from fedlearn.identity.identity import IDENTITY_FILE, Identity
+from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.secagg.draw import Draw
@@ -34,7 +35,17 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
 
 
 def swap_key(site: Site, number: int) -> None:
-    """Do what an active server would: name a key of one's own in the place of a client's."""
+    """Do what an active server would: name a key of one's own in the place of a client's.
+
+    From then on who signs with it takes the client's part in sessions.
+    """
+    folder = site.home(number).folder / "identity"
+    forged = Identity.create()
+    played = replace(Identity.at(folder), identity_key=forged.identity_key)
+    (folder / IDENTITY_FILE).write_bytes(played.pem)
+    enrolment = json.loads((folder / "enrolment.json").read_text())
+    enrolment["lineage"] = Lineage(forged.public_key).to_bytes().hex()
+    (folder / "enrolment.json").write_text(json.dumps(enrolment))
     with site.database() as database:
         registry = StoredRegistry(database, SystemClock())
         client = registry.clients()[number]
@@ -42,7 +53,7 @@ def swap_key(site: Site, number: int) -> None:
         registry.redeem(
             client.name,
             token,
-            identity_key=Identity.create().public_key,
+            identity_key=forged.public_key,
             certify=lambda _: (b"", client.fingerprint, client.certificate_expires_utc),
         )
 

@@ -28,12 +28,15 @@ from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.messages import Signatures
 from fedlearn.secagg.parameters import Parameters, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.releases import ONE_RELEASE, ONE_SET, PastReleases
+from fedlearn.secagg.server import MaskedSum
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.history import HistoryFile
+from fedlearn.session.pins import PinFile
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, TaskControl
@@ -103,6 +106,7 @@ class Federation:
         dies_with: When this client is asked.
         silent: Who does not get through with training.
         plan: What sessions ask.
+        tells: Whether clients know nobody's key but their own, and are told of others.
     """
 
     folder: Path | None
@@ -111,6 +115,7 @@ class Federation:
     dies_with: ClientId = LAST_NEEDED
     silent: frozenset[ClientId] = frozenset()
     plan: SecurePlan = PLAN
+    tells: bool = False
 
     def __post_init__(self) -> None:
         self.identities = SimulatedIdentities(self.plan.parameters.num_clients, self.plan)
@@ -142,11 +147,17 @@ class Federation:
             run_id=run_id,
             signer=self.identities.coordinator[0],
             directory=lambda: self.identities,
-            sends_directory=False,
+            sends_directory=self.tells,
             stage_deadline_s=60.0,
             num_threads=1,
             masked_sum=masked_sum or NotKept(),
         )
+
+    def pins(self, client_id: ClientId) -> PinFile:
+        """Return where a client keeps the keys that it is told of."""
+        assert self.folder is not None
+        path = self.folder / f"{client_id}.pins.json"
+        return PinFile(path=path, coordinator_key=self.identities.coordinator[1])
 
     def _handler(self, client_id: ClientId) -> Handler:
         secure = self.identities.client(client_id)
@@ -156,7 +167,12 @@ class Federation:
             history = HistoryFile(
                 path=self.folder / f"{client_id}.json", coordinator_key=secure.coordinator_key
             )
-        session = ClientSession(client_id, Counting(client_id), secure, history_file=history)
+        if self.tells:
+            secure = replace(secure, directory={client_id: self.identities[client_id]})
+        pins = self.pins(client_id) if self.tells else None
+        session = ClientSession(
+            client_id, Counting(client_id), secure, history_file=history, pin_file=pins
+        )
 
         def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
             request = decode(data)
@@ -350,6 +366,9 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
     federation = Federation(tmp_path, plan=SPARSE)
     collector, everyone = federation.collector(federation.channel()), federation.everyone
     assert reporters(collector.collect(everyone, request())) == everyone
+    key = federation.identities.coordinator[1]
+    history = HistoryFile(path=tmp_path / "0.json", coordinator_key=key).read()
+    assert [past.survivors for past in history.releases.last] == [()], "its neighbours are not all"
     for attempt in (1, 2):
         federation.asked.clear()
         refused = collector.collect(everyone, request(attempt=attempt))
@@ -415,6 +434,33 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
         assert collected.aggregate is None
         assert any(ONE_SET in reason for reason in reasons(collected))
         assert Stage.MASK not in federation.asked
+
+
+def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
+    tmp_path: Path,
+) -> None:
+    """Their neighbours', and those of the signers that are shown; told again after a crash."""
+    kept, dies = Kept(), ClientId(6)
+    federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=SPARSE, tells=True)
+    channel, everyone = federation.channel(), federation.everyone
+    with pytest.raises(Crash):
+        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+    before = {each: set(federation.pins(each).read().clients) for each in everyone}
+    late = [each for each in everyone if each >= dies]
+    assert {len(before[each]) for each in late} == {4}, "their neighbours"
+    federation.dies_at = None
+    collected = federation.collector(channel, masked_sum=kept).collect(everyone, request(attempt=1))
+    assert reporters(collected) == everyone
+    after = {each: set(federation.pins(each).read().clients) for each in everyone}
+    final = MaskedSum.from_bytes(kept.data).message
+    assert isinstance(final, Signatures)
+    shown = {signer.client_id for signer in final.signers}
+    assert len(shown) == SPARSE.parameters.quorum
+    for each in everyone:
+        assert after[each] in (before[each], before[each] | shown - {each})
+        keys_of = federation.pins(each).read().keys
+        assert keys_of == {other: federation.identities[other] for other in after[each]}
+    assert after[dies] == before[dies] | shown - {dies}
 
 
 def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvaluator:
