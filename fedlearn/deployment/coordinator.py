@@ -44,7 +44,7 @@ from fedlearn.deployment.record import (
 )
 from fedlearn.deployment.rounds import run_over
 from fedlearn.door.authority import Authority
-from fedlearn.door.server import Door, DoorSettings
+from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.assemble import Identities, require_plain, standing_of
@@ -56,6 +56,7 @@ from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.opening import ChargedDraw, ChargedOpening, Opening
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.simulation.cluster import Alone, one_thread
@@ -423,8 +424,20 @@ class Coordinator:
                 standing=standing_of(charging),
                 draw=draw,
                 ahead=channel if self._sends_ahead else None,
+                congestion=self._congestion(channel),
                 note=failing.note,
             )
+
+    def _congestion(self, channel: DoorChannel) -> InFlightLimit | None:
+        """Return how many clients of an asynchronous run may be in flight."""
+        if (asynchrony := self.pieces.asynchrony) is None:
+            return None
+        return InFlightLimit(
+            asynchrony.concurrency,
+            asynchrony.buffer_size,
+            num_waiting=channel.num_waiting,
+            told=self.live_status.limited,
+        )
 
     @property
     def _num_in_work(self) -> int:

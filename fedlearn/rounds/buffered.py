@@ -18,6 +18,7 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
 from fedlearn.core.reported import WeightedMeans
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.plain import Fold, judged, participation
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
@@ -51,6 +52,7 @@ class OpenCollector:
         slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
         wait: Waits a moment for clients to come, where nobody is in flight and nobody can be asked;
             ``None``: nobody will come.
+        congestion: How many clients may be in flight at the moment; ``None``: the concurrency.
         ahead: Where the newest model is sent to clients that still work on an older one; ``None``:
             nowhere.
     """
@@ -61,6 +63,7 @@ class OpenCollector:
     slab_bytes: int
     wait: Callable[[], None] | None
     ahead: Ahead | None = None
+    congestion: InFlightLimit | None = None
     _exchange: Exchange | None = None
     _opened_s: float = 0.0  # when the round opened, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
@@ -90,7 +93,8 @@ class OpenCollector:
         goes_on = self._exchange is None
         if self._exchange is None:
             self._exchange, self._opened_s = self.channel.open(deadline_s=math.inf), 0.0
-        buffer = Buffer(self.asynchrony, flight, round_num=round_num)
+        most = None if self.congestion is None else self.congestion.limit
+        buffer = Buffer(self.asynchrony, flight, round_num=round_num, most=most)
         num_together = max(1, self.slab_bytes // requests[round_num].params.vector.nbytes)
         fold = Fold(requests[round_num], num_together=num_together)
         played = _Round(self, self._exchange, self._opened_s, buffer, requests, fold)
@@ -197,6 +201,8 @@ class _Round:
 
     def _take(self, arrival: Arrival) -> None:
         asked = self.buffer.land(arrival.client_id)
+        if self.collector.congestion is not None:
+            self.buffer.limit(self.collector.congestion.landed())
         elapsed_s, most = self.now_s - asked.asked_s, self.collector.asynchrony.max_staleness
         oldest = max(0, asked.based_on - most)  # what was begun ahead of the question
         update = judged(arrival, self.requests[asked.based_on], oldest=oldest)
