@@ -24,6 +24,8 @@ from fedlearn.transport.base import Arrival, Channel, Exchange
 
 #: Seconds after which a deployed round looks who has come since.
 _LOOK_S = 1.0
+#: Below it nothing is sent ahead: who has it is asked a round later, and may land yet one later.
+_LEAST_STALENESS = 2
 
 
 class Ahead(Protocol):
@@ -181,10 +183,11 @@ class _Round:
     def _send_ahead(self) -> None:
         """Have those who work on an older model begin on this round's as soon as they are done.
 
-        Only where nobody else could be asked in their place: they will be, next.
+        Only where nobody else could be asked in their place: they will be, next. The question comes
+        in a later round, and what answers it may take one more: younger updates alone are of use.
         """
         ahead, most = self.collector.ahead, self.collector.asynchrony.max_staleness
-        if ahead is None or most == 0 or self.is_sent_ahead:
+        if ahead is None or most < _LEAST_STALENESS or self.is_sent_ahead:
             return
         self.is_sent_ahead = True
         flight, round_num = self.buffer.flight, self.buffer.round_num
@@ -195,7 +198,7 @@ class _Round:
         messages = self.requests[round_num].messages([each.client_id for each in flight])
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
-            ahead.send_ahead(alike, message, last_round_num=round_num + most)
+            ahead.send_ahead(alike, message, last_round_num=round_num + most - 1)
 
     # ---- What becomes of them -------------------------------------------------------------
 
