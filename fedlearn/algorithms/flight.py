@@ -66,15 +66,33 @@ class Buffer:
         one update at the most is sent by the model of a round, and is in a buffer. No more are in
         flight than can count: of more than ``num_counting`` one would be too stale, whatever
         happens.
+
+    Args:
+        asynchrony: Its limits.
+        flight: Who is in flight as the round opens.
+        round_num: Index, from 0.
+        most: Clients in flight from which on nobody is asked; ``None``: the concurrency.
     """
 
-    def __init__(self, asynchrony: Asynchrony, flight: Iterable[Asked], *, round_num: int) -> None:
+    def __init__(
+        self,
+        asynchrony: Asynchrony,
+        flight: Iterable[Asked],
+        *,
+        round_num: int,
+        most: int | None = None,
+    ) -> None:
+        self._most = asynchrony.concurrency if most is None else most
         self._asynchrony, self.round_num = asynchrony, round_num
         self._flying = {each.client_id: each for each in flight}
         self._taken = dict[ClientId, Asked]()
         self._answered = set[ClientId]()
         self._drawn = deque[Asked]()
         self._num_draws = 0
+
+    def limit(self, most: int) -> None:
+        """Have nobody asked while so many are in flight; those that are, go on."""
+        self._most = most
 
     @property
     def is_full(self) -> bool:
@@ -115,7 +133,7 @@ class Buffer:
         """
         if self._drawn or not self._num_askable:
             return ()
-        free = self._asynchrony.concurrency - len(self._flying)
+        free = self._most - len(self._flying)
         to_come = self._asynchrony.buffer_size - len(self._taken) - 1
         drawn = draw(
             min(free + max(0, to_come), self._num_counting_more),
@@ -151,7 +169,7 @@ class Buffer:
 
     @property
     def _num_askable(self) -> int:
-        free = self._asynchrony.concurrency - len(self._flying)
+        free = self._most - len(self._flying)
         return max(0, min(free, self._num_counting_more))
 
     @property

@@ -38,7 +38,7 @@ from fedlearn.deployment.record import (
     ensure_deployed,
 )
 from fedlearn.door.authority import Authority
-from fedlearn.door.server import Door, DoorSettings
+from fedlearn.door.server import Door, DoorChannel, DoorSettings
 from fedlearn.door.telemetry import Snapshot, Telemetry
 from fedlearn.errors import ConfigError, Parked, StoreError
 from fedlearn.experiment.assemble import Identities, require_plain
@@ -46,6 +46,7 @@ from fedlearn.experiment.comparison import summarize
 from fedlearn.experiment.progress import Progress
 from fedlearn.experiment.simulate import outcome_told
 from fedlearn.identity.registry import Registry
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import one_thread
 from fedlearn.store.lease import Lease, deployment
@@ -326,6 +327,18 @@ class Coordinator:
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
             ahead=channel if self._sends_ahead else None,
+            congestion=self._congestion(channel),
+        )
+
+    def _congestion(self, channel: DoorChannel) -> InFlightLimit | None:
+        """Return how many clients of an asynchronous run may be in flight."""
+        if (asynchrony := self.pieces.asynchrony) is None:
+            return None
+        return InFlightLimit(
+            asynchrony.concurrency,
+            asynchrony.buffer_size,
+            num_waiting=channel.num_waiting,
+            told=self.live_status.limited,
         )
 
     @property

@@ -29,6 +29,7 @@ from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan
 from fedlearn.rounds.buffered import Ahead
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.opening import Charge
 from fedlearn.rounds.records import RunRecord
 from fedlearn.simulation.cluster import Alone
@@ -58,6 +59,7 @@ class ReachableClients:
         num_set_aside: Returns how many of those that are there are not.
         forget: Told before which round no reply is needed any more.
         ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
+        congestion: How many of its clients may be in flight; ``None``: its concurrency.
     """
 
     channel: Channel
@@ -72,6 +74,7 @@ class ReachableClients:
     num_set_aside: Callable[[], int]
     forget: Callable[[int], None]
     ahead: Ahead | None = None
+    congestion: InFlightLimit | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -220,6 +223,7 @@ class Leader:
                 standing=standing_of(charging),
                 note=failing.note,
                 ahead=clients.ahead,
+                congestion=clients.congestion,
             )
 
     def _patient(self, charging: Charging) -> Charge:

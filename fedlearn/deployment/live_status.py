@@ -45,6 +45,7 @@ class LiveStatus:
         training: By kind how far the coordinator's own training is, or the last one was.
         counts: Of all rounds in this process: clients by how they ended.
         round_times: How long they took without waiting.
+        in_flight_limit: Clients of an asynchronous run that may be in flight; ``None`` in others.
         staleness: Of all rounds in this process that take updates of older models: updates by their
             staleness.
         failing: Returns by number, as JSON values, which clients keep failing.
@@ -65,6 +66,7 @@ class LiveStatus:
     training: "dict[str, Progress]" = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
     round_times: RoundTimes = field(default_factory=lambda: RoundTimes(clock=SystemClock()))
+    in_flight_limit: int | None = None
     staleness: Mapping[int, int] = field(default_factory=dict)
     failing: Callable[[], Mapping[str, object]] = dict
 
@@ -85,6 +87,10 @@ class LiveStatus:
         """Take note of how far a training of the coordinator's own is."""
         self.training = {**self.training, kind: progress}  # another thread may be reading it
 
+    def limited(self, most: int) -> None:
+        """Take note of how many clients may be in flight."""
+        self.in_flight_limit = most
+
     def values(self) -> dict[str, object]:
         """Return everything as JSON values, for operators."""
         values = {
@@ -97,6 +103,7 @@ class LiveStatus:
             "deadline_s": self.deadline_s,
             "needed": self.num_needed,
             "round_s": self.round_s,
+            "in_flight_limit": self.in_flight_limit,
             "metrics": self.metrics,
             "training": {kind: asdict(progress) for kind, progress in self.training.items()},
             "failing": self.failing(),
@@ -114,6 +121,7 @@ class LiveStatus:
             "round_seconds": self.round_s,
             **measured,
             **({} if math.isnan(self.epsilon) else {"privacy_epsilon": self.epsilon}),
+            **({} if (most := self.in_flight_limit) is None else {"in_flight_limit": float(most)}),
             **self._of_training(),
             **phases,
         }

@@ -333,4 +333,6 @@ def _waiting(status: _Told, *, control: Control) -> list[str]:
         if (remaining_s := _exchange(status).get("remaining_s")) is not None:
             closes += f", its deadline is in {max(0, math.ceil(remaining_s))} s"
         lines.append(closes)
+        if (most := status.get("in_flight_limit")) is not None:
+            lines.append(f"up to {most} clients are in flight: fewer where replies wait here")
     return lines

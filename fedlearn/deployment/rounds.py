@@ -26,6 +26,7 @@ from fedlearn.experiment.assemble import (
 )
 from fedlearn.experiment.server_training import Place
 from fedlearn.rounds.buffered import Ahead
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charge, Opening
 from fedlearn.rounds.records import Checkpoint, RunStore
@@ -62,6 +63,7 @@ def run_over(
     masked_sum: MaskedSumStore | None = None,
     charge: Charge | None = None,
     ahead: Ahead | None = None,
+    congestion: InFlightLimit | None = None,
 ) -> RunState:
     """Run the rounds of ``pieces`` over ``channel`` until none is due; each is committed.
 
@@ -82,6 +84,7 @@ def run_over(
             nowhere.
         charge: Charges each round before anybody is asked; ``None``: nothing does.
         ahead: Where models of an asynchronous run are sent ahead; ``None``: nowhere.
+        congestion: How many of its clients may be in flight; ``None``: its concurrency.
 
     Raises:
         ConfigError: Secure aggregation is on, and there are no identities, or noise does not fit
@@ -94,7 +97,13 @@ def run_over(
     collector = over_channel(pieces, channel, identities, masked_sum=masked_sum)
     busy: Callable[[], frozenset[ClientId]] = frozenset
     end: Callable[[], None] = _nothing
-    buffered = open_collector(pieces, channel, wait=partial(clock.sleep, _LOOK_S), ahead=ahead)
+    buffered = open_collector(
+        pieces,
+        channel,
+        wait=partial(clock.sleep, _LOOK_S),
+        ahead=ahead,
+        congestion=congestion,
+    )
     if buffered is not None:
         busy, end = buffered.busy, buffered.close
     plan = run_plan(

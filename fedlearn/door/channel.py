@@ -70,6 +70,7 @@ class DoorChannel:
     _open: list[LiveQuestion] = field(default_factory=list)
     _encoded: tuple[Request, Offer] | None = None  # what was asked last
     _ahead: Offer | None = None  # what was sent ahead last
+    _trained: "SimpleQueue[tuple[LiveQuestion, LoggedReply]] | None" = None  # replies to be read
 
     def __post_init__(self) -> None:
         # Another coordinator may have been taken over and not know it yet: it has its own. The
@@ -113,6 +114,10 @@ class DoorChannel:
 
         forget_exchanges(self.folder / "replies", unneeded=is_old)
         self.loop.post(partial(self.exchanges.committed, before_round))
+
+    def num_waiting(self) -> int:
+        """Return how many replies to training requests are logged, and not read yet."""
+        return 0 if self._trained is None else self._trained.qsize()
 
     def send_ahead(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
@@ -174,6 +179,8 @@ class DoorChannel:
                 self.check()
                 self.clock.sleep(_LOOK_S)
         self._open.append(question)
+        if key.kind == TrainRequest.kind:
+            self._trained = exchange.arrivals
         self.loop.post(partial(self.exchanges.open, question))
         return question
 

@@ -58,6 +58,11 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "failing: coordinator.set_aside_after.",
     ),
     **_gauges(
+        "clients",
+        in_flight_limit="Clients of an asynchronous run that may be in flight: its concurrency, or "
+        "fewer while replies come faster than they are folded in; absent in other runs.",
+    ),
+    **_gauges(
         "check-ins/second",
         check_in_rate="Check-ins that the coordinator can take, by what one costs and how late "
         "its event loop is: those who are told to come back are told to come at this rate.",

@@ -35,6 +35,7 @@ from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSample
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.buffered import Ahead, OpenCollector
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.distributed_noise import DistributedMean
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator, Evaluators
 from fedlearn.rounds.opening import (
@@ -590,6 +591,7 @@ def open_collector(
     *,
     wait: Callable[[], None] | None,
     ahead: Ahead | None = None,
+    congestion: InFlightLimit | None = None,
 ) -> OpenCollector | SemiSynchronousCollector | None:
     """Return what collects rounds with clients in flight over a channel; ``None``: none has any."""
     slab_bytes, policy = pieces.config.engine.slab_bytes, pieces.policy
@@ -601,6 +603,7 @@ def open_collector(
             slab_bytes=slab_bytes,
             wait=wait,
             ahead=ahead,
+            congestion=congestion,
         )
     if (late := pieces.late_updates) is not None:
         return SemiSynchronousCollector(

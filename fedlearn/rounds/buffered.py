@@ -18,11 +18,14 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
 from fedlearn.core.reported import WeightedMeans
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.plain import Fold, judged, participation
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
 #: Seconds after which a deployed round looks who has come since.
 _LOOK_S = 1.0
+#: Below it nothing is sent ahead: who has it is asked a round later, and may land yet one later.
+_LEAST_STALENESS = 2
 
 
 class Ahead(Protocol):
@@ -51,6 +54,7 @@ class OpenCollector:
         slab_bytes: Bound of the replies that wait; each is folded in at once if no two fit.
         wait: Waits a moment for clients to come, where nobody is in flight and nobody can be asked;
             ``None``: nobody will come.
+        congestion: How many clients may be in flight at the moment; ``None``: the concurrency.
         ahead: Where the newest model is sent to clients that still work on an older one; ``None``:
             nowhere.
     """
@@ -61,6 +65,7 @@ class OpenCollector:
     slab_bytes: int
     wait: Callable[[], None] | None
     ahead: Ahead | None = None
+    congestion: InFlightLimit | None = None
     _exchange: Exchange | None = None
     _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
@@ -94,7 +99,8 @@ class OpenCollector:
         opened_s = max(self._closed_s, self._exchange.elapsed_s())
         since_s = opened_s - self._closed_s
         aged = [each._replace(asked_s=each.asked_s - since_s) for each in flight]
-        buffer = Buffer(self.asynchrony, aged, round_num=round_num)
+        most = None if self.congestion is None else self.congestion.limit
+        buffer = Buffer(self.asynchrony, aged, round_num=round_num, most=most)
         num_together = max(1, self.slab_bytes // requests[round_num].params.vector.nbytes)
         fold = Fold(requests[round_num], num_together=num_together)
         played = _Round(self, self._exchange, opened_s, buffer, requests, fold)
@@ -183,10 +189,11 @@ class _Round:
     def _send_ahead(self) -> None:
         """Have those who work on an older model begin on this round's as soon as they are done.
 
-        Only where nobody else could be asked in their place: they will be, next.
+        Only where nobody else could be asked in their place: they will be, next. The question comes
+        in a later round, and what answers it may take one more: younger updates alone are of use.
         """
         ahead, most = self.collector.ahead, self.collector.asynchrony.max_staleness
-        if ahead is None or most == 0 or self.is_sent_ahead:
+        if ahead is None or most < _LEAST_STALENESS or self.is_sent_ahead:
             return
         self.is_sent_ahead = True
         flight, round_num = self.buffer.flight, self.buffer.round_num
@@ -197,12 +204,14 @@ class _Round:
         messages = self.requests[round_num].messages([each.client_id for each in flight])
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
-            ahead.send_ahead(alike, message, last_round_num=round_num + most)
+            ahead.send_ahead(alike, message, last_round_num=round_num + most - 1)
 
     # ---- What becomes of them -------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
         asked = self.buffer.land(arrival.client_id)
+        if self.collector.congestion is not None:
+            self.buffer.limit(self.collector.congestion.landed())
         elapsed_s = arrival.elapsed_s - self.opened_s - asked.asked_s
         most = self.collector.asynchrony.max_staleness
         oldest = max(0, asked.based_on - most)  # what was begun ahead of the question

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -435,6 +436,146 @@ def test_flowers_simulation_runtime_adds_up_in_secret(simulated: Federation) -> 
 
 QUICKSTART = Path(__file__).parent / "quickstart"
 GUIDE = APP.parents[1] / "docs" / "how-to" / "migrate-from-flower.md"
+
+
+#: A client of the app below: it votes as those of the survival tests do, and one is held back.
+VOTER = """
+from pathlib import Path
+
+from fedlearn.client.flower import Node, client_app
+from fedlearn.core.clock import SystemClock
+from fedlearn.deployment.flower_node import node_policy
+from fedlearn.training.trainer import LocalResult
+
+FOLDER = Path({folder!r})
+
+
+class Voter:
+    num_examples, device = 1, "cpu"
+    honours = ("epochs", "batch_size", "learning_rate")
+
+    def __init__(self, number):
+        self.number = number
+
+    def train(self, tensors, *, context):
+        with (FOLDER / f"trained-{{self.number}}").open("a") as stream:
+            stream.write(f"{{context.round_num}}\\n")
+        while self.number == 0 and (FOLDER / "hold").exists():
+            SystemClock().sleep(0.1)
+        votes = tensors["votes"].clone()
+        votes[context.round_num, context.client_id] += 1.0
+        return LocalResult(
+            tensors={{**tensors, "votes": votes}}, num_examples=1, metrics={{}}, state={{}}
+        )
+
+
+def make_trainer(node: Node) -> Voter:
+    return Voter(int(node.node_config["partition-id"]))
+
+
+app = client_app(make_trainer, policy_of=node_policy)
+"""
+#: Its coordinator, which a test finds to kill it.
+FOUND = """
+import os
+from pathlib import Path
+
+from fedlearn.deployment.flower import server_app
+
+(Path({folder!r}) / "server.pid").write_text(str(os.getpid()))
+app = server_app(Path(__file__).parent)
+"""
+VOTES = """
+name = "late"
+num_rounds = {num_rounds}
+
+[algorithm]
+name = "fedavg"
+weight_by_examples = false
+
+[model]
+kind = "python"
+factory = "{ballots}:Ballots"
+args = {{ ballast = 10 }}
+
+[data.partition]
+kind = "iid"
+num_clients = 3
+
+[cohort]
+num_wanted = 3
+
+[stragglers]
+over_selection = 1.0
+deadline_s = 25.0
+min_reports = 1
+
+[late_updates]
+mode = "keep"
+staleness_weight = "constant"
+max_staleness = 1000
+
+[evaluation]
+clients = 0
+"""
+
+
+def voting(folder: Path, *, num_rounds: int) -> Path:
+    """Write an app whose clients vote for the round that they train, and note it in ``folder``."""
+    app = folder / "app"
+    shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
+    (app / "federation" / "client.py").write_text(VOTER.format(folder=str(folder)))
+    (app / "federation" / "server.py").write_text(FOUND.format(folder=str(folder)))
+    ballots = Path(__file__).parent / "survival" / "ballots.py"
+    config = VOTES.format(num_rounds=num_rounds, ballots=ballots)
+    (app / "federation" / "run.toml").write_text(config)
+    return app
+
+
+def read_until(run: "subprocess.Popen[str]", begin: str) -> None:
+    """Read what ``flwr run`` says until a line begins so."""
+    assert run.stdout is not None
+    lines = []
+    while not (line := run.stdout.readline()).startswith(begin):
+        lines.append(line)
+        assert line, "".join(lines)
+
+
+def test_a_late_update_counts_once_although_the_server_app_is_killed(
+    deployed: Federation, tmp_path: Path
+) -> None:
+    """Semi-synchronous rounds with real nodes: the record and the model agree on every update.
+
+    A straggler misses the close of the first round and is outstanding when the ServerApp is killed.
+    What it sends is another run's then; the next one asks it anew, and takes it late.
+    """
+    app, hold = voting(tmp_path, num_rounds=5), tmp_path / "hold"
+    hold.touch()
+    with deployed.nodes(tmp_path, NUM_NODES):
+        with deployed.flwr_run(app=app) as run:
+            read_until(run, "round 2/5")
+            os.kill(int((tmp_path / "server.pid").read_text()), signal.SIGKILL)
+        hold.unlink()
+        with deployed.flwr_run(app=app) as run:
+            stored = deployed.finished(run)
+    rounds, checkpoint = stored.rounds(), stored.load()
+    assert [record.round_num for record in rounds] == list(range(5))
+    assert checkpoint is not None
+    votes = checkpoint.tensors["params/votes"]
+    for client_id in range(NUM_NODES):
+        shares = [
+            1.0 / record.count(Status.REPORTED)
+            for record in rounds
+            for each in record.participations
+            if (each.client_id, each.status) == (client_id, Status.REPORTED)
+        ]
+        found = [value for value in votes[:, client_id].tolist() if value]
+        assert sorted(found) == pytest.approx(sorted(shares), rel=1e-5), client_id
+    assert rounds[0].count(Status.LATE) >= 1
+    ages = [age for record in rounds for age in record.staleness if age]
+    assert ages, [dict(record.staleness) for record in rounds]
+    trained = (tmp_path / "trained-0").read_text().split()
+    assert trained[:2] == ["0", "0"], "asked anew by the second run"
 
 
 def files_in(guide: str) -> dict[str, str]:

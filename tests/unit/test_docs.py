@@ -504,7 +504,7 @@ def _derived(
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     """The names of status, door and coordinator; the guides name no others."""
     measured = dict.fromkeys(MEASURED, 0.5)
-    live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1})
+    live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1}, in_flight_limit=4)
     live_status.trained(
         DISTILLATION,
         Progress(

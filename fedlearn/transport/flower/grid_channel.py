@@ -54,7 +54,8 @@ class GridChannel(ABC):
     """Reaches clients through a Flower grid; who they are and what they are sent is a subclass's.
 
     Attributes:
-        patience_s: How long :meth:`available` waits for a SuperLink that does not answer.
+        patience_s: How long :meth:`available` waits for a SuperLink that does not answer, and a
+            question with a number for a client that is not known yet.
         start: How to do something on the side.
     """
 
@@ -67,6 +68,8 @@ class GridChannel(ABC):
     _node_ids: dict[ClientId, int] = field(default_factory=dict, init=False)
     _connected: set[int] = field(default_factory=set, init=False)
     _late: list[Sent] = field(default_factory=list, init=False)
+    #: Questions to clients that are not known yet, and until when they may come.
+    _unsent: dict[Question, tuple[ClientId, float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._postbox = Postbox(self.grid, self.clock, self.start, self.counts)
@@ -112,20 +115,47 @@ class GridChannel(ABC):
         return FlowerExchange(self, deadline_s)
 
     def send(
-        self, requests: Mapping[ClientId, Request], *, expires_s: float
+        self, requests: Mapping[ClientId, Request], *, expires_s: float, patience_s: float = 0.0
     ) -> dict[ClientId, Question]:
-        """Send to each client, on the side; one that is not known has failed at once."""
+        """Send to each client, on the side; one that is not known is sent to once it is.
+
+        Whoever has not come after ``patience_s`` has failed.
+        """
         sent = self._questions(requests, expires_s=expires_s)
+        now_s = self.clock.now_s()
         for client, each in sent.items():
-            if client not in self._node_ids:
-                stranger = Failure("the client is not in this federation")
-                each.settle(stranger, self.clock.now_s())
-        self._postbox.send([each for each in sent.values() if each.outcome is None])
+            if self._knows(client):
+                continue
+            if patience_s:
+                self._unsent[each] = client, now_s + patience_s
+            else:
+                each.settle(_stranger(), now_s)
+        known = [each for client, each in sent.items() if self._knows(client)]
+        self._postbox.send(known)
         return sent
+
+    def _knows(self, client: ClientId) -> bool:
+        return client in self._node_ids
+
+    def _send_unsent(self) -> None:
+        """Send to clients that have come since; who has not in time has failed."""
+        if not self._unsent:
+            return
+        self.available()
+        now_s, unsent, self._unsent = self.clock.now_s(), self._unsent, {}
+        for sent, (client, ends_s) in unsent.items():
+            if self._knows(client):
+                sent.node_id = self._node_ids[client]
+                self._postbox.send([sent])
+            elif now_s >= ends_s:
+                sent.settle(_stranger(), now_s)
+            else:
+                self._unsent[sent] = client, ends_s
 
     def arrived(self, waiting: Mapping[ClientId, Question], *, before_s: float) -> list[ClientId]:
         """Return whose outcome has come in time since the last look, earliest first."""
         self._clear_late()
+        self._send_unsent()
         self._postbox.look(waiting.values())
         arrived_s = {
             client: sent.arrived_s
@@ -134,11 +164,12 @@ class GridChannel(ABC):
         }
         return sorted(arrived_s, key=arrived_s.__getitem__)
 
-    def drop(self, waiting: Iterable[Sent]) -> None:
+    def drop(self, waiting: Iterable[Question]) -> None:
         """Have nobody wait for these replies any more."""
         for sent in waiting:
             sent.is_dropped = True
-            self._late.append(sent)
+            if self._unsent.pop(sent, None) is None:
+                self._late.append(sent)
 
     def _clear_late(self) -> None:
         """Fetch and drop replies to exchanges that have ended: the SuperLink holds them."""
@@ -186,6 +217,10 @@ class GridChannel(ABC):
                 self.clock.sleep(PUSH_AGAIN_S)
 
 
+def _stranger() -> Failure:
+    return Failure("the client is not in this federation")
+
+
 class FlowerExchange:
     """An :class:`fedlearn.transport.base.Exchange` through a Flower grid.
 
@@ -204,14 +239,20 @@ class FlowerExchange:
         self,
         requests: Mapping[ClientId, Request],
         *,
-        number: int | None = None,  # noqa: ARG002 - nobody goes on with a question
+        number: int | None = None,
     ) -> None:
-        """Push every request; raises as the protocol says."""
+        """Push every request; raises as the protocol says.
+
+        A question with a number may be one that an earlier process has asked, of clients that have
+        not introduced themselves to this one yet: they are waited for.
+        """
         require_free(self._waiting, requests, is_open=self._is_open)
         if math.isnan(self._start_s):
             self._start_s = self._channel.clock.now_s()
         expires_s = self._start_s + self._deadline_s + _TTL_MARGIN_S
-        self._waiting |= self._channel.send(requests, expires_s=expires_s)
+        patience_s = 0.0 if number is None else self._channel.patience_s
+        sent = self._channel.send(requests, expires_s=expires_s, patience_s=patience_s)
+        self._waiting |= sent
 
     def next(self, *, until_s: float) -> Arrival | None:
         """Return the next reply; a client that is not there has failed at once.

@@ -104,7 +104,7 @@ def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
     """Once a round, with the last round whose question may be answered with it."""
     collecting = collector({})
     collect(collecting, 1, 2)
-    assert sent(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness)]
+    assert sent(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness - 1)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
     [
         ((), 3, LIMITS),  # all have the newest
         ((1, 2), 4, LIMITS),  # another one's turn comes first
-        ((), 3, replace(LIMITS, max_staleness=0, concurrency=2)),
+        ((1, 2), 3, replace(LIMITS, max_staleness=1)),  # it would be too old
     ],
 )
 def test_nobody_is_sent_ahead_what_it_is_not_asked_about_next(

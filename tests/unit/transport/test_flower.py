@@ -108,8 +108,9 @@ def at_once(work: Callable[[], None]) -> None:
     work()
 
 
-def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
-    made = FlowerChannel(
+def fresh(grid: HinderedGrid) -> FlowerChannel:
+    """Return a channel to which nobody has introduced itself."""
+    return FlowerChannel(
         grid=grid,
         run_id=f"flower-{RUN}",
         clock=grid.clock,
@@ -117,7 +118,10 @@ def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
         coordinator_key=KEY,
         start=at_once,
     )
-    return joined(made, min_clients)
+
+
+def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
+    return joined(fresh(grid), min_clients)
 
 
 def ask(
@@ -330,6 +334,23 @@ def test_a_client_that_is_not_there_is_a_failure() -> None:
     arrivals = {int(a.client_id): a for a in ask_once(made, requests, deadline_s=5.0)}
     assert reasons(arrivals).keys() == {1, 9}
     assert list(made.available()) == [0, 2]
+
+
+def test_whoever_was_asked_by_an_earlier_process_is_asked_once_it_is_known() -> None:
+    """Its question has a number; who has not come in time has failed."""
+    grid = HinderedGrid(VirtualClock(), latency_s={1: 3.0})
+    made = fresh(grid)
+    exchange = made.open(deadline_s=math.inf)
+    for number in (0, 1, 9):
+        exchange.ask({ClientId(number): REQUEST}, number=number)
+    exchange.ask({ClientId(8): REQUEST}, number=8)
+    exchange.give_up([ClientId(8)])
+    arrivals = {int(a.client_id): a for a in iter(partial(exchange.next, until_s=math.inf), None)}
+    assert list(arrivals) == [0, 1, 9]
+    assert reasons(arrivals) == {9: "the client is not in this federation"}
+    assert arrivals[9].elapsed_s == pytest.approx(made.patience_s, abs=1.0)
+    exchange.close()
+    assert made.counts.late == 0
 
 
 @pytest.mark.parametrize(("code", "words"), [(2, "exception"), (8, "died"), (99, "unknown")])
