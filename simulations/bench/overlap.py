@@ -26,7 +26,7 @@ from overlap_client import NOTES, TRAINING_S
 from fedlearn.core.clock import SystemClock
 
 #: Updates a second with models sent ahead, of those without, where links take as long as training.
-TARGET = 1.4
+TARGET = 1.25
 
 _HERE = Path(__file__).parent
 _PIECE_BYTES = 16 << 10
