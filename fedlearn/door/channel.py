@@ -29,6 +29,7 @@ from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
 
 #: Seconds between two looks at whether waiting shall end.
 _LOOK_S = 0.2
+_GIVEN_UP = "this client took too long, and is not waited for any more"
 
 _log = structlog.get_logger(__name__)
 
@@ -366,7 +367,7 @@ class DoorExchange:
         if still := gone & set(self._awaited.values()):
             raise ValueError(f"{still.pop().folder} has others who are awaited; ask them apart")
         for question in [each for each in self._questions if each.state.key in gone]:
-            self._close(question, by_itself=False)
+            self._close(question, by_itself=False, reason=_GIVEN_UP)
             self._questions.remove(question)
         self._found = deque(each for each in self._found if each[0].state.key not in gone)
 
@@ -387,8 +388,9 @@ class DoorExchange:
                 self._channel.leave(question, self._channel.exchanges.suspend)
             raise
 
-    def _close(self, question: LiveQuestion, *, by_itself: bool) -> None:
-        self._channel.leave(question, partial(self._channel.exchanges.close, by_itself=by_itself))
+    def _close(self, question: LiveQuestion, *, by_itself: bool, reason: str = "") -> None:
+        close = partial(self._channel.exchanges.close, by_itself=by_itself, reason=reason)
+        self._channel.leave(question, close)
 
     def _left(self) -> Sequence[LiveQuestion]:
         """Wait for nobody any more; return what was open."""

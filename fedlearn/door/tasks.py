@@ -204,8 +204,8 @@ class Exchanges:
             self.counters.refused[ruling.cause] += 1
         self._settle(live.state.key, client_id, ruling)
 
-    def close(self, live: LiveQuestion, *, by_itself: bool) -> None:
-        """Take no more replies; clients are told so once that is durable."""
+    def close(self, live: LiveQuestion, *, by_itself: bool, reason: str = "") -> None:
+        """Take no more replies; clients are told so, and why, once that is durable."""
         if not self._leave(live):
             return  # the door has closed, and the exchange will be opened again
         key, state = live.state.key, live.state
@@ -215,7 +215,7 @@ class Exchanges:
         self._closing.add(key)
         refused = {str(each): ruling.reason for each, ruling in rulings.items() if ruling.reason}
         closed = Closed(num_consumed=state.num_consumed, by_itself=by_itself, refused=refused)
-        reason = "the round has closed" if by_itself else "the round has enough replies"
+        reason = reason or ("the round has closed" if by_itself else "the round has enough replies")
         tell = partial(self._closed, key, late=late, silent=silent, reason=reason)
         self.writer.put(live.log, closed, tell)
 

@@ -130,6 +130,8 @@ class _Round:
     rows: list[Participation] = field(default_factory=list)
     num_failed: int = 0
     is_sent_ahead: bool = False
+    landed_s: float = 0.0  # when the last one in flight landed
+    is_short: bool = False  # whether it closes with what there is
 
     def play(self, draw: Draw) -> None:
         """Ask, and take replies, until the buffer is full or nobody is left to fill it."""
@@ -140,6 +142,9 @@ class _Round:
             self._send_ahead()
             if not self.buffer.flight:
                 if self.collector.wait is None:
+                    return
+                if self._is_given_up():
+                    self.is_short = True
                     return
                 self.collector.wait()
                 continue
@@ -153,6 +158,16 @@ class _Round:
             else:
                 self.now_s = max(self.now_s, until_s)
                 self._pass_deadlines()
+
+    def _is_given_up(self) -> bool:
+        """Return whether a deadline has passed since everybody there has had a turn.
+
+        Who was late is not asked again on this model, since it may have sent an update.
+        """
+        if self.buffer.could_ask_others(self.collector.available()):
+            return False
+        waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
+        return waited_s >= self.collector.policy.deadline_s
 
     def _look_s(self) -> float:
         """Return when to look who has come since, in seconds since the opening."""
@@ -209,7 +224,7 @@ class _Round:
     # ---- What becomes of them -------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
-        asked = self.buffer.land(arrival.client_id)
+        asked, self.landed_s = self.buffer.land(arrival.client_id), self.now_s
         if self.collector.congestion is not None:
             self.buffer.limit(self.collector.congestion.landed())
         elapsed_s = arrival.elapsed_s - self.opened_s - asked.asked_s
@@ -246,6 +261,7 @@ class _Round:
         over = [each for each in self.buffer.flight if each.asked_s + deadline_s <= self.now_s]
         for each in over:
             self.buffer.land(each.client_id)
+            self.landed_s = self.now_s
         self.give_up(over, Status.LATE)
 
     def give_up(self, asked: Iterable[Asked], status: Status) -> None:
@@ -257,13 +273,17 @@ class _Round:
     def close(self) -> Collected:
         """Return what came of it."""
         return Collected(
-            aggregate=self._aggregate() if self.buffer.is_full else None,
+            aggregate=self._aggregate() if self._is_enough else None,
             participations=Participations.of(self.rows),
             duration_s=self.now_s,
             train_metrics=self.metrics.close(),
             staleness=self.buffer.histogram(),
             flight=self.buffer.flight_after(self.now_s),
         )
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.buffer.is_full or (self.is_short and bool(self.buffer.taken))
 
     def _aggregate(self) -> Aggregate:
         strategy = self.requests[self.buffer.round_num].strategy

@@ -1,0 +1,94 @@
+"""A buffer that nobody who is there can fill any more, since some were late, is closed as it is."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.recipes import FedAvg, FedBuff
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.collecting import Status
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import Buffering, RoundPlan, ServerState, run_buffered_round
+from fedlearn.transport.flower.grid_channel import GridChannel
+from tests.parity import test_flower as flower
+
+NUM_CLIENTS = len(flower.SIZES)
+#: Seconds for which the rounds of this test would never wait.
+FOR_EVER = 1000
+
+
+class Stuck(Exception):
+    """The round waits for somebody who does not come."""
+
+
+def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, Collected]:
+    """Return a round of all clients, whose devices take one to six seconds."""
+    plain = flower.over_flower(FedAvg(flower.LOCAL))
+    assert isinstance(plain, PlainCollector)
+    channel = plain.channel
+    assert isinstance(channel, GridChannel)
+    clock = channel.clock
+    assert isinstance(clock, VirtualClock)
+
+    def wait() -> None:
+        clock.sleep(0.5)
+        if clock.now_s() > FOR_EVER:
+            raise Stuck
+
+    policy = replace(flower.POLICY, num_wanted=buffer_size, deadline_s=deadline_s)
+    limits = FedBuff(
+        flower.LOCAL, buffer_size=buffer_size, concurrency=buffer_size, max_staleness=9
+    ).asynchrony
+    collector = OpenCollector(
+        channel=channel, policy=policy, asynchrony=limits, slab_bytes=0, wait=wait
+    )
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=collector.available, policy=policy, seed=Seed(5)
+    )
+    plan = RoundPlan(
+        opening=opening,
+        policy=policy,
+        collector=plain,
+        strategy=FedAvg(flower.LOCAL),
+        seed=Seed(5),
+        buffering=Buffering(is_retried=False, draw=opening.draw, collector=collector),
+    )
+    assert plan.buffering is not None
+    torch.manual_seed(0)
+    state = plan.init(Params.of(flower.make_model()))
+    state, collected, _ = run_buffered_round(state, plan, plan.buffering, attempt=0)
+    collector.close()
+    return state, collected
+
+
+def test_a_round_of_which_some_are_late_closes_with_the_others() -> None:
+    """A deadline after the last of them: then the model has the updates that came."""
+    state, collected = ran(deadline_s=3.5)
+    num_late = collected.count(Status.LATE)
+    assert 0 < num_late < NUM_CLIENTS
+    assert collected.count(Status.REPORTED) == NUM_CLIENTS - num_late
+    assert sum(collected.staleness.values()) == NUM_CLIENTS - num_late
+    assert state.round_num == 1
+    assert collected.duration_s < 3 * 3.5
+
+
+def test_a_round_of_which_all_are_late_ends_without_a_step() -> None:
+    """It is what the policy calls too few, and the run goes on or fails as that says."""
+    state, collected = ran(deadline_s=0.5)
+    assert collected.count(Status.LATE) == NUM_CLIENTS
+    assert collected.aggregate is None
+    assert state.round_num == 0
+
+
+def test_a_round_without_a_deadline_waits_for_others() -> None:
+    """Control: nobody was late, so whoever comes is welcome, however long that takes."""
+    with pytest.raises(Stuck):
+        ran(deadline_s=math.inf, buffer_size=NUM_CLIENTS + 1)
