@@ -90,7 +90,7 @@ def test_all_that_a_coordinator_measures_has_its_meaning(site: Site) -> None:
     page = said(site, "/metrics")
     found = dict(re.findall(r"^# HELP fedlearn_(\w+?)(?:_total)? (.+)$", page, re.MULTILINE))
     assert found == {name: MEANINGS[name].text for name in found}
-    conditional = {"refused", "privacy_epsilon", "updates"}
+    conditional = {"refused", "privacy_epsilon", "updates", "in_flight_limit", "check_in_seconds"}
     trained = {name for name in MEANINGS if name.startswith("server_training")}
     assert found.keys() == MEANINGS.keys() - conditional - trained
     samples = dict(re.findall(r"^fedlearn_(\S+) (\S+)$", page, re.MULTILINE))
