@@ -455,6 +455,7 @@ def _offer(request: Request, *, folder: Path) -> Offer:
     digest = digest_of(content)
     if len(content) <= wire.MAX_INLINE_BYTES:
         return Offer(digest=digest, num_bytes=len(content), data=content, path=None)
-    path = folder / digest.hex()
-    path.write_bytes(content)
+    path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"
+    written.write_bytes(content)
+    written.replace(path)  # who is downloading the same from there goes on with what it has open
     return Offer(digest=digest, num_bytes=len(content), data=b"", path=path)

@@ -98,6 +98,8 @@ class Transfers:
         try:
             while offset < offer.num_bytes:
                 data = await self._on_disk(partial(os.pread, descriptor, wire.CHUNK_BYTES, offset))
+                if not data:  # somebody has cut the file off
+                    raise Ended(*PUT_ASIDE)
                 await self._write_chunk(client, context, data)
                 offset += len(data)
         finally:

@@ -169,14 +169,21 @@ class VotingSite(Site):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def told(self, number: int, verdict: str) -> set[int]:
-        """Return the rounds whose training a client was told ``verdict`` of, in all its lives."""
-        return {
-            line["round_num"]
-            for path in self.folder.glob(f"client-{number}.*.err")
-            for line in json_lines(path.read_text())
-            if line["event"] == "reply_settled"
-            and (line["kind"], line["verdict"]) == (TrainRequest.__name__, verdict)
-        }
+        """Return the rounds whose update a client was told ``verdict`` of, in all its lives.
+
+        That a training failed is told as well, and settled: it is no update.
+        """
+        found, failed = set[int](), set[int]()
+        for path in sorted(self.folder.glob(f"client-{number}.*.err")):
+            for line in json_lines(path.read_text()):
+                if line["event"] == "task_failed":
+                    failed.add(line["round_num"])
+                elif line["event"] == "reply_settled" and line["kind"] == TrainRequest.__name__:
+                    if line["round_num"] in failed:
+                        failed.remove(line["round_num"])
+                    elif line["verdict"] == verdict:
+                        found.add(line["round_num"])
+        return found
 
     def begun_ahead(self, number: int) -> dict[int, int]:
         """Return by the rounds that a client was asked in those whose model it had begun ahead."""

@@ -629,6 +629,42 @@ def test_a_large_request_is_downloaded_and_a_large_reply_uploaded(
     assert exchange.end() == 1
 
 
+def test_a_request_that_is_asked_again_leaves_its_downloads_alone(site: Site) -> None:
+    """Another question of the same bytes takes the place of the file, and not its content."""
+    door = site.open()
+    members = site.connected(door, 3)
+    exchange = door.channel().open(deadline_s=math.inf)
+    requests = [train_request(size=1_000_000) for _ in range(2)]
+    exchange.ask(asked(members[:1], requests[0]), number=0)
+    members[0].hear_task()
+    (path,) = site.folder.rglob("requests/*")
+    with path.open("rb") as downloading:
+        exchange.ask(asked(members[1:2], requests[1]), number=1)
+        members[1].hear_task()
+        assert os.fstat(downloading.fileno()).st_ino != path.stat().st_ino
+        assert downloading.read() == path.read_bytes() == encode(requests[0])
+    exchange.close()
+
+
+def test_a_request_whose_file_was_cut_off_is_asked_for_again(site: Site, tmp_path: Path) -> None:
+    """Its client is not sent nothing for ever."""
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    exchange = door.channel().open(deadline_s=math.inf)
+    exchange.ask(asked([member], train_request(size=1_000_000)), number=0)
+    task = member.hear_task()
+    (file,) = site.folder.rglob("requests/*")
+    os.truncate(file, 1000)
+    path = tmp_path / "request"
+    path.write_bytes(b"")
+    download = member.use(
+        lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
+    )
+    with pytest.raises(ConnectionError, match="no such exchange is open"):
+        download.result(WAIT_S)
+    exchange.close()
+
+
 def test_a_model_that_is_sent_ahead_is_downloaded_beside_the_task_in_work(
     site: Site, tmp_path: Path
 ) -> None:
