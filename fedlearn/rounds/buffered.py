@@ -162,9 +162,11 @@ class _Round:
     def _is_given_up(self) -> bool:
         """Return whether a deadline has passed since everybody there has had a turn.
 
-        Who was late is not asked again on this model, since it may have sent an update.
+        Who was late is not asked again on this model, since it may have sent an update. Where
+        nobody was, clients are only not there yet, and waited for.
         """
-        if self.buffer.could_ask_others(self.collector.available()):
+        was_late = any(row.status is Status.LATE for row in self.rows)
+        if not was_late or self.buffer.could_ask_others(self.collector.available()):
             return False
         waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
         return waited_s >= self.collector.policy.deadline_s

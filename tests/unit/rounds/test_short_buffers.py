@@ -88,7 +88,8 @@ def test_a_round_of_which_all_are_late_ends_without_a_step() -> None:
     assert state.round_num == 0
 
 
-def test_a_round_without_a_deadline_waits_for_others() -> None:
-    """Control: nobody was late, so whoever comes is welcome, however long that takes."""
+@pytest.mark.parametrize("deadline_s", [50.0, math.inf])
+def test_a_round_of_which_nobody_is_late_waits_for_others(deadline_s: float) -> None:
+    """Control: they have not come yet, and are welcome however long that takes."""
     with pytest.raises(Stuck):
-        ran(deadline_s=math.inf, buffer_size=NUM_CLIENTS + 1)
+        ran(deadline_s=deadline_s, buffer_size=NUM_CLIENTS + 1)
