@@ -148,6 +148,14 @@ class Buffer:
             for place, client_id in enumerate(drawn)
         ]
 
+    @property
+    def has_missed_any(self) -> bool:
+        """Whether some had their turn in this round, and nothing of them is in the buffer.
+
+        They were late, or sent what cannot be used, and are not asked again on this model.
+        """
+        return not self._answered <= self._taken.keys()
+
     def could_ask_others(self, available: Iterable[ClientId]) -> bool:
         """Return whether some who are there are neither in flight nor have answered."""
         return not (self._flying.keys() | self._answered).issuperset(available)

@@ -141,10 +141,8 @@ class _Round:
             self._refill(draw)
             self._send_ahead()
             if not self.buffer.flight:
-                if self.collector.wait is None:
-                    return
-                if self._is_given_up():
-                    self.is_short = True
+                self.is_short = self._is_given_up()
+                if self.is_short or self.collector.wait is None:
                     return
                 self.collector.wait()
                 continue
@@ -162,12 +160,15 @@ class _Round:
     def _is_given_up(self) -> bool:
         """Return whether a deadline has passed since everybody there has had a turn.
 
-        Who was late is not asked again on this model, since it may have sent an update. Where
-        nobody was, clients are only not there yet, and waited for.
+        Who was late is not asked again on this model, since it may have sent an update, nor who
+        sent one that is of no use. Where there is nobody like that, clients are only not there yet,
+        and waited for. Where nobody else will come, no deadline need pass.
         """
-        was_late = any(row.status is Status.LATE for row in self.rows)
-        if not was_late or self.buffer.could_ask_others(self.collector.available()):
+        others = self.buffer.could_ask_others(self.collector.available())
+        if others or not self.buffer.has_missed_any:
             return False
+        if self.collector.wait is None:
+            return True
         waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
         return waited_s >= self.collector.policy.deadline_s
 

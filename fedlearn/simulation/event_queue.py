@@ -80,6 +80,7 @@ class _Round:
     #: Those in the buffer that are to be trained yet: their places among the rows.
     waiting: list[tuple[int, Asked]] = field(default_factory=list)
     num_failed: int = 0
+    is_short: bool = False  # whether it closes with what there is
 
     def __post_init__(self) -> None:
         self.request = self.requests[self.buffer.round_num]
@@ -90,10 +91,16 @@ class _Round:
     # ---- Events ---------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Take events in order until the buffer is full of sound updates, or none is left."""
-        while not self._is_closed():
+        """Take events in order until the buffer is full of sound updates, or none is left.
+
+        Who was late, or of no use, is not asked again on this model. Where that leaves nobody to
+        fill the buffer, it closes as it is.
+        """
+        while not self._is_closed() and self.num_failed <= self._most_failed:
             self._ask()
-            if not self.events or self.num_failed > self._most_failed:
+            if not self.events:
+                self._train()
+                self.is_short = self.buffer.has_missed_any
                 return
             due_s, _, asked = heappop(self.events)
             self.now_s = max(self.now_s, due_s)  # rounding may put a tie of the last step before it
@@ -116,7 +123,7 @@ class _Round:
         return (policy.max_retries + 1) * max(policy.num_wanted, self.asynchrony.concurrency)
 
     def _is_closed(self) -> bool:
-        if self.buffer.is_full and self.waiting:
+        if self.buffer.is_full:
             self._train()
         return self.buffer.is_full
 
@@ -143,7 +150,9 @@ class _Round:
     # ---- Training -------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Train those that wait, and take out of the buffer what is not sound."""
+        """Train those that wait, if any, and take out of the buffer what is not sound."""
+        if not self.waiting:
+            return
         staleness = np.asarray([self.buffer.staleness(each) for _, each in self.waiting])
         trained = self.engine.train(
             np.asarray([each.client_id for _, each in self.waiting], np.int64),
@@ -168,10 +177,10 @@ class _Round:
 
     def close(self) -> Collected:
         """Return what came of it."""
-        if self.waiting:  # of a buffer that nobody fills any more
-            self._train()
+        self._train()  # where too many have failed
+        is_enough = self.buffer.is_full or (self.is_short and bool(self.buffer.taken))
         return Collected(
-            aggregate=self._aggregate() if self.buffer.is_full else None,
+            aggregate=self._aggregate() if is_enough else None,
             participations=Participations.of(self.rows),
             duration_s=self.now_s,
             train_metrics=self.metrics.close(),

@@ -279,6 +279,27 @@ def test_the_engine_equals_sessions_bit_for_bit(strategy: str, deadline_s: float
     assert told >= {Status.REPORTED, Status.FAILED, given_up}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_engine_equals_sessions_where_nobody_is_left_to_fill_a_buffer(strategy: str) -> None:
+    """Of all clients some are late: a buffer closes with the others, here as there."""
+    num_clients, deadline_s = len(SIZES), 1.0
+    everybody = replace(AS_SYNCHRONOUS, buffer_size=num_clients, concurrency=num_clients)
+    policy = replace(POLICY, num_wanted=num_clients, min_reports=num_clients, deadline_s=deadline_s)
+    engine = Simulation(
+        STRATEGIES[strategy], ExecutorKind.SEQUENTIAL, everybody, block_size=1, policy=policy
+    )
+    (expected, rounds), (found, others) = (
+        each.run(Alone()) for each in (engine, replace(engine, over_memory=True))
+    )
+    assert expected.round_num == NUM_ROUNDS
+    assert torch.equal(found.params.vector, expected.params.vector)
+    for one, other in zip(others, rounds, strict=True):
+        assert 0 < one.count(Status.LATE) < num_clients
+        assert one.staleness == other.staleness
+        assert one.duration_s == pytest.approx(other.duration_s)
+        assert one.participations.codes.tolist() == other.participations.codes.tolist()
+
+
 def test_staleness_makes_another_run() -> None:
     """The control of the tests above: they would tell."""
     synchronous = Simulation(STRATEGIES["fedavg"], ExecutorKind.SEQUENTIAL)

@@ -151,6 +151,16 @@ def test_no_client_may_say_that_its_model_is_newer_than_what_it_was_asked() -> N
         assert "reply to round" in failed[0].reason
 
 
+def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
+    """Who sent what is of no use is not asked again; with another client it would be full."""
+    collected = collect(collector({0: -1}, num_there=2))
+    told = [(each.client_id, each.status) for each in collected.participations]
+    assert told == [(0, Status.FAILED), (1, Status.REPORTED)]
+    assert collected.aggregate is not None
+    assert collected.staleness == {0: 1}
+    assert collect(collector({0: -1}, num_there=3)).staleness == {0: 2}
+
+
 def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
     """Nobody will ask about it."""
     collecting = collector({})

@@ -324,6 +324,31 @@ def test_a_round_that_nobody_fills_has_no_aggregate() -> None:
     assert rounds[0].aggregate is None
 
 
+def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
+    """Four are late and one is of no use: the model is the mean of what the others sent."""
+    deadline_s = 18.0
+    late = [each for each, seconds in enumerate(SECONDS) if seconds > deadline_s]
+    assert len(late) == 4
+    executor = ToTheirOwn(diverging=frozenset({4}))
+    everybody = asynchrony(buffer_size=NUM_CLIENTS, concurrency=NUM_CLIENTS)
+    state, rounds = run(plan(everybody, executor, deadline_s=deadline_s), num_rounds=1)
+    counted = [each for each in range(NUM_CLIENTS) if each not in (*late, 4)]
+    assert rounds[0].count(Status.LATE) == len(late)
+    assert rounds[0].count(Status.FAILED) == 1
+    assert rounds[0].staleness == {0: len(counted)}
+    assert rounds[0].duration_s == deadline_s
+    mean = RATE * sum(counted) / len(counted)
+    assert state.params.vector.tolist() == pytest.approx([mean, mean])
+
+
+def test_a_buffer_of_which_all_are_late_has_no_aggregate() -> None:
+    """There is nothing to step by."""
+    everybody = asynchrony(buffer_size=NUM_CLIENTS, concurrency=NUM_CLIENTS)
+    _, rounds = run(plan(everybody, ToTheirOwn(), deadline_s=1.0), num_rounds=1)
+    assert rounds[0].aggregate is None
+    assert rounds[0].count(Status.LATE) == NUM_CLIENTS
+
+
 def test_what_is_in_flight_does_not_depend_on_block_size() -> None:
     """Nor the model, but for rounding."""
     limits = asynchrony(buffer_size=3, concurrency=7)
