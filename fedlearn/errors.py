@@ -59,14 +59,26 @@ class TooFewNodes(RoundError):
 
 
 class TooFewReports(RoundError):
-    """Fewer usable reports than the minimum when the round closed."""
+    """Fewer usable reports than the minimum when the round closed; a buffer has other remedies."""
 
-    def __init__(self, *, round_num: int, received: int, minimum: int, failures: str) -> None:
+    def __init__(
+        self, *, round_num: int, received: int, minimum: int, failures: str, is_buffer: bool
+    ) -> None:
+        if is_buffer:
+            what = "a buffer takes"
+            remedies = (
+                "lower `asynchronous.buffer_size`, or raise `stragglers.deadline_s` or "
+                "`stragglers.max_retries`"
+            )
+        else:
+            what = "the minimum is"
+            remedies = (
+                "lower `stragglers.min_reports`, raise `stragglers.deadline_s`, or ask more "
+                "clients (`stragglers.over_selection`)"
+            )
         super().__init__(
-            f"round {round_num + 1}: {received} usable reports when the round closed, "
-            f"the minimum is {minimum} ({failures}); mend the clients that failed, lower "
-            "`stragglers.min_reports`, raise `stragglers.deadline_s`, or ask more clients "
-            "(`stragglers.over_selection`)"
+            f"round {round_num + 1}: {received} usable reports when the round closed, {what} "
+            f"{minimum} ({failures}); mend the clients that failed, {remedies}"
         )
         self.round_num, self.received, self.minimum = round_num, received, minimum
 

@@ -104,6 +104,17 @@ def around(
     config = config.resolved(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
+    asynchrony = config.asynchronous.asynchrony()
+    if asynchrony is not None and asynchrony.buffer_size > population:
+        raise ConfigError(
+            f"asynchronous.buffer_size: is {asynchrony.buffer_size}, and no buffer has two updates "
+            f"of one client, but the data have {population}; lower it"
+        )
+    if asynchrony is not None and asynchrony.concurrency > population:
+        raise ConfigError(
+            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
+            f"but the data have {population}; lower it"
+        )
     if policy.num_asked > population:
         raise ConfigError(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
@@ -113,12 +124,6 @@ def around(
         raise ConfigError(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
             "lower it, or leave it out: then as many do as there are, 50 at most"
-        )
-    asynchrony = config.asynchronous.asynchrony()
-    if asynchrony is not None and asynchrony.concurrency > population:
-        raise ConfigError(
-            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
-            f"but the data have {population}; lower it"
         )
     pieces = Simulation(
         make_model=make_model,

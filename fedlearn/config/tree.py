@@ -469,7 +469,13 @@ class Config(Section):
         partition = getattr(self.data, "partition", None)
         num_clients = getattr(partition, "num_clients", math.inf)
         asked = self._num_asked
-        if asked > num_clients:
+        if self.asynchronous.is_on and asked > num_clients:
+            keys = ("asynchronous.buffer_size", "cohort.num_wanted", "data.partition.num_clients")
+            text = f"is {asked}, and no buffer has two updates of one client, but there are "
+            yield Problem(
+                keys, f"{text}{num_clients}; lower it, or raise data.partition.num_clients"
+            )
+        elif asked > num_clients:
             keys = ("cohort.num_wanted", "data.partition.num_clients", "stragglers.over_selection")
             text = f"is {wanted} and {asked} clients are asked, but there are {num_clients}; "
             remedy = "lower it or stragglers.over_selection, or raise data.partition.num_clients"

@@ -270,6 +270,7 @@ def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewRep
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
         failures=_told(collected),
+        is_buffer=plan.buffering is not None and not plan.buffering.is_retried,
     )
 
 
@@ -290,10 +291,11 @@ def _told(collected: Collected) -> str:
 
 
 def _clients(client_ids: Sequence[ClientId]) -> str:
-    """Return the first of some clients, and how many more there are."""
-    listed = ", ".join(str(each) for each in sorted(client_ids)[:_TOLD_CLIENTS])
-    more = len(client_ids) - _TOLD_CLIENTS
-    noun = "client" if len(client_ids) == 1 else "clients"
+    """Return the first of some clients, and how many more there are; one may stand there twice."""
+    different = sorted(set(client_ids))
+    listed = ", ".join(str(each) for each in different[:_TOLD_CLIENTS])
+    more = len(different) - _TOLD_CLIENTS
+    noun = "client" if len(different) == 1 else "clients"
     return f"{noun} {listed} and {more} more" if more > 0 else f"{noun} {listed}"
 
 

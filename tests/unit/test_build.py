@@ -316,6 +316,12 @@ def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
         _built({"data": _npz_data(path, partition=iid)})
     with pytest.raises(ConfigError, match=r"cohort.num_wanted: 21 clients are asked .* have 20"):
         _built({"data": _npz_data(path), "cohort": {"num_wanted": 21}})
+    buffered = {"mode": "buffered", "buffer_size": 21, "concurrency": 20}
+    with pytest.raises(ConfigError, match=r"asynchronous.buffer_size: is 21, .* have 20; lower"):
+        _built({"data": _npz_data(path), "asynchronous": buffered})
+    buffered |= {"buffer_size": 20, "concurrency": 21}
+    with pytest.raises(ConfigError, match=r"asynchronous.concurrency: 21 clients .* have 20;"):
+        _built({"data": _npz_data(path), "asynchronous": buffered})
 
 
 def test_more_clients_than_there_are_do_not_evaluate(tmp_path: Path) -> None:

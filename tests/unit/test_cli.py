@@ -70,7 +70,7 @@ def ended(cause: BaseException) -> RunEnded:
         (NewerStore(), 2),
         (typer.BadParameter("--rounds"), 2),
         (RoundError(), 3),
-        (TooFewReports(round_num=1, received=0, minimum=5, failures=""), 3),
+        (TooFewReports(round_num=1, received=0, minimum=5, failures="", is_buffer=False), 3),
         (EngineError(), 3),
         (DeploymentError(), 2),
         (EnrolmentRefused(), 2),

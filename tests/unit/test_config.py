@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fedlearn.config.keys import members_of
 from fedlearn.config.template import template
 from fedlearn.config.toml import key_lines
 from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, TooFewReports
 
 
 def complaint(file: Path | None, *overrides: str) -> str:
@@ -704,6 +705,10 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             'is "modular_sum", but engine.transport is "memory"',
         ),
         (
+            ["algorithm.name=fedbuff", "data.partition.num_clients=9"],
+            "asynchronous.buffer_size: is 10, and no buffer has two updates of one client, but",
+        ),
+        (
             ["secure_aggregation.mode=complete", "updates.max_norm=10.0"],
             "is 10.0, but secure_aggregation.mode is on, which clips",
         ),
@@ -864,6 +869,46 @@ def test_all_problems_are_listed_at_once_in_the_order_of_the_file(tmp_path: Path
         "--set broken",
         "--set client.epochs=two",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_named"),
+    [
+        ([], 3),
+        (["late_updates.mode=keep"], 3),
+        (["algorithm.name=fedbuff"], 3),
+        (["algorithm.name=fedadam", "asynchronous.mode=buffered"], 3),
+    ],
+)
+def test_too_few_reports_are_remedied_by_keys_that_such_a_run_takes(
+    overrides: list[str], num_named: int
+) -> None:
+    """Each key that the error names may have another value than it has."""
+    config = load(None, overrides=overrides)
+    error = TooFewReports(
+        round_num=0,
+        received=1,
+        minimum=5,
+        failures="4 late",
+        is_buffer=config.asynchronous.is_on,
+    )
+    others = {
+        "stragglers.min_reports": 2,
+        "stragglers.deadline_s": 77.0,
+        "stragglers.over_selection": 1.5,
+        "stragglers.max_retries": 7,
+        "asynchronous.buffer_size": 7,
+    }
+    named = re.findall(r"`(\w+\.\w+)`", str(error))
+    assert len(named) == num_named
+    for key in named:
+        load(None, overrides=[*overrides, f"{key}={others[key]}"])
+
+
+def test_the_remedy_of_a_cohort_would_not_do_for_a_buffer() -> None:
+    """The control of the test above."""
+    buffered, cohort = "algorithm.name=fedbuff", "stragglers.min_reports=2"
+    assert "where a round is a full buffer" in complaint(None, buffered, cohort)
 
 
 def test_a_missing_key_is_placed_where_its_kind_was_chosen(tmp_path: Path) -> None:
