@@ -1,17 +1,19 @@
 """The configurations that ``fedlearn init`` writes; ``fedlearn demo`` runs the coordinator's."""
 
 from pathlib import Path
+from typing import Final
 
 from fedlearn.config import ClientConfig, Config, from_mapping
 from fedlearn.config.template import template
+from fedlearn.config.tree import EngineSection
 from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
 A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
-All keys that a coordinator heeds are here with their values, but for engine.slab_bytes; one that \
-you delete has its default again, and `fedlearn check` prints what is in force, also of the tables \
-of simulations (devices, engine) and of runs on Flower (flower). \
+All keys that a coordinator heeds are here with their values; one that you delete has its default \
+again, and `fedlearn check` prints what is in force, also of what simulations alone heed (devices, \
+most of engine) and runs on Flower (flower). \
 It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
 brings images of its own, 64 pixels each in [0, 1]. Its trainer must build the network of [model]: \
 as it is, nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \
@@ -24,7 +26,10 @@ it refuses, it refuses whatever the coordinator asks, and says so in its log and
 coordinator. All keys are here with their defaults; delete what you do not change."""
 
 #: What only a simulation heeds, or a run on Flower.
-_OF_OTHERS = ("centralized", "devices", "engine", "flower", "store.checkpoint_every_s")
+OF_OTHERS: Final = frozenset(
+    ["centralized", "devices", "flower", "store.checkpoint_every_s"]
+    + [f"engine.{key}" for key in EngineSection.model_fields if key != "slab_bytes"]
+)
 
 
 def starter() -> Config:
@@ -56,6 +61,6 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
     if of_client:
         text = template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:
-        text = template(starter(), omit=_OF_OTHERS, heading=_HEADING)
+        text = template(starter(), omit=OF_OTHERS, heading=_HEADING)
     with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
         stream.write(text)

@@ -1,14 +1,15 @@
 """The configuration that newcomers start with."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from fedlearn.build import deployment
-from fedlearn.config import load
-from fedlearn.deployment.starter import starter, write_starter
+from fedlearn.config import ClientConfig, Section, load
+from fedlearn.deployment.starter import OF_OTHERS, starter, write_starter
 from fedlearn.errors import DeploymentError
 
 
@@ -22,6 +23,52 @@ def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
     pieces = deployment(config, data_dir=tmp_path)
     assert pieces.policy.num_asked == 5
     assert pieces.test is not None
+
+
+def keys_of(section: Section, path: str = "") -> Iterator[str]:
+    """Yield all keys of a tree, and its tables by names of the user's."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from keys_of(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """Yield the keys that stand in a file, those in comments among them."""
+    table = ""
+    for line in text.splitlines():
+        if found := re.match(r"# \[([\w.]+)\.NAME\]$", line):
+            yield found[1]
+        elif found := re.match(r"\[([\w.]+)\]$", line):
+            table = f"{found[1]}."
+        elif found := re.match(r"(?:# )?(\w+) =", line):
+            yield f"{table}{found[1]}"
+
+
+def is_of_others(key: str) -> bool:
+    return key in OF_OTHERS or key.partition(".")[0] in OF_OTHERS
+
+
+def test_each_key_that_a_coordinator_heeds_stands_in_the_file_once(tmp_path: Path) -> None:
+    """And what is left out is a key or a table that there is."""
+    file = tmp_path / "coordinator.toml"
+    write_starter(file)
+    every_key = list(keys_of(starter()))
+    found = list(keys_in(file.read_text().partition("\n\n")[2]))
+    assert found.count("engine.slab_bytes") == 1
+    assert sorted(found) == sorted(key for key in every_key if not is_of_others(key))
+    tables = {key.partition(".")[0] for key in every_key}
+    assert not OF_OTHERS - {*every_key, *tables}
+
+
+def test_each_key_of_a_client_stands_in_its_file_once(tmp_path: Path) -> None:
+    """There is none that a client does not heed."""
+    file = tmp_path / "client.toml"
+    write_starter(file, of_client=True)
+    found = keys_in(file.read_text().partition("\n\n")[2])
+    assert sorted(found) == sorted(keys_of(ClientConfig()))
 
 
 def test_the_heading_names_the_network_that_trainers_build(tmp_path: Path) -> None:
