@@ -319,11 +319,10 @@ def compare(
     """Print two runs side by side."""
     from fedlearn.cli.surroundings import opened, terminal_width
     from fedlearn.experiment.comparison import compare
-    from fedlearn.experiment.spending import spending
 
     with opened([a, b], runs_dir=runs_dir) as runs:
         first, second = ((run.record, run.history) for run in runs)
-        spent = spending(runs[0].stored), spending(runs[1].stored)
+        spent = runs[0].privacy, runs[1].privacy
     compared = compare(first, second, target=target, spent=spent)
     typer.echo(compared.render(width=terminal_width()).removesuffix("\n"))
 

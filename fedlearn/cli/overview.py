@@ -26,7 +26,6 @@ from fedlearn.experiment.comparison import (
 )
 from fedlearn.experiment.progress import measured, next_steps
 from fedlearn.experiment.run import Run
-from fedlearn.experiment.spending import spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry
@@ -39,9 +38,11 @@ _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
 _TABLES = (
     *("python", "data", "model", "algorithm", "client", "cohort", "stragglers"),
-    *("asynchronous", "devices"),
-    "privacy",
+    *("late_updates", "asynchronous", "devices"),
+    *("secure_aggregation", "privacy"),
 )
+#: Modes of tables that say nothing more.
+_OFF = ("off", "drop")
 
 
 # ---- All runs -----------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
     yield "time", summary.times()
     yield from measured(summary)
-    if (spent := spending(run.stored)) is not None:
+    if (spent := run.privacy) is not None:
         yield "privacy", spent.text()
     yield from _participation(summary)
     yield from _missed(run)
@@ -125,7 +126,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
     for name in _TABLES:
         table = record.config.get(name)
-        is_off = isinstance(table, Mapping) and table.get("mode") == "off"
+        is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
         if not is_off and (name != "devices" or not record.is_deployed):  # of simulated ones
             yield name, _settings(table)
     for file in run.stored.checkpoints():
@@ -187,7 +188,7 @@ def _checkpoint(file: CheckpointFile) -> str:
 def run_object(run: Run) -> str:
     """Return everything about a run as a JSON object in one line; what is not finite is null."""
     record, rounds = run.record, run.history
-    summary, spent = summarize(record, rounds), spending(run.stored)
+    summary, spent = summarize(record, rounds), run.privacy
     best, counts = summary.best, summary.counts
     found = best and {
         "metric": best.metric,

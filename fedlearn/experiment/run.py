@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import spending
+from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun
 
@@ -46,6 +47,14 @@ class Run:
         """All finished rounds, in order."""
         return self.stored.rounds()
 
+    @property
+    def privacy(self) -> Spending | None:
+        """What has been spent of the privacy of its clients by now, ε among it.
+
+        ``None`` where it promises nothing. It is found anew each time, which takes up to a second.
+        """
+        return spending(self.stored)
+
     def plot(self, path: Path | str | None = None) -> Path:
         """Draw the curves as PNG and return the file, ``curves.png`` in the run's folder."""
         from fedlearn.experiment.plot import plot  # noqa: PLC0415 (matplotlib takes half a second)
@@ -58,7 +67,7 @@ class Run:
         from fedlearn.experiment.report import report  # noqa: PLC0415 (it draws, too)
 
         target = self.path / "report.html" if path is None else Path(path)
-        return report(self.record, self.history, target, privacy=spending(self.stored))
+        return report(self.record, self.history, target, privacy=self.privacy)
 
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.

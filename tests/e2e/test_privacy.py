@@ -113,6 +113,24 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
     assert not has_scale(noise * 1.5, sigma)
 
 
+def test_a_run_of_a_moment_tells_its_epsilon_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No round of it may, since to find it takes time: the run does, and all that shows it."""
+    told = Told()
+    short = run(told=told, name="short")
+    assert told.summary is not None
+    spent = short.privacy
+    assert spent is not None
+    assert spent == told.summary.privacy
+    assert spent.num_charged == 2
+    assert 0.0 < spent.epsilon < spent.epsilon_with_cohorts
+    assert main(["show", "short"]) == 0
+    assert f"ε {spent.epsilon:.3g} of the models released" in capsys.readouterr().out
+    assert main(["show", "short", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["privacy"]["epsilon"] == spent.epsilon
+
+
 @pytest.mark.slow
 def test_the_public_seed_tells_nothing_of_cohorts_and_noise() -> None:
     """Two runs of one seed differ in both; of runs that shall be repeated, neither does."""

@@ -1,5 +1,6 @@
 """Runs as a person reads them, on a terminal of any width."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,24 @@ def test_a_page_is_broken_for_a_narrow_terminal(stored: StoredRun) -> None:
     for line in narrow.splitlines():
         assert len(line) <= 60 or line.split()[0] in ("path", "next")
         assert line.startswith(" " * 12) or line[:12].rstrip()
+
+
+@pytest.mark.parametrize(
+    ("table", "mode"),
+    [
+        ("late_updates", "keep"),
+        ("asynchronous", "buffered"),
+        ("secure_aggregation", "complete"),
+    ],
+)
+def test_a_page_tells_of_what_is_on_alone(stored: StoredRun, table: str, mode: str) -> None:
+    """How rounds close and what is hidden stands there where it is not as usual."""
+    line = re.compile(f"^ *{table}  .*mode={mode}", re.MULTILINE)
+    assert table not in run_page(Run(stored), width=None)
+    config = Config().model_dump(mode="json")
+    config[table] |= {"mode": mode}
+    other = stored.database.create(replace(RUN, name="other", config=config))
+    assert line.search(run_page(Run(other), width=None))
 
 
 def test_a_table_is_cut_for_a_narrow_terminal(stored: StoredRun) -> None:
