@@ -161,6 +161,7 @@ def simulate(
     config = config_around(settings, source="simulate()")
     if sampler is not None:
         _require_free(config, settings)
+    _require_callable(sampler, callbacks)
     addresses = resolve_addresses(config, environ=os.environ)
     told = progress or progress_to(sys.stdout, as_json=False)
     site = Site(addresses, os.environ, SystemClock(), told)
@@ -195,6 +196,20 @@ def _unbuffered(
         )
     table = {"mode": "buffered", **asdict(algorithm.asynchrony)}
     return algorithm.strategy, {**settings, "asynchronous": table}
+
+
+def _require_callable(sampler: CohortSampler | None, callbacks: Sequence[RoundCallback]) -> None:
+    """Refuse code of the user's that could not be called when its time comes."""
+    if sampler is not None and not _has_method(sampler, "sample"):
+        raise ConfigError(f"simulate(): sampler is {sampler!r}, not an object with a method sample")
+    for each in callbacks:
+        if not _has_method(each, "after_round"):
+            text = f"has {each!r}, not an object with a method after_round"
+            raise ConfigError(f"simulate(): callbacks {text}")
+
+
+def _has_method(value: object, name: str) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, name, None))
 
 
 def _require_free(config: Config, settings: Mapping[str, object]) -> None:

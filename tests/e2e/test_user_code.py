@@ -163,6 +163,17 @@ def test_what_a_sampler_would_replace_or_break_is_refused(
     assert run(**settings, num_rounds=1).record.status is RunStatus.DONE
 
 
+@pytest.mark.parametrize("method", ["sampler", "callbacks"])
+@pytest.mark.parametrize("what", [lambda *_: (ClientId(0),), Drawn])
+def test_what_cannot_be_called_is_refused_before_anybody_trains(method: str, what: object) -> None:
+    """A function, or a class, in the place of an object."""
+    name = {"sampler": "sample", "callbacks": "after_round"}[method]
+    given = what if method == "sampler" else [what]
+    with pytest.raises(ConfigError, match=f"{method}.*not an object with a method {name}"):
+        run(**{method: given})
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_callbacks_see_each_round_and_its_model(num_workers: int) -> None:
     """Once, whatever the number of workers; the last model is that of the run, each its own."""
