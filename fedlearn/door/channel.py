@@ -71,7 +71,7 @@ class DoorChannel:
     _open: list[LiveQuestion] = field(default_factory=list)
     _encoded: tuple[Request, Offer] | None = None  # what was asked last
     _ahead: Offer | None = None  # what was sent ahead last
-    _trained: "SimpleQueue[tuple[LiveQuestion, LoggedReply]] | None" = None  # replies to be read
+    _training: "DoorExchange | None" = None  # the last that asked clients to train
 
     def __post_init__(self) -> None:
         # Another coordinator may have been taken over and not know it yet: it has its own. The
@@ -117,8 +117,12 @@ class DoorChannel:
         self.loop.post(partial(self.exchanges.committed, before_round))
 
     def num_waiting(self) -> int:
-        """Return how many replies to training requests are logged, and not read yet."""
-        return 0 if self._trained is None else self._trained.qsize()
+        """Return how many replies to training requests are here, durable or not, and not read yet.
+
+        Those that an earlier process has logged count as well.
+        """
+        logged = 0 if self._training is None else self._training.num_waiting()
+        return logged + self.exchanges.num_unlogged
 
     def send_ahead(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
@@ -181,7 +185,7 @@ class DoorChannel:
                 self.clock.sleep(_LOOK_S)
         self._open.append(question)
         if key.kind == TrainRequest.kind:
-            self._trained = exchange.arrivals
+            self._training = exchange
         self.loop.post(partial(self.exchanges.open, question))
         return question
 
@@ -349,6 +353,10 @@ class DoorExchange:
         del self._awaited[reply.client_id]
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
         return Arrival(reply.client_id, answer, elapsed_s, read.refuse)
+
+    def num_waiting(self) -> int:
+        """Return how many replies are logged and not read yet."""
+        return len(self._found) + self.arrivals.qsize()
 
     def elapsed_s(self) -> float:
         """Return the seconds since the first question; 0 before it."""

@@ -120,6 +120,7 @@ class Exchanges:
     Attributes:
         is_leader: Whether a reply may be called accepted here and now.
         is_recovering: Whether a crash has left an exchange that may wait for anyone.
+        num_unlogged: Verified replies that are not durable yet.
     """
 
     history: ExchangeHistory
@@ -129,6 +130,7 @@ class Exchanges:
     counters: DoorCounters
     clock: Clock
     is_recovering: bool
+    num_unlogged: int = 0
     _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
     _asked: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # what it was asked last
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
@@ -328,6 +330,7 @@ class Exchanges:
         """Log the verified reply of an awaited client; what becomes of it is told later."""
         live = self._live[TaskKey.of(envelope.key)]
         live.state.take(client_id)
+        self.num_unlogged += 1
         elapsed_s = self.clock.now_s() - live.started_s
         reply = LoggedReply(client_id, elapsed_s, envelope.digest, envelope.num_bytes)
         self.writer.put(live.log, Draft(reply, data), partial(self._logged, live, client_id))
@@ -424,6 +427,7 @@ class Exchanges:
 
     def _logged(self, live: LiveQuestion, client_id: ClientId, outcome: WriteResult) -> None:
         key = live.state.key
+        self.num_unlogged -= 1
         if isinstance(outcome, LoggedReply):
             self.counters.replies_logged += 1
             live.state.log(client_id, now_s=self.clock.now_s())

@@ -147,6 +147,8 @@ class _Round:
                 self.collector.wait()
                 continue
             until_s = min(self._ends_s(), self._look_s())
+            if self.collector.congestion is not None:
+                self.collector.congestion.look()
             arrival = self.exchange.next(until_s=self.opened_s + until_s)
             if arrival is not None:
                 self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
@@ -227,9 +229,10 @@ class _Round:
     # ---- What becomes of them -------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
+        num_in_flight = len(self.buffer.flight)
         asked, self.landed_s = self.buffer.land(arrival.client_id), self.now_s
-        if self.collector.congestion is not None:
-            self.buffer.limit(self.collector.congestion.landed())
+        if (congestion := self.collector.congestion) is not None:
+            self.buffer.limit(congestion.landed(num_in_flight=num_in_flight))
         elapsed_s = arrival.elapsed_s - self.opened_s - asked.asked_s
         most = self.collector.asynchrony.max_staleness
         oldest = max(0, asked.based_on - most)  # what was begun ahead of the question

@@ -39,7 +39,7 @@ from fedlearn.door.counters import DoorCounters
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.pace import Pace
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
-from fedlearn.door.spool import Closed, ReplyLog
+from fedlearn.door.spool import Closed, Draft, LoggedReply, ReplyLog
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
 from fedlearn.identity.identity import Identity
 from fedlearn.identity.registry import Contact, EnrolledClient
@@ -1131,6 +1131,76 @@ def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Si
     assert first.hear_receipt().verdict == Receipt.ACCEPTED
     exchange.close()
     assert second.hear_receipt().verdict == Receipt.ACCEPTED
+
+
+def test_replies_wait_until_they_are_read_whether_they_are_durable_or_not(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a disk that is slow."""
+    door, durable, append = site.open(), threading.Event(), ReplyLog.append
+    members, channel = site.connected(door, 2), door.channel()
+    assert channel.num_waiting() == 0
+    exchange = channel.open(deadline_s=NEVER)
+    exchange.ask(asked(members, train_request()))
+
+    def slowly(log: ReplyLog, drafts: Sequence[Draft]) -> list[LoggedReply | OSError]:
+        assert durable.wait(WAIT_S)
+        return append(log, drafts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplyLog, "append", slowly)
+        for member in members:
+            member.answer(member.hear_task(), train_reply(1.0))
+        wait_until(lambda: channel.num_waiting() == 2)
+        assert door.counters.replies_logged == 0
+        durable.set()
+    wait_until(lambda: door.counters.replies_logged == 2)
+    assert channel.num_waiting() == 2
+    read(exchange)
+    assert channel.num_waiting() == 1
+    read(exchange)
+    assert channel.num_waiting() == 0
+    exchange.close()
+
+
+def test_a_reply_that_could_not_be_stored_does_not_wait(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = site.open()
+    (member,), channel = site.connected(door, 1), door.channel()
+    exchange = channel.open(deadline_s=NEVER)
+    exchange.ask(asked([member], train_request()))
+
+    def full(_: ReplyLog, drafts: Sequence[Draft]) -> list[LoggedReply | OSError]:
+        return [OSError(errno.ENOSPC, "No space left on device")] * len(drafts)
+
+    monkeypatch.setattr(ReplyLog, "append", full)
+    member.answer(member.hear_task(), train_reply(1.0))
+    wait_until(lambda: door.counters.disk_full == 1)
+    assert channel.num_waiting() == 0
+    exchange.close()
+
+
+def test_what_an_earlier_process_has_logged_waits_as_well(site: Site) -> None:
+    door = site.open()
+    members = site.connected(door, 2)
+    exchange = door.channel(check=parked_when(site)).open(deadline_s=NEVER)
+    exchange.ask(asked(members, train_request()))
+    for member in members:
+        member.answer(member.hear_task(), train_reply(1.0))
+    wait_until(lambda: door.counters.replies_logged == 2)
+    park(site)
+    with pytest.raises(Parked):
+        exchange.next(until_s=WAIT_S)
+    site.shut(door)
+
+    channel = site.open().channel()
+    exchange = channel.open(deadline_s=NEVER)
+    exchange.ask(asked(members, train_request()))
+    assert channel.num_waiting() == 2
+    read(exchange)
+    assert channel.num_waiting() == 1
+    exchange.close()
 
 
 def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) -> None:
