@@ -156,6 +156,11 @@ class Buffer:
         """
         return not self._answered <= self._taken.keys()
 
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether more are in flight than may be: somebody who lands is not asked next."""
+        return len(self._flying) > self._most
+
     def could_ask_others(self, available: Iterable[ClientId]) -> bool:
         """Return whether some who are there are neither in flight nor have answered."""
         return not (self._flying.keys() | self._answered).issuperset(available)

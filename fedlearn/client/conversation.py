@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.kinds import TRAIN_KIND
-from fedlearn.transport.content import TaskKey
+from fedlearn.transport.content import NO_QUESTION, TaskKey
 
 # Events: what happened.
 
@@ -333,17 +333,24 @@ def _without_old(here: Conversation) -> Conversation:
 
 
 def _withdrawn(here: Conversation, key: TaskKey, reason: str) -> Transition:
-    if here.told is not None and here.told.key == key:
+    if here.told is not None and _is_meant(here.told, key):
         here = replace(here, told=None)
-    if here.ahead is not None and here.ahead.key == key:
+    if here.ahead is not None and _is_meant(here.ahead, key):
         here = replace(here, ahead=None)
-    if here.ready is not None and here.ready.task.key == key:
+    if here.ready is not None and _is_meant(here.ready.task, key):
         here = replace(here, ready=None)
     if here.waiting is not None and here.waiting.key == key:
         here = replace(here, waiting=None)
-    if here.task is not None and here.task.key == key:
+    if here.task is not None and _is_meant(here.task, key):
         return _call_off(replace(here, is_withdrawn=True), reason)
     return _forget_reply(here, key, reason)
+
+
+def _is_meant(task: OpenTask, withdrawn: TaskKey) -> bool:
+    """Return whether a task is withdrawn; with a model that was sent ahead all before it are."""
+    if not (task.is_ahead and withdrawn.exchange == NO_QUESTION):
+        return task.key == withdrawn
+    return task.key.run_id == withdrawn.run_id and task.key.round_num <= withdrawn.round_num
 
 
 def _call_off(here: Conversation, reason: str) -> Transition:

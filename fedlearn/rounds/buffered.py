@@ -209,17 +209,21 @@ class _Round:
     def _send_ahead(self) -> None:
         """Have those who work on an older model begin on this round's as soon as they are done.
 
-        Only where nobody else could be asked in their place: they will be, next. The question comes
-        in a later round, and what answers it may take one more: younger updates alone are of use.
+        Only where nobody else could be asked in their place: they will be, next. Where that is not
+        so any more, since others have come or fewer may be in flight, it is called off: who had it
+        would be asked at any time, and answer with what is old by then. The question comes in a
+        later round, and what answers it may take one more: younger updates alone are of use.
         """
         ahead, most = self.collector.ahead, self.collector.asynchrony.max_staleness
         if ahead is None or most < _LEAST_STALENESS or self.is_sent_ahead:
             return
         self.is_sent_ahead = True
         flight, round_num = self.buffer.flight, self.buffer.round_num
-        if all(each.based_on == round_num for each in flight) or self.buffer.could_ask_others(
-            self.collector.available()
-        ):
+        available = self.collector.available()
+        if self.buffer.is_over_limit or self.buffer.could_ask_others(available):
+            ahead.call_ahead_off()
+            return
+        if all(each.based_on == round_num for each in flight):
             return
         messages = self.requests[round_num].messages([each.client_id for each in flight])
         for message in {id(each): each for each in messages.values()}.values():

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.client.home import Home
 from fedlearn.core.collecting import Status
@@ -65,15 +66,22 @@ CLIENT_PHASES = [
 ]
 
 
-def configure(site: VotingSite, *, num_rounds: int) -> None:
-    """Three clients train at all times, and two updates make a round."""
+def configure(
+    site: VotingSite,
+    *,
+    num_rounds: int,
+    num_clients: int = NUM_CLIENTS,
+    buffer_size: int = BUFFER_SIZE,
+) -> None:
+    """All clients train at all times, and two updates make a round by default."""
     site.configure(
         num_rounds=num_rounds,
+        num_clients=num_clients,
         sections={
             "algorithm": {"name": "fedbuff"},
             "asynchronous": {
-                "buffer_size": BUFFER_SIZE,
-                "concurrency": NUM_CLIENTS,
+                "buffer_size": buffer_size,
+                "concurrency": num_clients,
                 "max_staleness": 30,
                 "staleness_weight": "constant",
             },
@@ -84,9 +92,16 @@ def configure(site: VotingSite, *, num_rounds: int) -> None:
 
 
 def populate(site: VotingSite) -> list[Process]:
-    for number in range(NUM_CLIENTS):
+    numbers = range(asynchrony_of(site).concurrency)
+    for number in numbers:
         site.enrol(number)
-    return [site.join(number) for number in range(NUM_CLIENTS)]
+    return [site.join(number) for number in numbers]
+
+
+def asynchrony_of(site: VotingSite) -> Asynchrony:
+    found = site.config.asynchronous.asynchrony()
+    assert found is not None
+    return found
 
 
 def audit(site: VotingSite) -> None:
@@ -96,6 +111,7 @@ def audit(site: VotingSite) -> None:
         Miscounted: One is there twice or not at all, or a client was told that one counts which
             does not.
     """
+    asynchrony = asynchrony_of(site)
     with site.places.database() as database:
         run = database.run(RUN)
         status, records, checkpoint = run.record.status, run.rounds(), run.load()
@@ -104,17 +120,17 @@ def audit(site: VotingSite) -> None:
     if [record.round_num for record in records] != list(range(site.config.num_rounds)):
         raise Miscounted(f"rounds {[record.round_num for record in records]} are on record")
     assert checkpoint is not None
-    votes = checkpoint.tensors["params/votes"] * BUFFER_SIZE
+    votes = checkpoint.tensors["params/votes"] * asynchrony.buffer_size
     if not set(votes.unique().tolist()) <= {0.0, 1.0}:
         raise Miscounted(f"an update is there twice: {votes.nonzero().tolist()}")
     reported = Counter[int]()
     for record in records:
-        if record.count(Status.REPORTED) != BUFFER_SIZE:
+        if record.count(Status.REPORTED) != asynchrony.buffer_size:
             raise Miscounted(f"round {record.round_num}: {record.participations}")
         reported.update(
             each.client_id for each in record.participations if each.status is Status.REPORTED
         )
-    for number in range(NUM_CLIENTS):
+    for number in range(asynchrony.concurrency):
         if votes[:, number].sum() != reported[number]:
             raise Miscounted(f"client {number}: {votes[:, number]}, {reported[number]} on record")
         told, ahead = site.told(number, "accepted"), site.begun_ahead(number)

@@ -34,13 +34,18 @@ from fedlearn.client.conversation import (
 )
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.transport import wire_pb2
-from fedlearn.transport.content import TaskKey
+from fedlearn.transport.content import NO_QUESTION, TaskKey
 
 HERE = Path("reply")
 
 
 def key(round_num: int = 0, run_id: str = "run") -> TaskKey:
     return TaskKey(run_id=run_id, kind="TrainRequest", round_num=round_num, attempt=0, exchange=0)
+
+
+def no_question(round_num: int) -> TaskKey:
+    """Return the key of a model that the coordinator has sent ahead."""
+    return key(round_num)._replace(exchange=NO_QUESTION)
 
 
 def task(round_num: int = 0, *, expires_unix_s: float = math.inf) -> OpenTask:
@@ -205,6 +210,22 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "what is done ahead is withdrawn": (
         (*OVERLAPPED, DONE, Withdrawn(key(1), "over"), Offered(task(2))),
         [*BEGUN, Begin(task(2))],
+    ),
+    "work ahead is withdrawn with a newer model that was sent ahead": (
+        (*OVERLAPPED, SentAhead(ahead(3)), Withdrawn(no_question(3), "limited"), Ended()),
+        [*BEGUN, CallOff(key(1), "limited"), Erase()],
+    ),
+    "what is done ahead is withdrawn with a newer model that was sent ahead": (
+        (*OVERLAPPED, DONE, Withdrawn(no_question(3), "limited"), Offered(task(4))),
+        [*BEGUN, Begin(task(4))],
+    ),
+    "what is done ahead stays where an older model is withdrawn": (
+        (*OVERLAPPED, DONE, Withdrawn(no_question(0), "limited"), Offered(task(2))),
+        [*BEGUN, Hold(HELD_FOR_2)],
+    ),
+    "a question that took work ahead over is not withdrawn with it": (
+        (*OVERLAPPED, Offered(task(2)), Withdrawn(no_question(3), "limited"), DONE),
+        [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
     "what is told ahead of another run is nothing": (
         (*WORKING, Fetched(replace(ahead(1), key=key(1, "another"))), answered()),

@@ -17,6 +17,7 @@ from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
 from fedlearn.rounds.buffered import OpenCollector
+from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.transport.memory import Handler, MemoryChannel
 from tests.unit.rounds.test_plain import POLICY, REQUEST
 
@@ -159,6 +160,30 @@ def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
     assert collected.aggregate is not None
     assert collected.staleness == {0: 1}
     assert collect(collector({0: -1}, num_there=3)).staleness == {0: 2}
+
+
+def num_calls_off(collecting: OpenCollector) -> int:
+    assert isinstance(collecting.ahead, SentAhead)
+    return collecting.ahead.num_calls_off
+
+
+def test_what_was_sent_ahead_is_called_off_where_another_ones_turn_comes_first() -> None:
+    """Somebody has come: who was told would be asked at any time, and answer with what is old."""
+    collecting = collector({}, num_there=4)
+    collect(collecting, 1, 2)
+    assert num_calls_off(collecting) == 1
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3, 0), (2, 1)])
+def test_what_was_sent_ahead_is_called_off_where_fewer_may_be_in_flight(
+    most: int, expected: int
+) -> None:
+    """Who lands is not asked next."""
+    collecting = collector({})
+    collecting.congestion = InFlightLimit(most, 2, num_waiting=lambda: 0)
+    collect(collecting, 0, 1, 2)
+    assert num_calls_off(collecting) == expected
+    assert len(sent(collecting)) == 1 - expected
 
 
 def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
