@@ -87,6 +87,7 @@ class Buffer:
         self._flying = {each.client_id: each for each in flight}
         self._taken = dict[ClientId, Asked]()
         self._answered = set[ClientId]()
+        self._num_failed = Counter[ClientId]()
         self._drawn = deque[Asked]()
         self._num_draws = 0
 
@@ -152,7 +153,8 @@ class Buffer:
     def has_missed_any(self) -> bool:
         """Whether some had their turn in this round, and nothing of them is in the buffer.
 
-        They were late, or sent what cannot be used, and are not asked again on this model.
+        They were late, kept failing, or sent what cannot be used, and are not asked again on this
+        model.
         """
         return not self._answered <= self._taken.keys()
 
@@ -204,8 +206,18 @@ class Buffer:
         return self._flying.pop(client_id)
 
     def excuse(self, client_id: ClientId) -> None:
-        """Let one that landed be asked again in this round: it failed, and sent no update."""
+        """Let one that landed be asked again in this round: what it sent is in no buffer."""
         self._answered.discard(client_id)
+
+    def fail(self, client_id: ClientId, *, max_retries: int) -> None:
+        """Let one that landed be asked again, so many times: it failed, and sent no update.
+
+        One that fails at once, whenever it is asked, would else be asked until the round is given
+        up, where all others are in flight.
+        """
+        self._num_failed[client_id] += 1
+        if self._num_failed[client_id] <= max_retries:
+            self.excuse(client_id)
 
     def take(self, asked: Asked) -> None:
         """Put the update of one that landed into the buffer."""

@@ -163,8 +163,8 @@ class _Round:
         """Return whether a deadline has passed since everybody there has had a turn.
 
         Who was late is not asked again on this model, since it may have sent an update, nor who
-        sent one that is of no use. Where there is nobody like that, clients are only not there yet,
-        and waited for. Where nobody else will come, no deadline need pass.
+        sent one that is of no use, or kept failing. Where there is nobody like that, clients are
+        only not there yet, and waited for. Where nobody else will come, no deadline need pass.
         """
         others = self.buffer.could_ask_others(self.collector.available())
         if others or not self.buffer.has_missed_any:
@@ -258,7 +258,8 @@ class _Round:
             return
         self.num_failed += 1
         if update is arrival.reply:  # the client says so itself, and sends no update
-            self.buffer.excuse(arrival.client_id)
+            max_retries = self.collector.policy.max_retries
+            self.buffer.fail(arrival.client_id, max_retries=max_retries)
 
     def _ends_s(self) -> float:
         """Return when the first in flight has taken too long, in seconds since the opening."""

@@ -93,8 +93,8 @@ class _Round:
     def play(self) -> None:
         """Take events in order until the buffer is full of sound updates, or none is left.
 
-        Who was late, or of no use, is not asked again on this model. Where that leaves nobody to
-        fill the buffer, it closes as it is.
+        Who was late, of no use, or kept failing is not asked again on this model. Where that leaves
+        nobody to fill the buffer, it closes as it is.
         """
         while not self._is_closed() and self.num_failed <= self._most_failed:
             self._ask()
@@ -108,7 +108,8 @@ class _Round:
             if not asked.duration_s <= self.engine.policy.deadline_s:
                 self.settle(asked, Status.LATE, asked.duration_s)
             elif asked.fails:
-                self.buffer.excuse(asked.client_id)
+                max_retries = self.engine.policy.max_retries
+                self.buffer.fail(asked.client_id, max_retries=max_retries)
                 self.settle(asked, Status.FAILED, asked.duration_s, DROPPED_OUT)
                 self.num_failed += 1
             else:

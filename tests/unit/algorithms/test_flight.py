@@ -115,6 +115,19 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
     assert fill(buffer, draw, 2.0) == [1]
 
 
+def test_who_fails_is_asked_again_so_many_times() -> None:
+    """And then it has had its turn; in the next round it may be asked as any other."""
+    draw, limits = InOrder(population=2), asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1]
+    for now_s, asked_again in ((1.0, [1]), (2.0, [1]), (3.0, [])):
+        buffer.fail(buffer.land(ClientId(1)).client_id, max_retries=2)
+        assert buffer.has_missed_any == (not asked_again)
+        assert fill(buffer, draw, now_s) == asked_again
+    later = Buffer(limits, buffer.flight_after(3.0), round_num=1)
+    assert fill(later, draw, 0.0) == [1]
+
+
 @given(st.data())
 def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.DataObject) -> None:
     """Whatever lands when, over several rounds."""

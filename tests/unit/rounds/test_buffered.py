@@ -1,5 +1,6 @@
 """Buffers over a channel: what clients in flight are sent ahead, and what they make of it."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
-from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
+from fedlearn.core.messages import ClientId, Failure, Request, TrainReply, TrainRequest
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.transport.memory import Handler, MemoryChannel
@@ -61,6 +62,11 @@ def client(age: int) -> Handler:
         return encode(reply), state
 
     return answer
+
+
+def failing(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+    """A handler whose training fails."""
+    return encode(Failure("RuntimeError")), state
 
 
 def collector(
@@ -184,6 +190,26 @@ def test_what_was_sent_ahead_is_called_off_where_fewer_may_be_in_flight(
     collect(collecting, 0, 1, 2)
     assert num_calls_off(collecting) == expected
     assert len(sent(collecting)) == 1 - expected
+
+
+def test_a_client_that_fails_whenever_it_is_asked_does_not_end_the_round() -> None:
+    """It is asked again as often as a round may be tried again; the others fill the buffer."""
+    collecting = collector({}, limits=replace(LIMITS, buffer_size=3), num_there=3)
+    collecting.policy = replace(POLICY, max_retries=2)
+    assert isinstance(collecting.channel, MemoryChannel)
+    collecting.channel = replace(
+        collecting.channel,
+        handlers={**collecting.channel.handlers, ClientId(0): failing},
+        latency=lambda clients, _: np.array([0.01 if each == 0 else 1.0 for each in clients]),
+    )
+    collected = collect(collecting)
+    told = Counter((each.client_id, each.status) for each in collected.participations)
+    assert told == {
+        (0, Status.FAILED): 1 + 2,
+        (1, Status.REPORTED): 1,
+        (2, Status.REPORTED): 1,
+    }
+    assert collected.aggregate is not None
 
 
 def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
