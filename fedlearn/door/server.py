@@ -51,6 +51,7 @@ from fedlearn.door.exchange import (
 )
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.pace import Pace
+from fedlearn.door.processor_time import ProcessorTime
 from fedlearn.door.settings import DoorSettings
 from fedlearn.door.spool import GroupWriter, ended_exchanges
 from fedlearn.door.tasks import Exchanges
@@ -74,6 +75,9 @@ _REPORT_S = 10.0  # between two lines about strangers and refused calls, which c
 _SOON_S = 0.5
 #: Of one core that check-ins may take.
 _SHARE = 0.5
+#: Check-ins after which what they cost is measured before the next look: each that is told to come
+#: back by a rate that is wrong does so.
+_MANY = 10
 _NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 _MAX_PEERS = 1 << 16  # connections, whose client has been recognised, that are remembered
@@ -126,7 +130,7 @@ class Door:
         self._refusals: dict[str, tuple[int, str]] = {}  # how many by cause, and whose was the last
         self._reported_s = self.clock.now_s()
         self._pace = self.pace or Pace(self.clock, share=_SHARE)
-        self._cpu_s, self._num_check_ins = _cpu_s(), 0
+        self._num_measured = 0  # check-ins
         self._enrolled = EnrolledClients(self.registry, self._enrolled_changed, self.clock)
         self._sessions = Sessions(
             settings=self.settings,
@@ -311,6 +315,7 @@ class Door:
             )
         for server in reversed(self._servers):
             await server.start()
+        self._processor_time = ProcessorTime()
         self._poll = asyncio.create_task(self._keep_polling())
         _log.info("door_open", address=self.address, enrolment_address=self.enrolment_address)
 
@@ -337,6 +342,9 @@ class Door:
                 ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
                 ("grpc.max_metadata_size", 16 << 10),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                # Else gRPC drops calls of a rush, and their clients are not told when to come.
+                ("grpc.server.max_pending_requests", max_connections),
+                ("grpc.server.max_pending_requests_hard_limit", max_connections),
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.max_connection_idle_ms", _ms(idle_s)),
                 ("grpc.server_handshake_timeout_ms", _ms(self.settings.handshake_timeout_s)),
@@ -424,10 +432,14 @@ class Door:
         began_s = self.clock.now_s()
         await asyncio.sleep(_POLL_S)
         late_s = max(0.0, self.clock.now_s() - began_s - _POLL_S)
-        before_s, self._cpu_s = self._cpu_s, _cpu_s()
-        before, self._num_check_ins = self._num_check_ins, self.counters.check_ins
-        num_check_ins = self._num_check_ins - before
-        self._pace.look(cpu_s=self._cpu_s - before_s, num_check_ins=num_check_ins, late_s=late_s)
+        self._processor_time.find_threads()
+        self._measure()
+        self._pace.look(late_s=late_s)
+
+    def _measure(self) -> None:
+        before, self._num_measured = self._num_measured, self.counters.check_ins
+        cpu_s = self._processor_time.passed_s()
+        self._pace.measured(cpu_s=cpu_s, num_check_ins=self._num_measured - before)
 
     def _report(self) -> None:
         """Log now and then who came and was not let in: nobody else tells of them."""
@@ -538,6 +550,8 @@ class Door:
             reason = "this coordinator stands by; try another address"
             raise Ended(grpc.StatusCode.UNAVAILABLE, reason)
         self.counters.check_ins += 1
+        if self.counters.check_ins - self._num_measured >= _MANY:
+            self._measure()
         if not self._sessions.may_check_in(client.client_id):
             self.counters.paced += 1
             raise Ended(grpc.StatusCode.UNAVAILABLE, "too many clients come at once")
@@ -672,12 +686,6 @@ def _parsed(data: bytes) -> wire_pb2.FromClient:
         reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} make sense"
         raise Ended(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
     return message
-
-
-def _cpu_s() -> float:
-    """Return the processor time that this process has taken."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _affordable(num_connections: int, num_enrolling: int) -> tuple[int, int]:

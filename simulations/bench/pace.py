@@ -1,191 +1,126 @@
 """At which rate clients check in with a coordinator after a restart, steered and not.
 
-All clients come at once and again whenever they are told to; few may stay. The coordinator is a
-process of its own with the real door, without TLS; this process is its clients. Without steering,
-everybody is let in and comes back within half to one and a half times ``--come-back-s``. The
-coordinator gives check-ins a tenth of what it does by default, since its clients share its machine.
+All clients come at once, and again whenever they are told to; few may stay. The coordinator is a
+process of its own with the real door, behind mutual TLS; the clients are another one
+(``pace_clients.py``), which costs so little that the coordinator is what all wait for. This process
+calls the door meanwhile, as a client that stays would. Without steering, everybody is let in and
+comes back within half to one and a half times ``--come-back-s``.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import structlog
+from door_clients import Client, enrol
+from door_processes import Process, raise_file_limit, started
+from pace_clients import NO_DOWNLOAD, Plan, connect, tls
 
-from fedlearn.core.clock import SystemClock
-from fedlearn.door.pace import Pace
-from fedlearn.door.server import Door
-from fedlearn.door.settings import DoorSettings
-from fedlearn.testing.registry import FreshRegistry
-from fedlearn.transport import wire, wire_pb2
-from fedlearn.transport.grpc_client import ComeBackLater, DoorConnection
+from fedlearn.core.files import write_private
 
-_LOOK_S = 1.0
+_LOOK_S = 0.1
 #: After the first rush: what is steered is when clients come again.
 _RUSH_S = 5.0
 
 
-@dataclass(eq=False)
-class Unsteered(Pace):
-    """Lets everybody in, and has them come back as they like."""
-
-    def admits(self) -> bool:
-        """Return that it may."""
-        return True
-
-    def after_s(self, least_s: float) -> float:
-        """Return half to one and a half times that."""
-        return least_s * (0.5 + self.jitter.random())
+def write_keys(clients: Sequence[Client], folder: Path) -> None:
+    """Leave what each client shows where ``pace_clients.py`` looks for it."""
+    for client in clients:
+        assert client.credentials is not None
+        write_private(folder / f"{client.name}.key", client.credentials.tls_key_pem)
+        (folder / f"{client.name}.pem").write_bytes(client.credentials.certificate_pem)
+        (folder / "ca.pem").write_bytes(client.credentials.ca_pem)
 
 
-def serve(arguments: argparse.Namespace) -> None:
-    """Be the coordinator; print its address and then what it counts, a line a second."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
-    clock = SystemClock()
-    registry = FreshRegistry(clock)
-    for number in range(arguments.clients):
-        name = f"client-{number}"
-        registry.redeem(
-            name,
-            registry.invite(name, tags=(), valid_s=1e6),
-            identity_key=number.to_bytes(32, "big"),
-            certify=lambda client_id: (b"", f"{client_id:064x}", "2999-01-01T00:00:00Z"),
-        )
-    with tempfile.TemporaryDirectory(prefix="pace-") as folder:
-        door = Door(
-            DoorSettings(
-                address="127.0.0.1:0",
-                max_connected=arguments.stay,
-                come_back_s=arguments.come_back_s,
-            ),
-            registry=registry,
-            run_id="pace",
-            spool_dir=Path(folder),
-            authority=None,
-            eligible=lambda *_: True,
-            is_leader=lambda: True,
-            clock=clock,
-            pace=(Unsteered if arguments.unsteered else Pace)(clock, share=arguments.share),
-        )
-        door.start()
-        door.want(arguments.stay)
-        print(json.dumps({"address": door.address}), flush=True)
-        begin_s = clock.now_s()
-        with suppress(BrokenPipeError):
-            while clock.now_s() - begin_s < arguments.seconds + 2 * _RUSH_S:
-                told = {key: door.status()[key] for key in ("check_in_rate", "loop_late_seconds")}
-                told |= {
-                    "check_ins": door.counters.check_ins,
-                    "connected": door.status()["connected"],
-                }
-                print(json.dumps(told | {"s": clock.now_s() - begin_s}), flush=True)
-                clock.sleep(_LOOK_S)
+async def calls(address: str, keys: str, number: int) -> list[float]:
+    """Call the door again and again until cancelled; return how long each call took."""
+    loop, took_s, stream = asyncio.get_running_loop(), list[float](), 1
+    connection = await connect(address, b"", tls(keys, number))
+    name = "" if keys else f"client-{number}"
+    with suppress(asyncio.CancelledError):
+        while not connection.closed.is_set():
+            begin_s, stream = loop.time(), stream + 2
+            await connection.ask("Download", NO_DOWNLOAD, stream=stream, name=name)
+            took_s.append(loop.time() - begin_s)
+            await asyncio.sleep(_LOOK_S)
+    return took_s
 
 
-@dataclass
-class Crowd:
-    """The clients.
-
-    Attributes:
-        address: Of the coordinator.
-        checked_in: How many came in which second.
-        num_staying: How many are there.
-        full_s: When as many as may be there first were.
-    """
-
-    address: str
-    most: int
-    checked_in: Counter[int] = field(default_factory=Counter)
-    num_staying: int = 0
-    full_s: float | None = None
-
-    async def come(self, number: int, begin_s: float, seconds: float) -> None:
-        """Check in, and again when told to."""
-        loop = asyncio.get_running_loop()
-        while (passed_s := loop.time() - begin_s) < seconds:
-            self.checked_in[int(passed_s)] += 1
-            await asyncio.sleep(await self._visit(f"client-{number}", begin_s))
-
-    async def _visit(self, name: str, begin_s: float) -> float:
-        hello = wire_pb2.Hello(protocol=wire.PROTOCOL)
-        is_there = False
-        try:
-            async with (
-                DoorConnection(self.address, None, name=name) as connection,
-                connection.session(hello) as session,
-            ):
-                self.num_staying, is_there = self.num_staying + 1, True
-                if self.num_staying >= self.most and self.full_s is None:
-                    self.full_s = asyncio.get_running_loop().time() - begin_s
-                while (told := await session.receive()) is not None:
-                    if told.HasField("come_back"):
-                        return told.come_back.after_s
-        except ComeBackLater as later:
-            return later.after_s
-        except ConnectionError:
-            pass
-        finally:
-            self.num_staying -= is_there
-        return 1.0
+async def watched(coordinator: Process, plan: Plan) -> dict[str, Any]:
+    """Have all clients come; return what they and the coordinator say, and how long calls took."""
+    looks, loop = list[dict[str, Any]](), asyncio.get_running_loop()
+    calling = asyncio.create_task(calls(plan.address, plan.keys, plan.clients))
+    await asyncio.sleep(2 * _LOOK_S)
+    script = str(Path(__file__).with_name("pace_clients.py"))
+    pipe = asyncio.subprocess.PIPE
+    crowd = await asyncio.create_subprocess_exec(
+        *(sys.executable, script), stdin=pipe, stdout=pipe, limit=1 << 26
+    )
+    found = asyncio.create_task(crowd.communicate(json.dumps(asdict(plan)).encode() + b"\n"))
+    while not found.done():
+        look = await asyncio.to_thread(coordinator.ask, "look")
+        looks.append(look | {"s": loop.time(), "cpu_s": coordinator.cpu_s()})
+        await asyncio.sleep(_LOOK_S)
+    calling.cancel()
+    said, _ = await found
+    return {"looks": looks, "calls_s": await calling, **json.loads(said)}
 
 
-async def crowd(address: str, arguments: argparse.Namespace) -> Crowd:
-    """Have all clients come for so many seconds."""
-    found, begin_s = Crowd(address, arguments.stay), asyncio.get_running_loop().time()
-    tasks = [
-        asyncio.create_task(found.come(number, begin_s, arguments.seconds))
-        for number in range(arguments.clients)
-    ]
-    await asyncio.wait(tasks, timeout=arguments.seconds)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return found
-
-
-def measured(arguments: argparse.Namespace, *, unsteered: bool) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, folder: Path, *, unsteered: bool) -> dict[str, Any]:
     """Return what came of one run."""
-    options = [f"--{name}={getattr(arguments, name)}" for name in ("clients", "stay", "seconds")]
-    options += [f"--share={arguments.share}"]
-    options += [f"--come-back-s={arguments.come_back_s}", "--serve"]
-    command = [sys.executable, __file__, *options, *(["--unsteered"] if unsteered else [])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        address = json.loads(process.stdout.readline())["address"]
-        stat = Path(f"/proc/{process.pid}/stat")
-        before_s = _cpu_s(stat)
-        found = asyncio.run(crowd(address, arguments))
-        cpu_s = _cpu_s(stat) - before_s
-    finally:
-        process.terminate()
-        lines = [json.loads(line) for line in process.stdout if line.endswith("}\n")]
-        process.wait()
-    rate = [found.checked_in[second] for second in range(int(_RUSH_S), int(arguments.seconds))]
+    options = [f"--folder={folder}", "--address=127.0.0.1:0", f"--stay={arguments.stay}"]
+    options += [f"--come-back-s={arguments.come_back_s}", f"--share={arguments.share}"]
+    chosen = {"insecure": arguments.insecure, "evaluates": arguments.evaluates}
+    options += [f"--{name}" for name, is_on in (chosen | {"unsteered": unsteered}).items() if is_on]
+    with started("pace_coordinator.py", *options) as coordinator:
+        plan = Plan(
+            address=coordinator.greeting["address"],
+            clients=arguments.clients,
+            seconds=arguments.seconds,
+            keys="" if arguments.insecure else str(folder),
+        )
+        run = asyncio.run(watched(coordinator, plan))
+    begin_s, came = run["begin_s"], {int(s): n for s, n in run["came"].items()}
+    looks = [each | {"s": each["s"] - begin_s} for each in run["looks"]]
+    full_s = [each["s"] for each in looks if each["connected"] >= arguments.stay]
+    steady = [each for each in looks if _RUSH_S <= each["s"] < arguments.seconds]
+    first, last = steady[0], steady[-1]
+    passed_s = last["s"] - first["s"]
+    rate = [came.get(second, 0) for second in range(int(_RUSH_S), int(arguments.seconds))]
     return {
-        "clients_at_first": found.checked_in[0],
-        "check_ins_per_s": statistics.mean(rate),
+        "came_per_s": round(statistics.mean(rate), 1),
         "most_in_a_second": max(rate),
-        "target_per_s": lines[-1]["check_in_rate"],
-        "cpu_share": cpu_s / arguments.seconds,
-        "latest_loop_s": max(line["loop_late_seconds"] for line in lines),
-        "until_full_s": found.full_s,
+        "check_ins_per_s": round((last["check_ins"] - first["check_ins"]) / passed_s, 1),
+        "paced_per_s": round((last["paced"] - first["paced"]) / passed_s, 1),
+        "rate": [round(rate, 1) for rate in _range(each["check_in_rate"] for each in steady)],
+        "check_in_ms": round(1000 * last["check_in_seconds"], 2),
+        "cores": round((last["cpu_s"] - first["cpu_s"]) / passed_s, 2),
+        "latest_loop_ms": round(1000 * max(each["loop_late_seconds"] for each in looks), 1),
+        "status_ms": _quantiles_ms([each["took_s"] for each in looks]),
+        "call_ms": _quantiles_ms(run["calls_s"]),
+        "answer_ms": _quantiles_ms(run["answer_s"]),
+        "in_vain": sum(run["in_vain"].values()),
+        "until_full_s": round(min(full_s), 1) if full_s else None,
+        "came": [came.get(second, 0) for second in range(int(arguments.seconds))],
     }
 
 
-def _cpu_s(stat: Path) -> float:
-    values: Sequence[str] = stat.read_text().rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / 100.0
+def _range(values: Any) -> tuple[float, float]:
+    listed = list(values)
+    return min(listed), max(listed)
+
+
+def _quantiles_ms(values_s: list[float]) -> list[float]:
+    """Return the median, and what 99 of 100 are below."""
+    cuts = statistics.quantiles(values_s, n=100)
+    return [round(1000 * cuts[each], 1) for each in (49, 98)]
 
 
 def main() -> None:
@@ -194,17 +129,19 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2000, help="clients that come")
     parser.add_argument("--stay", type=int, default=100, help="that may stay")
     parser.add_argument("--come-back-s", type=float, default=4.0, help="seconds of an absence")
-    parser.add_argument("--share", type=float, default=0.05, help="of a core for check-ins")
+    parser.add_argument("--share", type=float, default=0.5, help="of a core for check-ins")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
-    parser.add_argument("--serve", action="store_true", help="be the coordinator")
-    parser.add_argument("--unsteered", action="store_true", help="without steering")
+    parser.add_argument("--insecure", action="store_true", help="without TLS")
+    parser.add_argument("--evaluates", action="store_true", help="another thread computes as well")
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments)
-        return
-    for unsteered in (True, False):
-        kind = "unsteered" if unsteered else "steered"
-        print(json.dumps({"kind": kind, **measured(arguments, unsteered=unsteered)}), flush=True)
+    raise_file_limit()
+    with tempfile.TemporaryDirectory(prefix="pace-") as name:
+        folder = Path(name)
+        write_keys(enrol(arguments.clients + 1, folder), folder)
+        for unsteered in (True, False):
+            kind = "unsteered" if unsteered else "steered"
+            figures = measured(arguments, folder, unsteered=unsteered)
+            print(json.dumps({"kind": kind, **figures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -519,7 +519,7 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     )
     of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
     pace = Pace(VirtualClock(), share=0.5)
-    pace.look(cpu_s=0.1, num_check_ins=10, late_s=0.0)
+    pace.measured(cpu_s=0.1, num_check_ins=10)
     of_door = {"connected", "eligible", "set_aside", *pace.values()}
     kinds = {
         "gauge": {*live_status.gauges(), *of_coordinator, *of_door},

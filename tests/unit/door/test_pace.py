@@ -9,32 +9,62 @@ from fedlearn.door.pace import Pace
 
 
 def test_the_rate_takes_half_a_core_whatever_a_check_in_costs() -> None:
-    """The median of the last looks counts: in some of them something else was computed, too."""
-    pace = Pace(VirtualClock(), share=0.5)
+    """What was long ago counts little, and too few tell nothing."""
+    clock = VirtualClock()
+    pace = Pace(clock, share=0.5)
     assert pace.rate_per_s == 100.0  # nothing is known
-    pace.look(cpu_s=0.1, num_check_ins=50, late_s=0.0)
-    assert pace.rate_per_s == pytest.approx(250.0)
-    pace.look(cpu_s=0.1, num_check_ins=50, late_s=0.0)
-    pace.look(cpu_s=2.0, num_check_ins=50, late_s=0.0)
-    assert pace.rate_per_s == pytest.approx(250.0)
-    pace.look(cpu_s=0.5, num_check_ins=3, late_s=0.0)  # too few to tell
-    assert pace.rate_per_s == pytest.approx(250.0)
-    for _ in range(10):
-        pace.look(cpu_s=0.5, num_check_ins=50, late_s=0.0)
-    assert pace.rate_per_s == pytest.approx(50.0)
+    pace.measured(cpu_s=1.0, num_check_ins=9)  # too few
+    assert pace.rate_per_s == 100.0
+    clock.sleep(200.0)
+    pace.measured(cpu_s=0.1, num_check_ins=50)
+    assert pace.rate_per_s == pytest.approx(250.0, rel=1e-3)
+    for _ in range(60):
+        clock.sleep(1.0)
+        pace.measured(cpu_s=0.5, num_check_ins=50)
+    assert pace.rate_per_s == pytest.approx(50.0, rel=0.02)
+
+
+def test_all_of_a_rush_counts_also_what_came_before_the_first_hello() -> None:
+    """Two thousand shake hands for four seconds, and then say hello within two."""
+    clock = VirtualClock()
+    pace = Pace(clock, share=0.5)
+    for num_check_ins in (0, 0, 0, 0, 1000, 1000):
+        clock.sleep(1.0)
+        pace.measured(cpu_s=1.0, num_check_ins=num_check_ins)
+    assert 6.0 / 2000 * 0.8 < pace.cost_s < 6.0 / 2000
+
+
+def test_a_rate_at_its_least_is_measured_all_the_same() -> None:
+    """Something else had taken the processor; check-ins of 2 ms are so few, and more again soon."""
+    clock = VirtualClock()
+    pace = Pace(clock, share=0.5)
+    for _ in range(30):
+        clock.sleep(1.0)
+        pace.measured(cpu_s=40.0, num_check_ins=12)
+    assert pace.rate_per_s == 1.0
+    for _ in range(300):
+        clock.sleep(1.0)
+        pace.measured(cpu_s=0.002 * int(pace.rate_per_s), num_check_ins=int(pace.rate_per_s))
+    assert pace.rate_per_s == pytest.approx(250.0, rel=0.01)
+
+
+def test_what_costs_nothing_that_can_be_measured_changes_nothing() -> None:
+    pace = Pace(VirtualClock(), share=0.5)
+    pace.measured(cpu_s=0.0, num_check_ins=50)
+    assert pace.rate_per_s == 100.0
 
 
 def test_a_late_event_loop_slows_check_ins_down_and_they_recover() -> None:
     """To one a second at the least."""
     pace = Pace(VirtualClock(), share=0.5)
     for rate in (50.0, 25.0, 12.5):
-        pace.look(cpu_s=0.0, num_check_ins=0, late_s=0.5)
+        pace.look(late_s=0.5)
         assert pace.rate_per_s == rate
     for _ in range(20):
-        pace.look(cpu_s=0.0, num_check_ins=0, late_s=0.5)
+        pace.look(late_s=0.5)
     assert pace.rate_per_s == pytest.approx(100.0 / 64)
     for _ in range(20):
-        pace.look(cpu_s=0.0, num_check_ins=0, late_s=0.01)
+        pace.look(late_s=0.01)
     assert pace.rate_per_s == 100.0
 
 
@@ -48,9 +78,14 @@ def test_as_many_are_admitted_as_the_rate_says() -> None:
 
 
 def test_those_who_come_back_are_spread_evenly() -> None:
-    """A thousand at a hundred a second take ten; those that may stay away longer fill the gaps."""
+    """A thousand take ten seconds; those that need not stay away for long fill the gaps.
+
+    A third more may come: whom nobody told when.
+    """
     clock = VirtualClock(7.3)
     pace = Pace(clock, share=0.5)
+    pace.measured(cpu_s=1.0, num_check_ins=300)
+    assert pace.rate_per_s == pytest.approx(150.0)
     later = [clock.now_s() + pace.after_s(5.0) for _ in range(300)]
     soon = [clock.now_s() + pace.after_s(0.5) for _ in range(700)]
     seconds = Counter(int(each) for each in [*later, *soon])
@@ -70,7 +105,8 @@ def test_a_slow_coordinator_has_clients_within_the_hour_all_the_same() -> None:
     """Longer they would not stay away, whatever they are told."""
     pace = Pace(VirtualClock(), share=0.5)
     for _ in range(20):
-        pace.look(cpu_s=60.0, num_check_ins=10, late_s=9.0)
+        pace.measured(cpu_s=60.0, num_check_ins=10)
+        pace.look(late_s=9.0)
     assert pace.rate_per_s == 1.0
     after_s = [pace.after_s(0.5) for _ in range(5000)]
     assert max(after_s) <= 3602.0
@@ -85,5 +121,5 @@ def test_what_is_past_is_forgotten() -> None:
         for _ in range(100):
             pace.after_s(0.5)
         clock.sleep(10.0)
-        pace.look(cpu_s=0.0, num_check_ins=0, late_s=0.0)
+        pace.look(late_s=0.0)
     assert 0.5 <= pace.after_s(0.5) < 2.5

@@ -1659,14 +1659,14 @@ def test_stopping_asks_clients_to_come_back(site: Site) -> None:
 def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
     """Return a pace that has measured what gives this rate."""
     pace = Pace(clock, share=0.5)
-    pace.look(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100, late_s=0.0)
+    pace.measured(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100)
     assert pace.rate_per_s == pytest.approx(rate_per_s)
     return pace
 
 
 def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Site) -> None:
-    """Each at a moment of its own."""
-    door = site.open(pace=paced(SystemClock(), rate_per_s=2.0))
+    """Each at a moment of its own; every third moment is for others."""
+    door = site.open(pace=paced(SystemClock(), rate_per_s=3.0))
     door.want(8)
     members = site.connected(door, 8)
     site.shut(door)
