@@ -57,7 +57,7 @@ class Pace:
         >>> pace.rate_per_s
         125.0
         >>> after_s = sorted(pace.after_s(1.0) for _ in range(1000))
-        >>> 1.0 <= after_s[0] <= after_s[-1] < 10.0
+        >>> 1.0 <= after_s[0] <= after_s[-1] < 15.0
         True
     """
 
@@ -127,7 +127,7 @@ class Pace:
         Of as many as may come in a second, two thirds are told it; whoever finds none free within
         an hour comes at any time of that.
         """
-        now_s, most = self.clock.now_s(), max(1, int(_TOLD * self.rate_per_s))
+        now_s, most = self.clock.now_s(), max(1, round(_TOLD * self.rate_per_s))
         first = int(now_s + least_s) + 1
         last = max(first, int(now_s) + _LONGEST_S)
         second = next((s for s in range(first, last) if self._booked[s] < most), None)
