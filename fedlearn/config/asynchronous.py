@@ -9,7 +9,7 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.config.pieces import built, declared_by, refused
-from fedlearn.config.section import Problem, Section
+from fedlearn.config.section import Problem, Section, without_effect
 from fedlearn.config.toml import shown
 
 
@@ -37,8 +37,10 @@ class AsynchronousSection(Section):
         return self.mode != "off"
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse more clients in flight than can count."""
-        return refused(lambda: built(Asynchrony, self)) if self.is_on else ()
+        """Refuse more clients in flight than can count, and what is set without effect."""
+        if self.is_on:
+            return refused(lambda: built(Asynchrony, self))
+        return without_effect(self, table="asynchronous", off="off", on="buffered")
 
     def asynchrony(self) -> Asynchrony | None:
         """Return when the server steps; ``None``: when a cohort has reported."""
@@ -121,8 +123,10 @@ def buffers_in(raw: Mapping[str, Any]) -> dict[str, Any]:  # Any: not validated 
     wanted = cohort.get("num_wanted", "auto")
     usual = AsynchronousSection.model_fields["buffer_size"].default
     size = table.get("buffer_size", usual if wanted == "auto" else wanted)
+    is_sound = isinstance(size, int) and size > 0
     return {
         "asynchronous": {**table, "buffer_size": size},
-        "cohort": {**cohort, "num_wanted": size if wanted == "auto" else wanted},
+        # A size that is none is told of where it is written, and nowhere else.
+        "cohort": {**cohort, "num_wanted": size} if is_sound and wanted == "auto" else cohort,
         "stragglers": {"over_selection": 1.0, "deadline_s": "auto", **stragglers},
     }

@@ -8,7 +8,7 @@ from pydantic import Field
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.config.pieces import built, declared_by, refused
-from fedlearn.config.section import Problem, Section
+from fedlearn.config.section import Problem, Section, without_effect
 from fedlearn.config.toml import shown
 
 
@@ -44,10 +44,14 @@ class LateUpdatesSection(Section):
         return built(LateUpdates, self)
 
     def problems(self) -> Iterable[Problem]:
-        """Refuse what the rule refuses, and deadlines that follow those before down."""
+        """Refuse what the rule refuses or is without effect, and deadlines that lead down."""
         wrong = list(refused(self._rule))
         yield from wrong
-        if not wrong and not self.are_kept and self._rule().deadline_quantile is not None:
+        if wrong or self.are_kept:
+            return
+        if self._rule().deadline_quantile is None:
+            yield from without_effect(self, table="late_updates", off="drop", on="keep")
+        else:
             text = (
                 f"is {self._rule().deadline_quantile:g}, but late updates are dropped: nobody "
                 "learns how long these took, and each deadline would follow the one before down; "

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.section import Fraction, Problem, Section
+from fedlearn.config.section import Fraction, Problem, Section, without_effect
 from fedlearn.core.ranges import Count, Positive
 
 
@@ -93,10 +93,7 @@ class PrivacySection(Section):
     def problems(self) -> Iterator[Problem]:
         """Refuse half a promise, and keys without effect."""
         if not self.is_on:
-            for name in type(self).model_fields.keys() - {"mode"}:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    text = 'is without effect, since privacy.mode is "off"; set it to "central"'
-                    yield Problem((name, "mode"), text)
+            yield from without_effect(self, table="privacy", off="off", on="central")
             return
         usual = type(self).model_fields["clip_learning_rate"].default
         if self.clip_quantile is None and self.clip_learning_rate != usual:

@@ -1,6 +1,6 @@
 """What every table of the configuration is, and the types of its values."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -101,6 +101,14 @@ class OneOf(Generic[SectionT]):
         """Validate as the member that the tag names."""
         union = reduce(or_, self.members)
         return handler.generate_schema(Annotated[union, Field(discriminator=self.tag)])
+
+
+def without_effect(section: Section, *, table: str, off: str, on: str) -> Iterator[Problem]:
+    """Yield the keys of a table that are set although its ``mode`` is ``off``."""
+    for name, info in type(section).model_fields.items():
+        if name != "mode" and getattr(section, name) != info.default:
+            text = f'is without effect, since {table}.mode is "{off}"; set it to "{on}"'
+            yield Problem((name, "mode"), text)
 
 
 def told_as(allowed: str, **schema: str) -> WithJsonSchema:

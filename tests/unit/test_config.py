@@ -1070,6 +1070,31 @@ def test_what_does_not_go_with_buffers_is_refused(overrides: list[str], message:
 
 
 @pytest.mark.parametrize(
+    ("override", "mode"),
+    [
+        ("asynchronous.buffer_size=3", "asynchronous.mode=buffered"),
+        ("asynchronous.staleness_weight=hinge", "asynchronous.mode=buffered"),
+        ("late_updates.max_staleness=3", "late_updates.mode=keep"),
+        ("late_updates.least_deadline_s=1.0", "late_updates.mode=keep"),
+    ],
+)
+def test_what_is_set_in_a_table_that_is_off_is_refused(override: str, mode: str) -> None:
+    """It would be passed over in silence. The control: where the table is on, it counts."""
+    key, _, on = mode.partition("=")
+    off = getattr(Config(), key.partition(".")[0]).mode
+    expected = f'is without effect, since {key} is "{off}"; set it to "{on}"'
+    assert expected in complaint(None, override)
+    load(None, overrides=[override, mode])
+
+
+def test_a_buffer_size_that_is_none_is_told_once() -> None:
+    """Where it is written, and not of the cohort in whose place the buffer is."""
+    text = complaint(None, "asynchronous.mode=buffered", "asynchronous.buffer_size=ten")
+    assert text.count("\n") == 0
+    assert 'asynchronous.buffer_size: is "ten"; give an integer >= 1' in text
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["asynchronous.mode=off"], 'asynchronous.mode: is "off", but fedasync is asynchronous'),
