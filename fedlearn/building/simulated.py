@@ -19,7 +19,7 @@ from fedlearn.building.training import training_of
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
 from fedlearn.errors import ConfigError
-from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.behaviour import ClientBehaviour, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import PooledPopulation, Population
@@ -77,10 +77,11 @@ def around(
     make_trainer: MakeTrainer | None = None,
     metrics: Mapping[str, Metric] | None = None,
     extra: Mapping[str, Scalar] = MappingProxyType({}),
+    devices: ClientBehaviour | None = None,
 ) -> Simulation:
     """Return a simulation of a given model, data and algorithm; ``config`` says the rest.
 
-    Trainers are told ``extra``.
+    Trainers are told ``extra``. What ``devices`` do, ``config`` says only where they are not given.
 
     Raises:
         ConfigError: More clients are asked in a round than there are, values contradict each other
@@ -125,6 +126,8 @@ def around(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
             "lower it, or leave it out: then as many do as there are, 50 at most"
         )
+    if devices is None and not pooled:
+        devices = config.devices.modelled(data.population, data_dir=data_dir)
     pieces = Simulation(
         make_model=make_model,
         objective=objective,
@@ -134,7 +137,7 @@ def around(
         algorithm=algorithm,
         sampler=UniformSampler() if pooled else config.cohort.build(),
         policy=policy,
-        behaviour=Instant() if pooled else config.devices.modelled(data_dir),
+        behaviour=Instant() if devices is None else devices,
         config=config,
         make_trainer=make_trainer,
         own=own,

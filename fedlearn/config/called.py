@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Called(Section):
 
 
 def user_call(
-    key: str, factory: str, args: Mapping[str, object]
+    key: str, factory: str, args: Mapping[str, object], *, given: Sequence[object] = ()
 ) -> Callable[[], Any]:  # Any: the user's own function
     """Return the call of a function that the configuration names; it is not called yet.
 
@@ -34,6 +34,7 @@ def user_call(
         key: Where the configuration names it.
         factory: ``module:function`` or ``/path/to/file.py:function``.
         args: Its keyword arguments.
+        given: What it is told before them, by place.
 
     Raises:
         ConfigError: It cannot be imported, there is no such function, or it does not take
@@ -41,14 +42,14 @@ def user_call(
     """
     function = imported(key, factory)
     try:
-        inspect.signature(function).bind(**args)
+        inspect.signature(function).bind(*given, **args)
     except ValueError:  # functions written in C need not tell what they take
         pass
     except TypeError as error:
         raise ConfigError(
             f"{key}: {factory} does not take the arguments {sorted(args)}: {error}; correct args"
         ) from error
-    return partial(function, **args)
+    return partial(function, *given, **args)
 
 
 def imported(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's own function

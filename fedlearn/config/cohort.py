@@ -9,10 +9,12 @@ from pydantic import Field
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.config.called import Called, require_attributes, user_call
 from fedlearn.config.pieces import DeclaredSection, built, declared_by, kind, kinds
 from fedlearn.config.section import PathText, Section
 from fedlearn.core.ranges import Count, Positive
 from fedlearn.simulation import behaviour, sources
+from fedlearn.simulation.population import Population
 
 #: What stands in place of the defaults below where the data are other than the main job's digits:
 #: stragglers and drop-outs are asked for, not given.
@@ -115,8 +117,8 @@ class Devices(DeclaredSection):
 
     kind: str = Field(description="What the simulated devices do.")
 
-    def modelled(self, data_dir: Path) -> behaviour.ClientBehaviour:
-        """Return what they do."""
+    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
+        """Return what the devices of ``population`` do."""
         made: behaviour.ClientBehaviour = self.build()
         return made
 
@@ -126,9 +128,22 @@ class LognormalDevices(Devices):
 
     bandwidth: Annotated[Bandwidth, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
 
-    def modelled(self, data_dir: Path) -> behaviour.ClientBehaviour:
+    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
         """Return what they do; raises DataError where bandwidth traces are missing or damaged."""
         return built(behaviour.Behaviour, self, bandwidth=self.bandwidth.modelled(data_dir))
+
+
+class PythonDevices(Called, Devices):
+    """Devices that a function of yours returns, which is given the population, then args."""
+
+    def modelled(self, population: Population, *, data_dir: Path) -> behaviour.ClientBehaviour:
+        """Return what they do; raises ConfigError where the function returns no behaviour."""
+        key, needed = "devices.factory", ("durations_s", "failures")
+        made: behaviour.ClientBehaviour = user_call(
+            key, self.factory, self.args, given=(population,)
+        )()
+        require_attributes(key, self.factory, made, needed, "it must be a ClientBehaviour")
+        return made
 
 
 DEVICES = kinds(
@@ -144,4 +159,5 @@ DEVICES = kinds(
         dropout_rate=0.05,
         round_jitter_sigma=0.1,
     ),
+    kind("python", PythonDevices),
 )

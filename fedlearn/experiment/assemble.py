@@ -31,7 +31,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError, EngineError, SettingsRefused
 from fedlearn.experiment.server_training import Place, with_server_steps
-from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserSampler
+from fedlearn.experiment.user_code import SharedNoise, SharedSampler, UserDevices, UserSampler
 from fedlearn.privacy.ledger import Charging
 from fedlearn.privacy.plan import BandedPlan, CentralPlan, ExampleLevelPlan, LocalPlan
 from fedlearn.rounds.buffered import Ahead, OpenCollector
@@ -52,6 +52,7 @@ from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.semi_synchronous import SemiSynchronousCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
+from fedlearn.simulation.behaviour import Behaviour, ClientBehaviour, Instant
 from fedlearn.simulation.choice import (
     Choice,
     ExecutorKind,
@@ -308,7 +309,7 @@ def assemble(
     model = job.resident_model()
     channel: MemoryChannel | None = None
     if simulation.config.engine.transport == "memory":
-        channel, collector = _sessions(simulation, model)
+        channel, collector = _sessions(simulation, model, _behaviour(simulation, cluster))
     else:
         collector = _engine(simulation, job, cluster)
     sampled = SampledOpening(
@@ -529,14 +530,22 @@ def _is_ours(sampler: CohortSampler) -> bool:
     return isinstance(sampler, UniformSampler | PoissonSampler | CyclicSampler)
 
 
-def _sessions(simulation: Simulation, model: ResidentModel) -> tuple[MemoryChannel, Collector]:
+def _behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
+    """Return what the devices do; ours are the same in every process by the seed alone."""
+    given = simulation.behaviour
+    return given if isinstance(given, Behaviour | Instant) else UserDevices(given, cluster)
+
+
+def _sessions(
+    simulation: Simulation, model: ResidentModel, behaviour: ClientBehaviour
+) -> tuple[MemoryChannel, Collector]:
     """Return the channel to real client sessions, and what collects their updates."""
     population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
     channel = SimulatedSessions(
         population,
-        simulation.behaviour,
+        behaviour,
         simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
         work=strategy.local.work,
         further_bytes=further_bytes(strategy, model.layout),
@@ -562,7 +571,7 @@ def _engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
     assert isinstance(config.engine.block_size, int)  # resolved
     return Engine(
         population=simulation.population,
-        behaviour=simulation.behaviour,
+        behaviour=_behaviour(simulation, cluster),
         executor=make_executor(job, ExecutorKind(config.engine.executor)),
         policy=simulation.policy,
         cluster=cluster,

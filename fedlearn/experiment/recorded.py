@@ -9,17 +9,21 @@ from fedlearn.rounds.records import RunRecord
 
 #: In the record of a run whose pieces are Python's, what they were.
 PYTHON_PIECES = "python"
+#: The table of data that are such a piece.
+ARGUMENT_DATA = {"source": "python", "factory": "argument:data"}
 
 
 def config_of(record: RunRecord) -> Config:
     """Return what a run was begun with; what its version did not know is by the defaults.
 
-    Of a run whose pieces are Python's, those are not in it.
+    Of a run whose pieces are Python's, those are not in it, but that the data are such a piece.
 
     Raises:
         ConfigError: This version cannot read it.
     """
     tree = {key: value for key, value in record.config.items() if key != PYTHON_PIECES}
+    if PYTHON_PIECES in record.config:
+        tree["data"] = ARGUMENT_DATA
     try:
         return Config.from_json(json.dumps(tree))
     except ConfigError as error:

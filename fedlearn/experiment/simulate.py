@@ -26,6 +26,7 @@ from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
+from fedlearn.config.cohort import Devices
 from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock, utc_now
 from fedlearn.core.messages import ClientId, Scalar
@@ -34,7 +35,7 @@ from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, known, promise
 from fedlearn.experiment.progress import Progress, progress_to
-from fedlearn.experiment.recorded import PYTHON_PIECES, config_of
+from fedlearn.experiment.recorded import ARGUMENT_DATA, PYTHON_PIECES, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.server_training import FOLDER, Place
 from fedlearn.experiment.site import Site
@@ -42,6 +43,7 @@ from fedlearn.experiment.spending import spending
 from fedlearn.experiment.user_code import AfterRound
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
+from fedlearn.simulation.behaviour import ClientBehaviour
 from fedlearn.simulation.cluster import Cluster, launch, one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
@@ -50,6 +52,9 @@ from fedlearn.store.runs import Database, StoredRun
 
 #: Where an object lies, in a text that describes it.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+#: In the place of a function's name: the devices are an argument of :func:`simulate`.
+_ARGUMENT_DEVICES = "argument:devices"
 
 #: Tables of the configuration that the arguments of :func:`simulate` take the place of.
 _REPLACED_BY_ARGUMENTS = {"data", "model", "loss", "metrics", "algorithm", "client"}
@@ -116,6 +121,7 @@ def simulate(
     local_of: Callable[[ClientId], LocalUpdate] | None = None,
     extra: Mapping[str, Scalar] = MappingProxyType({}),
     sampler: CohortSampler | None = None,
+    devices: ClientBehaviour | Mapping[str, object] | None = None,
     callbacks: Sequence[RoundCallback] = (),
     progress: Progress | None = None,
     resume: str | None = None,
@@ -140,6 +146,9 @@ def simulate(
         sampler: Who is asked in a round; ``None``: as ``cohort.sampling`` says. It is told how
             many the configuration asks, and may return any number of them. The run can be
             repeated, and resumed to the same bits, if the same arguments give the same cohort.
+        devices: How long clients take and which of them fail: a table, as ``devices`` in a TOML
+            file, or a :class:`~fedlearn.simulation.behaviour.ClientBehaviour` of your own;
+            ``None``: ideal ones.
         callbacks: Called after each round, in order, with its record and the model, after
             ``progress``. One that returns ``True`` ends the run there, as done. Rounds after the
             last commit are told again when a run is resumed.
@@ -151,13 +160,17 @@ def simulate(
     Returns:
         The finished run: ``.history``, ``.plot()``, ``.report()``, ``.load_model()``.
 
-    Only rank 0 calls the sampler and the callbacks, however many workers there are. What they raise
-    is raised here, as it is; the run stays where it last committed and can be resumed.
+    Only rank 0 calls the sampler, the devices and the callbacks, however many workers there are.
+    What they raise is raised here, as it is; the run stays where it last committed and can be
+    resumed.
 
     Raises:
         FedlearnError: As :func:`run_config`.
     """
     algorithm, settings = _unbuffered(algorithm, settings)
+    own_devices = None if devices is None or isinstance(devices, Mapping) else devices
+    if devices is not None:
+        settings["devices"] = devices if own_devices is None else _table_of(own_devices, settings)
     config = config_around(settings, source="simulate()")
     if sampler is not None:
         _require_free(config, settings)
@@ -165,22 +178,48 @@ def simulate(
     addresses = resolve_addresses(config, environ=os.environ)
     told = progress or progress_to(sys.stdout, as_json=False)
     site = Site(addresses, os.environ, SystemClock(), told)
-    pieces = around(
-        config,
-        make_model=make_model,
-        objective=objective or CrossEntropy(),
-        data=data,
-        metrics=metrics,
-        algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
-        data_dir=addresses.data_dir,
-        make_trainer=trainer,
-        extra=extra,
-    )
-    pieces = replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
-    if resume is not None:
-        resolved = _as_recorded(pieces, resume, site, settings)
-        return _resume(resume, resolved, site, from_previous=False, is_described=False)
-    return run_pieces(pieces, site)
+
+    def pieces_of(config: Config) -> Simulation:
+        pieces = around(
+            config,
+            make_model=make_model,
+            objective=objective or CrossEntropy(),
+            data=data,
+            metrics=metrics,
+            algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
+            data_dir=addresses.data_dir,
+            make_trainer=trainer,
+            extra=extra,
+            devices=own_devices,
+        )
+        return replace(pieces, sampler=sampler or pieces.sampler, callbacks=tuple(callbacks))
+
+    if resume is None:
+        return run_pieces(pieces_of(config), site)
+    recorded = _as_recorded(pieces_of(config), resume, site, settings)
+    return _resume(resume, pieces_of(recorded), site, from_previous=False, is_described=False)
+
+
+def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the table that says that the devices are an argument.
+
+    Raises:
+        ConfigError: They are no devices, or nobody would ask them.
+    """
+    if settings.get("centralized"):
+        raise ConfigError(
+            "simulate(): centralized asks no device, but devices= is given; remove one"
+        )
+    if not all(hasattr(devices, name) for name in ("durations_s", "failures")):
+        raise ConfigError(
+            f"simulate(): devices is {devices!r}; give a table, as {{'kind': 'lognormal'}}, or a "
+            "ClientBehaviour, which has durations_s(asked) and failures(asked)"
+        )
+    return {"kind": "python", "factory": _ARGUMENT_DEVICES}
+
+
+def _are_argument(devices: Devices) -> bool:
+    return getattr(devices, "factory", None) == _ARGUMENT_DEVICES
 
 
 def _unbuffered(
@@ -248,8 +287,7 @@ def config_around(settings: Mapping[str, object], *, source: str) -> Config:
             f"{source}: {min(replaced)}: the model, the data and the algorithm are arguments "
             "here, not tables of the configuration"
         )
-    data = {"source": "python", "factory": "argument:data"}
-    return from_mapping({**settings, "data": data}, source=source)
+    return from_mapping({**settings, "data": ARGUMENT_DATA}, source=source)
 
 
 def run_pieces(pieces: Simulation, site: Site) -> Run:
@@ -265,7 +303,9 @@ def run_pieces(pieces: Simulation, site: Site) -> Run:
 
 def _same_on_resume(pieces: Simulation) -> dict[str, object]:
     """Return, by argument, what a run is of; a resumed one must be of the same."""
+    is_own = _are_argument(pieces.config.devices)
     return {
+        **({"devices": repr(pieces.behaviour)} if is_own else {}),
         "model": repr(pieces.make_model()),
         "data": f"{pieces.population.num_clients} clients, {len(pieces.test.labels)} test examples",
         "algorithm": repr(pieces.algorithm),
@@ -285,11 +325,11 @@ def _resolved(pieces: Simulation, site: Site) -> Simulation:
 
 def _as_recorded(
     pieces: Simulation, name: str, site: Site, settings: Mapping[str, object]
-) -> Simulation:
-    """Return the simulation with the settings that the run was started with.
+) -> Config:
+    """Return the settings that a run of these pieces was started with.
 
     Raises:
-        ConfigError: One that is given differs, or another piece is.
+        ConfigError: One that is given differs, or a piece does.
     """
     with site.database() as database:
         record = database.run(name).record
@@ -306,9 +346,15 @@ def _as_recorded(
         {key: value for key, value in leaves(json.loads(each.canonical_json())) if key in given}
         for each in (config, pieces.config)
     )
+    kinds = [
+        "a ClientBehaviour" if _are_argument(each) else each.kind
+        for each in (config.devices, pieces.config.devices)
+    ]
+    if "a ClientBehaviour" in kinds:
+        _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
     _require_same(before, now, name)
     _require_same(started, _same_on_resume(pieces), name)
-    return replace(pieces, config=config)
+    return config
 
 
 def _require_same(before: Mapping[str, object], now: Mapping[str, object], name: str) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.sampling import CohortSampler
@@ -17,6 +18,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.rounds.run import RoundCallback
+from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.cluster import Cluster
 
 
@@ -111,6 +113,64 @@ class UserSampler:
             twice = next(each for each in cohort if cohort.count(each) > 1)
             raise ConfigError(f"{name}: client {twice} is in the cohort twice; name each once")
         return cohort
+
+
+@dataclass(frozen=True)
+class UserDevices:
+    """Devices of the user's, whose answers are looked at; rank 0 has them for all processes.
+
+    Raises:
+        ConfigError: An answer is not one number, or one truth value, a client, or no duration.
+        Exception: What the user's code raises.
+    """
+
+    behaviour: ClientBehaviour
+    cluster: Cluster
+
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        """Return the user's durations: [B]."""
+        durations_s = None
+        if self.cluster.rank == 0:
+            answer = self.behaviour.durations_s(asked)
+            durations_s = self._array(answer, asked, "durations_s", kinds="iuf", of="number")
+            self._require_durations(durations_s, asked)
+        return self.cluster.broadcast(durations_s).astype(np.float64)
+
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        """Return who fails by the user: [B]."""
+        fails = None
+        if self.cluster.rank == 0:
+            answer = self.behaviour.failures(asked)
+            fails = self._array(answer, asked, "failures", kinds="b", of="boolean")
+        return self.cluster.broadcast(fails)
+
+    def _require_durations(self, durations_s: NDArray[Any], asked: DeviceRound) -> None:
+        wrong = np.flatnonzero(~(np.isfinite(durations_s) & (durations_s >= 0)))
+        if wrong.size:
+            client_id, lasts_s = asked.client_ids[wrong[0]], durations_s[wrong[0]]
+            raise ConfigError(
+                f"{self._place(asked)}: durations_s returned {lasts_s} for client {client_id}; "
+                "seconds are finite and >= 0: a client that never answers is one of `failures`"
+            )
+
+    def _array(
+        self, answer: object, asked: DeviceRound, method: str, *, kinds: str, of: str
+    ) -> NDArray[Any]:
+        try:
+            array = np.asarray(answer)
+        except ValueError:  # numpy's word for ragged nested lists
+            array = np.asarray(None)
+        if array.dtype.kind not in kinds or array.shape != asked.client_ids.shape:
+            told = f"{array.dtype} of shape {array.shape}"
+            raise ConfigError(
+                f"{self._place(asked)}: {method} returned "
+                f"{told if array.dtype != object else repr(answer)} for {asked.client_ids.size} "
+                f"clients; return an array with one {of} a client, as `asked.client_ids` has them"
+            )
+        return array
+
+    def _place(self, asked: DeviceRound) -> str:
+        return f"devices: {type(self.behaviour).__name__}, round {asked.round_num + 1}"
 
 
 @dataclass(frozen=True)

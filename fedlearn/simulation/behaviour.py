@@ -48,10 +48,15 @@ class DeviceRound:
 
 
 class ClientBehaviour(Protocol):
-    """What the devices of a population do in a round."""
+    """What the devices of a population do in a round.
+
+    What a client's device does is a function of what is asked of that client, not of who else is
+    asked or what came before: clients are asked together or one by one, and some again when a run
+    is resumed.
+    """
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        """Return virtual seconds from the broadcast to each reply's arrival: [B]."""
+        """Return virtual seconds from the broadcast to each reply's arrival, finite, >= 0: [B]."""
 
     def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
         """Return which clients fail before they report: [B]."""

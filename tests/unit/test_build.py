@@ -758,7 +758,7 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
     replayed = _built(traces).behaviour
     assert isinstance(replayed, devices.Behaviour)
     assert isinstance(replayed.bandwidth, devices.TraceBandwidth)
-    assert _kinds(DEVICES) == {"ideal", "lognormal"}
+    assert _kinds(DEVICES) == {"ideal", "lognormal", "python"}
     assert _kinds(BANDWIDTHS) == {"lognormal", "traces"}
 
 
