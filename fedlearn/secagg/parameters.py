@@ -395,17 +395,21 @@ def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
         if threshold > min(n - dropped, MAX_THRESHOLD):
             raise _impossible(n, assumptions, f"t = {threshold} shares")
         return n - 1, threshold
-    allowed = -assumptions.eta_bits - math.log2(n)
-    for k in range(2, fewest - 1, 2):
+    allowed, k = -assumptions.eta_bits - math.log2(n), 2
+    while k < fewest - 1:
         # Whom an active server calls dropped is in the threshold below.
         is_curious = assumptions.adversary is Adversary.HONEST_BUT_CURIOUS
         if is_curious and not is_connected(n, k, assumptions=assumptions):
+            k += 2
             continue
         # As many neighbours drop as in the tail of P; the others answer.
         answering = k - _upper_quantile(n - 1, dropped, k, log2_tail=allowed)
         threshold = lowest_threshold(n, k, roster_size=fewest, assumptions=assumptions)
-        if threshold <= min(answering, MAX_THRESHOLD):
+        missing = threshold - min(answering, MAX_THRESHOLD)
+        if missing <= 0:
             return k, threshold
+        # A neighbour more is one that answers more at the most, and t never falls with k.
+        k += missing + missing % 2
     raise ConfigError(
         f"secure aggregation: no sparse graph on {n} clients holds with corruption "
         f"{assumptions.corruption:g} and dropout {assumptions.dropout:g}; use the complete graph"

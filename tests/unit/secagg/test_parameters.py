@@ -1,6 +1,8 @@
 """k and t: the published choices, the formulas they rest on, and what is refused."""
 
 import math
+import resource
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -14,6 +16,7 @@ from fedlearn.secagg.parameters import (
     derive,
     is_connected,
     lowest_quorum,
+    lowest_threshold,
     num_corrupted,
     num_holders,
 )
@@ -126,6 +129,50 @@ def test_assumptions_that_nothing_satisfies_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         derive(n, assumptions=given)
+
+
+def first_that_holds(n: int, given: Assumptions) -> tuple[int, int] | None:
+    """Return k and t as by looking at every k; n * dropout is a whole number, 1 or more."""
+    is_active = given.adversary is ACTIVE
+    fewest = n - round(given.dropout * n) if is_active else n
+    dropping = replace(
+        given, adversary=CURIOUS, corruption=given.dropout, sigma_bits=given.eta_bits - 1
+    )
+    for k in range(2, fewest - 1, 2):
+        if not is_active and not is_connected(n, k, assumptions=given):
+            continue
+        answering = k - corrupted_neighbours(n, k, roster_size=n, assumptions=dropping)
+        t = lowest_threshold(n, k, roster_size=fewest, assumptions=given)
+        if t <= answering:
+            return k, t
+    return None
+
+
+@pytest.mark.parametrize("adversary", [CURIOUS, ACTIVE])
+@pytest.mark.parametrize("n", [20, 60, 100, 300])
+@pytest.mark.parametrize("corruption", [0.05, 0.1, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.2, 0.4, 0.55])
+def test_the_least_k_that_holds_is_found_without_a_look_at_each(
+    adversary: Adversary, n: int, corruption: float, dropout: float
+) -> None:
+    given = assume(adversary, Topology.SPARSE, corruption=corruption, dropout=dropout)
+    expected = first_that_holds(n, given)
+    too_many = adversary is ACTIVE and lowest_quorum(n, assumptions=given) > n - round(dropout * n)
+    if expected is None or too_many:
+        with pytest.raises(ConfigError, match="signatures" if too_many else "no sparse graph"):
+            derive(n, assumptions=given)
+    else:
+        chosen = derive(n, assumptions=given)
+        assert (chosen.num_neighbours, chosen.threshold) == expected
+
+
+def test_what_holds_in_no_sparse_graph_is_refused_promptly() -> None:
+    """Each k by itself takes a time that grows with it: all together took 16 s here."""
+    given = assume(ACTIVE, Topology.SPARSE, corruption=0.33, dropout=0.33)
+    before_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    with pytest.raises(ConfigError, match="no sparse graph on 50000 clients"):
+        derive(50_000, assumptions=given)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before_s < 3.0
 
 
 @pytest.mark.parametrize(("name", "value"), [("corruption", 1.0), ("dropout", -0.1)])
