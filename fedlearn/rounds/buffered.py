@@ -157,16 +157,16 @@ class _Round:
                 return
             else:
                 self.now_s = max(self.now_s, until_s)
-                self._pass_deadlines()
+                self._pass_deadline()
 
     def _is_given_up(self) -> bool:
         """Return whether a deadline has passed since everybody there has had a turn.
 
-        Who was late is not asked again on this model, since it may have sent an update. Where
-        nobody was, clients are only not there yet, and waited for.
+        Who was late, or sent what does not count, is not asked again on this model. Where nobody
+        did, clients are only not there yet, and waited for.
         """
-        was_late = any(row.status is Status.LATE for row in self.rows)
-        if not was_late or self.buffer.could_ask_others(self.collector.available()):
+        others_come = self.buffer.could_ask_others(self.collector.available())
+        if not self.buffer.has_lost or others_come:
             return False
         waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
         return waited_s >= self.collector.policy.deadline_s
@@ -250,21 +250,23 @@ class _Round:
             return
         self.num_failed += 1
         if update is arrival.reply:  # the client says so itself, and sends no update
-            self.buffer.excuse(arrival.client_id)
+            self.buffer.fail(arrival.client_id)
+
+    @property
+    def _first(self) -> Asked:
+        """Who in flight was asked first."""
+        return min(self.buffer.flight, key=lambda each: each.asked_s)
 
     def _ends_s(self) -> float:
         """Return when the first in flight has taken too long, in seconds since the opening."""
-        first_s = min(each.asked_s for each in self.buffer.flight)
-        return first_s + self.collector.policy.deadline_s
+        return self._first.asked_s + self.collector.policy.deadline_s
 
-    def _pass_deadlines(self) -> None:
-        """Give up those that have taken too long."""
-        deadline_s = self.collector.policy.deadline_s
-        over = [each for each in self.buffer.flight if each.asked_s + deadline_s <= self.now_s]
-        for each in over:
-            self.buffer.land(each.client_id)
+    def _pass_deadline(self) -> None:
+        """Give up the first in flight if it has taken too long; others take its place first."""
+        if self._ends_s() <= self.now_s:
+            late = self.buffer.land(self._first.client_id)
             self.landed_s = self.now_s
-        self.give_up(over, Status.LATE)
+            self.give_up([late], Status.LATE)
 
     def give_up(self, asked: Iterable[Asked], status: Status) -> None:
         """Wait for some no more."""

@@ -101,7 +101,7 @@ class _Round:
             if not asked.duration_s <= self.engine.policy.deadline_s:
                 self.settle(asked, Status.LATE, asked.duration_s)
             elif asked.fails:
-                self.buffer.excuse(asked.client_id)
+                self.buffer.fail(asked.client_id)
                 self.settle(asked, Status.FAILED, asked.duration_s, DROPPED_OUT)
                 self.num_failed += 1
             else:

@@ -115,6 +115,23 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
     assert fill(buffer, draw, 2.0) == [1]
 
 
+def test_who_failed_is_asked_again_after_all_others() -> None:
+    """Only where nobody is in flight, since one who lands may be followed by another."""
+    draw = InOrder(population=3)
+    limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1]
+    buffer.land(ClientId(0))
+    buffer.fail(ClientId(0))
+    assert fill(buffer, draw, 1.0) == [2]
+    buffer.take(buffer.land(ClientId(1)))
+    assert fill(buffer, draw, 2.0) == []
+    lost = [buffer.has_lost]
+    buffer.land(ClientId(2))
+    assert [*lost, buffer.has_lost] == [False, True]
+    assert fill(buffer, draw, 3.0) == [0]
+
+
 @given(st.data())
 def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.DataObject) -> None:
     """Whatever lands when, over several rounds."""
@@ -140,7 +157,7 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
             asked = buffer.land(landed)
             assert 0 <= buffer.staleness(asked) <= max_staleness
             if data.draw(st.booleans(), label="fails"):
-                buffer.excuse(landed)
+                data.draw(st.sampled_from([buffer.excuse, buffer.fail]))(landed)
             else:
                 buffer.take(asked)
                 taken.append(landed)
