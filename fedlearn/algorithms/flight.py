@@ -6,6 +6,7 @@ A state machine without network and clock: it is told what happened, and says wh
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,7 +64,8 @@ class Buffer:
 
     Guarantees:
         No client is in flight twice, or asked again in a round in which it answered: of one client
-        one update at the most is sent by the model of a round, and is in a buffer. No more are in
+        one update at the most is sent by the model of a round, and is in a buffer. One that failed
+        is asked again only where nobody is in flight and nobody else is there. No more are in
         flight than can count: of more than ``num_counting`` one would be too stale, whatever
         happens.
 
@@ -87,6 +89,7 @@ class Buffer:
         self._flying = {each.client_id: each for each in flight}
         self._taken = dict[ClientId, Asked]()
         self._answered = set[ClientId]()
+        self._failed = set[ClientId]()  # and may be asked again
         self._num_failed = Counter[ClientId]()
         self._drawn = deque[Asked]()
         self._num_draws = 0
@@ -136,13 +139,13 @@ class Buffer:
             return ()
         free = self._most - len(self._flying)
         to_come = self._asynchrony.buffer_size - len(self._taken) - 1
-        drawn = draw(
-            min(free + max(0, to_come), self._num_counting_more),
-            round_num=self.round_num,
-            attempt=self._num_draws,
-            busy=self._flying.keys() | self._answered,
-        )
-        attempt = self._num_draws
+        num, attempt = min(free + max(0, to_come), self._num_counting_more), self._num_draws
+        others = partial(draw, num, round_num=self.round_num, attempt=attempt)
+        busy = self._flying.keys() | self._answered
+        drawn = others(busy=busy | self._failed)
+        if not drawn and self._failed and not self._flying:
+            self._failed.clear()  # it is they, or nobody
+            drawn = others(busy=busy)
         self._num_draws += bool(drawn)
         return [
             Asked(client_id, self.round_num, attempt, place, math.nan)
@@ -210,14 +213,14 @@ class Buffer:
         self._answered.discard(client_id)
 
     def fail(self, client_id: ClientId, *, max_retries: int) -> None:
-        """Let one that landed be asked again, so many times: it failed, and sent no update.
+        """Let one that landed be asked again after all others: it failed, and sent no update.
 
-        One that fails at once, whenever it is asked, would else be asked until the round is given
-        up, where all others are in flight.
+        So many times: one that always fails has had its turn.
         """
         self._num_failed[client_id] += 1
         if self._num_failed[client_id] <= max_retries:
             self.excuse(client_id)
+            self._failed.add(client_id)
 
     def take(self, asked: Asked) -> None:
         """Put the update of one that landed into the buffer."""

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 
 from fedlearn.core.ranges import NotNegative, Ranged, Whole
 
+#: A mean over updates of which each counts less is one over nothing in float32, whose numbers end
+#: at 1e-38: there are examples and lengths to be multiplied, too.
+_LEAST_WEIGHT = 1e-30
+
 
 class StalenessWeight(StrEnum):
     """By which function of its staleness an update counts."""
@@ -36,6 +40,9 @@ class Staleness(Ranged):
         staleness_exponent: Of the polynomial weight, or the slope beyond the hinge, >= 0.
         staleness_hinge: Staleness up to which the hinge weighs all alike, >= 0.
 
+    Raises:
+        ValueError: A number is out of range, or the stalest updates would count less than 1e-30.
+
     Example:
         >>> rule = Staleness(max_staleness=9, staleness_weight=StalenessWeight.POLYNOMIAL,
         ...                  staleness_exponent=0.5, staleness_hinge=4)
@@ -52,8 +59,18 @@ class Staleness(Ranged):
     staleness_exponent: NotNegative
     staleness_hinge: Whole
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (least,) = self.weights(np.array([self.max_staleness])).tolist()
+        if least < _LEAST_WEIGHT:
+            raise ValueError(
+                f"staleness_exponent is {self.staleness_exponent:g}, but with max_staleness "
+                f"{self.max_staleness} an update may count {least:.1e}, below {_LEAST_WEIGHT:g}, "
+                "and a mean over such is one over nothing; lower one of the two"
+            )
+
     def weights(self, staleness_B: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what updates of this staleness count, in (0, 1]: shape [B]."""
+        """Return what updates of this staleness count, in [1e-30, 1]: shape [B]."""
         a, late_B = self.staleness_exponent, staleness_B.astype(np.float64)
         match self.staleness_weight:
             case StalenessWeight.CONSTANT:

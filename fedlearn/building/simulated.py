@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.sampling import UniformSampler
@@ -105,17 +106,8 @@ def around(
     config = config.resolved(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
-    asynchrony = config.asynchronous.asynchrony()
-    if asynchrony is not None and asynchrony.buffer_size > population:
-        raise ConfigError(
-            f"asynchronous.buffer_size: is {asynchrony.buffer_size}, and no buffer has two updates "
-            f"of one client, but the data have {population}; lower it"
-        )
-    if asynchrony is not None and asynchrony.concurrency > population:
-        raise ConfigError(
-            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
-            f"but the data have {population}; lower it"
-        )
+    if (asynchrony := config.asynchronous.asynchrony()) is not None:
+        _refuse_more_than(population, asynchrony)
     if policy.num_asked > population:
         raise ConfigError(
             f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
@@ -157,3 +149,16 @@ def around(
             "clients; leave it out"
         )
     return complete(with_privacy(pieces, population))
+
+
+def _refuse_more_than(population: int, asynchrony: Asynchrony) -> None:
+    if asynchrony.buffer_size > population:
+        raise ConfigError(
+            f"asynchronous.buffer_size: is {asynchrony.buffer_size}, and no buffer has two updates "
+            f"of one client, but the data have {population}; lower it"
+        )
+    if asynchrony.concurrency > population:
+        raise ConfigError(
+            f"asynchronous.concurrency: {asynchrony.concurrency} clients are in flight at a time, "
+            f"but the data have {population}; lower it"
+        )

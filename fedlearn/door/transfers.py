@@ -3,9 +3,8 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -113,8 +112,7 @@ class Transfers:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            with suppress(asyncio.CancelledError):
-                await _to_its_end(asyncio.wait({running}))
+            await _ended(running)
             if running.exception() is None:
                 undo(running.result())
             raise
@@ -222,19 +220,15 @@ class Transfers:
                     await asyncio.shield(writing)
                     writing, chunks = self._write_to(upload, chunks), []
             await asyncio.shield(writing)
-        finally:
-            await _to_its_end(self._flush(upload, writing, chunks))
+        finally:  # the file is not closed under a write
+            is_cancelled = await _ended(writing)
+            if chunks and writing.exception() is None:
+                writing = self._write_to(upload, chunks)
+                is_cancelled |= await _ended(writing)
+                writing.exception()  # this upload is over already
+            if is_cancelled:
+                raise asyncio.CancelledError
         return missing
-
-    async def _flush(
-        self, upload: PartialUpload, writing: _Writing, chunks: list[memoryview]
-    ) -> None:
-        """Write what has come and wait for it: the file is not closed under a write."""
-        await asyncio.wait({writing})
-        if chunks and writing.exception() is None:
-            writing = self._write_to(upload, chunks)
-            await asyncio.wait({writing})
-            writing.exception()  # this upload is over already
 
     def _num_together(self) -> int:
         """Return how many chunks to write together: to wake a thread costs as much as one."""
@@ -265,20 +259,19 @@ class Transfers:
         return moved
 
 
-async def _to_its_end(coroutine: Coroutine[object, object, object]) -> None:
-    """Wait for ``coroutine``; a cancellation meanwhile is raised once it is done.
+async def _ended(job: "asyncio.Future[T]") -> bool:
+    """Wait until a thread's job has ended; return whether this was cancelled meanwhile.
 
-    A connection that is cut both ends a read and cancels the call, in either order.
+    A connection that is cut both ends a read and cancels the call, in either order; and a loop that
+    stops cancels every task that there is.
     """
-    task, cancelled = asyncio.create_task(coroutine), False
-    while not task.done():
+    is_cancelled = False
+    while not job.done():
         try:
-            await asyncio.wait({task})
+            await asyncio.wait({job})
         except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
+            is_cancelled = True
+    return is_cancelled
 
 
 def _parsed_data(data: bytes) -> memoryview:

@@ -157,19 +157,21 @@ class _Round:
                 return
             else:
                 self.now_s = max(self.now_s, until_s)
-                self._pass_deadlines()
+                self._pass_deadline()
 
     def _is_given_up(self) -> bool:
         """Return whether a deadline has passed since everybody there has had a turn.
 
         Who was late is not asked again on this model, since it may have sent an update, nor who
         sent one that is of no use, or kept failing. Where there is nobody like that, clients are
-        only not there yet, and waited for. Where nobody else will come, no deadline need pass.
+        only not there yet, and waited for. Where nobody else will come, or all have failed, no
+        deadline need pass.
         """
         others = self.buffer.could_ask_others(self.collector.available())
         if others or not self.buffer.has_missed_any:
             return False
-        if self.collector.wait is None:
+        have_all_failed = all(row.status is Status.FAILED for row in self.rows)
+        if have_all_failed or self.collector.wait is None:
             return True
         waited_s = self.exchange.elapsed_s() - self.opened_s - self.landed_s
         return waited_s >= self.collector.policy.deadline_s
@@ -261,19 +263,21 @@ class _Round:
             max_retries = self.collector.policy.max_retries
             self.buffer.fail(arrival.client_id, max_retries=max_retries)
 
+    @property
+    def _first(self) -> Asked:
+        """Who in flight was asked first."""
+        return min(self.buffer.flight, key=lambda each: each.asked_s)
+
     def _ends_s(self) -> float:
         """Return when the first in flight has taken too long, in seconds since the opening."""
-        first_s = min(each.asked_s for each in self.buffer.flight)
-        return first_s + self.collector.policy.deadline_s
+        return self._first.asked_s + self.collector.policy.deadline_s
 
-    def _pass_deadlines(self) -> None:
-        """Give up those that have taken too long."""
-        deadline_s = self.collector.policy.deadline_s
-        over = [each for each in self.buffer.flight if each.asked_s + deadline_s <= self.now_s]
-        for each in over:
-            self.buffer.land(each.client_id)
+    def _pass_deadline(self) -> None:
+        """Give up the first in flight if it has taken too long; others take its place first."""
+        if self._ends_s() <= self.now_s:
+            late = self.buffer.land(self._first.client_id)
             self.landed_s = self.now_s
-        self.give_up(over, Status.LATE)
+            self.give_up([late], Status.LATE)
 
     def give_up(self, asked: Iterable[Asked], status: Status) -> None:
         """Wait for some no more."""

@@ -120,12 +120,30 @@ def test_who_fails_is_asked_again_so_many_times() -> None:
     draw, limits = InOrder(population=2), asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
     buffer = Buffer(limits, (), round_num=0)
     assert fill(buffer, draw, 0.0) == [0, 1]
+    buffer.take(buffer.land(ClientId(0)))
     for now_s, asked_again in ((1.0, [1]), (2.0, [1]), (3.0, [])):
         buffer.fail(buffer.land(ClientId(1)).client_id, max_retries=2)
         assert buffer.has_missed_any == (not asked_again)
         assert fill(buffer, draw, now_s) == asked_again
     later = Buffer(limits, buffer.flight_after(3.0), round_num=1)
-    assert fill(later, draw, 0.0) == [1]
+    assert fill(later, draw, 0.0) == [0, 1]
+
+
+def test_who_failed_is_asked_again_after_all_others() -> None:
+    """Only where nobody is in flight, since one who lands may be followed by another."""
+    draw = InOrder(population=3)
+    limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
+    buffer = Buffer(limits, (), round_num=0)
+    assert fill(buffer, draw, 0.0) == [0, 1]
+    buffer.land(ClientId(0))
+    buffer.fail(ClientId(0), max_retries=1)
+    assert fill(buffer, draw, 1.0) == [2]
+    buffer.take(buffer.land(ClientId(1)))
+    assert fill(buffer, draw, 2.0) == []
+    lost = [buffer.has_missed_any]
+    buffer.land(ClientId(2))
+    assert [*lost, buffer.has_missed_any] == [False, True]
+    assert fill(buffer, draw, 3.0) == [0]
 
 
 @given(st.data())
@@ -153,7 +171,10 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
             asked = buffer.land(landed)
             assert 0 <= buffer.staleness(asked) <= max_staleness
             if data.draw(st.booleans(), label="fails"):
-                buffer.excuse(landed)
+                if data.draw(st.booleans(), label="says so"):
+                    buffer.fail(landed, max_retries=1000)
+                else:
+                    buffer.excuse(landed)
             else:
                 buffer.take(asked)
                 taken.append(landed)

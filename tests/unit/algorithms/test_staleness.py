@@ -35,6 +35,24 @@ def test_weights_are_those_of_the_paper(
     assert rule.weights(np.array([0, 1, 5, 8])).tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("weight", ["polynomial", "hinge"])
+def test_an_update_that_would_count_for_nothing_is_refused_beforehand(weight: str) -> None:
+    """A mean of such updates would have no weight; a bound that keeps them away will do."""
+
+    def rule(*, exponent: float, max_staleness: int) -> Staleness:
+        return Staleness(
+            max_staleness=max_staleness,
+            staleness_weight=StalenessWeight(weight),
+            staleness_exponent=exponent,
+            staleness_hinge=0,
+        )
+
+    steep = {"polynomial": 30.0, "hinge": 1e29}[weight]
+    with pytest.raises(ValueError, match=r"^staleness_exponent is .* with max_staleness 20 an upd"):
+        rule(exponent=steep, max_staleness=20)
+    assert rule(exponent=steep, max_staleness=1).weights(np.array([1])) >= 1e-30
+
+
 def test_fedasync_is_fedbuff_with_a_buffer_of_one() -> None:
     """The same asynchrony, and the same step."""
     one = FedAsync(SGD, mixing=0.6, concurrency=5, max_staleness=9)

@@ -33,13 +33,14 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.door import channel as door_channel
+from fedlearn.door import server as door_server
 from fedlearn.door.channel import DoorExchange
 from fedlearn.door.connections import ServerSession, Sessions
 from fedlearn.door.counters import DoorCounters
 from fedlearn.door.loop import LoopThread
 from fedlearn.door.pace import Pace
 from fedlearn.door.server import Door, DoorChannel, DoorSettings
-from fedlearn.door.spool import Closed, Draft, LoggedReply, ReplyLog
+from fedlearn.door.spool import Closed, Draft, LoggedReply, PartialUpload, ReplyLog
 from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
 from fedlearn.identity.identity import Identity
 from fedlearn.identity.registry import Contact, EnrolledClient
@@ -1456,6 +1457,54 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
         assert not closed.wait(0.5)
         go_on.set()
         assert closed.wait(WAIT_S)
+
+
+def test_a_door_that_stops_closes_no_file_that_is_still_written(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop cancels whatever waits, once and again; a write in a thread goes on meanwhile."""
+    monkeypatch.setattr(door_server, "_STOP_S", 0.0)
+    door = site.open()
+    (member,) = site.connected(door, 1)
+    Collecting(door.channel(), [member], train_request(size=1_000_000))
+    data = encode(train_reply(7.0, size=1_000_000))
+    signed = envelope(member.hear_task(), data, client_id=0, identity=member.identity)
+    write, close, stop = PartialUpload.write, PartialUpload.close, LoopThread.stop
+    begun, stopping, go_on, closed = (threading.Event() for _ in range(4))
+    written: Future[int] = Future()
+
+    def slowly(upload: PartialUpload, *chunks: bytes | memoryview) -> None:
+        if chunks and not begun.is_set():
+            begun.set()
+            assert go_on.wait(WAIT_S)
+            try:
+                write(upload, *chunks)
+            except ValueError as error:
+                written.set_exception(error)
+            else:
+                written.set_result(upload.offset)
+
+    def noting(upload: PartialUpload) -> None:
+        closed.set()
+        close(upload)
+
+    def telling(loop: LoopThread) -> None:
+        stopping.set()
+        stop(loop)
+
+    monkeypatch.setattr(PartialUpload, "write", slowly)
+    monkeypatch.setattr(PartialUpload, "close", noting)
+    monkeypatch.setattr(LoopThread, "stop", telling)
+    member.loop.call(upload_parts(member, signed, data))
+    assert begun.wait(WAIT_S)
+    shutting = threading.Thread(target=site.shut, args=(door,))
+    shutting.start()
+    assert stopping.wait(WAIT_S)
+    assert not closed.wait(1.0)
+    go_on.set()
+    assert written.result(WAIT_S) > 0
+    shutting.join(WAIT_S)
+    assert closed.is_set()
 
 
 def test_two_exchanges_of_a_kind_have_two_keys(site: Site) -> None:

@@ -19,7 +19,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply, TrainRequest
 from fedlearn.rounds.buffered import OpenCollector
 from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.transport.memory import Handler, MemoryChannel
+from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
 from tests.unit.rounds.test_plain import POLICY, REQUEST
 
 ROUND = REQUEST.round_num
@@ -221,3 +221,67 @@ def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
     assert before.num_calls_off == 0
     collecting.close()
     assert before.num_calls_off == 1
+
+
+def failing_at_once(*failing: int) -> tuple[OpenCollector, VirtualClock]:
+    """Return what collects from three clients that take seconds, or fail within a moment."""
+    handlers = {ClientId(each): client(0) for each in range(3)}
+    handlers |= dict.fromkeys(map(ClientId, failing), no_number)
+
+    def latency(clients: Sequence[ClientId], _: Request) -> NDArray[np.float64]:
+        return np.array([0.01 if each in failing else 5.0 for each in clients])
+
+    clock = VirtualClock()
+    collecting = OpenCollector(
+        channel=MemoryChannel(handlers, latency, clock),
+        policy=POLICY,
+        asynchrony=LIMITS,
+        slab_bytes=0,
+        wait=None,
+    )
+    return collecting, clock
+
+
+def no_number(_: bytes, state: bytes) -> tuple[bytes, bytes]:
+    return encode(Failure("the delta is not finite")), state
+
+
+def test_a_client_that_always_fails_is_asked_once_while_others_work() -> None:
+    """Else the round would be given up for its sake, in a second."""
+    collecting, clock = failing_at_once(0)
+    collected = collect(collecting)
+    assert collected.aggregate is not None
+    assert collected.count(Status.FAILED) == 1
+    assert clock.now_s() == pytest.approx(5.0)
+
+
+def test_where_all_fail_the_round_is_given_up() -> None:
+    """Each has been tried as often as a round may be; that others may come is not waited for."""
+    collecting, clock = failing_at_once(0, 1, 2)
+    collecting.policy = replace(POLICY, max_retries=2)
+    collecting.wait = pytest.fail
+    collected = collect(collecting)
+    assert collected.aggregate is None
+    assert collected.count(Status.FAILED) == (1 + 2) * 3
+    assert clock.now_s() < 1.0
+
+
+def test_who_sends_what_does_not_count_is_not_waited_for_without_end() -> None:
+    """As one that was late: after a deadline the round closes with the others."""
+    collecting = collector({0: -1}, limits=replace(LIMITS, buffer_size=3))
+    num_waits = 0
+
+    def wait() -> None:
+        nonlocal num_waits
+        num_waits += 1
+        assert num_waits < 1000
+        exchange = collecting._exchange  # noqa: SLF001 - whose seconds are to pass
+        assert isinstance(exchange, MemoryExchange)
+        exchange._pass_to(exchange.elapsed_s() + 1.0)  # noqa: SLF001
+
+    collecting.wait = wait
+    collected = collect(collecting)
+    assert collected.count(Status.FAILED) == 1
+    assert collected.staleness == {0: 2}
+    assert collected.aggregate is not None
+    assert num_waits == POLICY.deadline_s
