@@ -297,7 +297,8 @@ class Sessions:
     ) -> None:
         """Ask a client to come back after ``after_s`` or later, as the pace has it."""
         least_s = self.settings.come_back_s if after_s is None else after_s
-        come_back = wire_pb2.ComeBack(after_s=self.pace.after_s(least_s), reason=reason)
+        after_s = self.pace.after_s(least_s, client_id=session.client.client_id)
+        come_back = wire_pb2.ComeBack(after_s=after_s, reason=reason)
         session.push(wire_pb2.FromCoordinator(come_back=come_back).SerializeToString())
         session.finish(Ending(grpc.StatusCode.OK, reason))
         self.counters.sent_away += 1

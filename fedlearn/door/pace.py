@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from numpy.random import Generator
 
 from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.door.exchange import TokenBucket
 
@@ -71,6 +72,7 @@ class Pace:
     _num_check_ins: float = 0.0
     _part: float = 1.0  # of the rate, where the loop is late
     _booked: Counter[int] = field(default_factory=Counter)  # by second of the clock
+    _seconds: dict[ClientId, int] = field(default_factory=dict)  # when each was last told to come
     _measured_s: float = field(init=False)
     _bucket: TokenBucket = field(init=False)
 
@@ -121,12 +123,17 @@ class Pace:
         """Return whether one more may check in now, and count it if so."""
         return self._bucket.has(now_s=self.clock.now_s())
 
-    def after_s(self, least_s: float) -> float:
+    def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
         """Return after how many seconds a client shall come back, ``least_s`` at least.
+
+        A client that comes before its time takes no second place: it is told another one, and
+        somebody else has the place.
 
         Of as many as may come in a second, two thirds are told it; whoever finds none free within
         an hour comes at any time of that.
         """
+        if client_id is not None:
+            self._release(client_id)
         now_s, most = self.clock.now_s(), max(1, round(_TOLD * self.rate_per_s))
         first = int(now_s + least_s) + 1
         last = max(first, int(now_s) + _LONGEST_S)
@@ -134,4 +141,11 @@ class Pace:
         if second is None:
             second = int(self.jitter.integers(first, last + 1))
         self._booked[second] += 1
+        if client_id is not None:
+            self._seconds[client_id] = second
         return second + self.jitter.random() - now_s
+
+    def _release(self, client_id: ClientId) -> None:
+        second = self._seconds.pop(client_id, -1)
+        if second in self._booked:  # else it is past
+            self._booked[second] -= 1

@@ -529,14 +529,15 @@ class Door:
             yield
         except Ended as ended:
             code, reason, cause = ended.ending
+            who = ended.client if client is None else client
             if cause:
                 self.counters.refused[cause] += 1
                 num_calls, _ = self._refusals.get(cause, (0, ""))
-                who = ended.client if client is None else client
                 self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
             try:
                 if code in _NOT_NOW:
-                    after_s = self._pace.after_s(_SOON_S)
+                    client_id = None if who is None else who.client_id
+                    after_s = self._pace.after_s(_SOON_S, client_id=client_id)
                     context.set_trailing_metadata(((wire.COME_BACK_METADATA, f"{after_s:.3f}"),))
                 await context.abort(code, reason)
             except grpc.aio.InternalError as error:

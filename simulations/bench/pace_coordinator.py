@@ -18,6 +18,7 @@ import torch
 from door_coordinator import AUTHORITY, CLIENTS, registry_of
 
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.messages import ClientId
 from fedlearn.door.authority import Authority
 from fedlearn.door.pace import Pace
 from fedlearn.door.server import Door, DoorSettings
@@ -33,7 +34,7 @@ class Unsteered(Pace):
         """Return that it may."""
         return True
 
-    def after_s(self, least_s: float) -> float:
+    def after_s(self, least_s: float, *, client_id: ClientId | None = None) -> float:
         """Return half to one and a half times that."""
         return least_s * (0.5 + self.jitter.random())
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from fedlearn.core.clock import VirtualClock
+from fedlearn.core.messages import ClientId
 from fedlearn.door.pace import Pace
 
 
@@ -93,6 +94,19 @@ def test_those_who_come_back_are_spread_evenly() -> None:
     assert sorted(seconds) == list(range(8, 18))
     assert min(later) >= 12.3
     assert len(set(soon)) == 700
+
+
+def test_who_comes_before_its_time_takes_no_second_place() -> None:
+    """A client whose device starts it again and again is in nobody's way."""
+    clock = VirtualClock()
+    pace = Pace(clock, share=0.5)
+    for _ in range(10_000):
+        clock.sleep(0.01)
+        pace.after_s(5.0, client_id=ClientId(7))
+    others = [pace.after_s(5.0, client_id=ClientId(number)) for number in range(100, 160)]
+    assert max(others) < 7.0
+    unknown = [pace.after_s(5.0) for _ in range(200)]
+    assert max(unknown) > 8.0
 
 
 def test_one_client_comes_back_as_soon_as_it_may() -> None:

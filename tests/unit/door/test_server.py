@@ -1761,6 +1761,15 @@ def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
     assert late.client_id in door.channel().available()
 
 
+def test_who_comes_again_before_its_time_takes_no_second_place(site: Site) -> None:
+    """Nor is it told to come ever later."""
+    door = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
+    impatient = site.enrol("impatient")
+    after_s = [each for each in (told_to_wait(impatient, door) for _ in range(15)) if each]
+    assert len(after_s) >= 6
+    assert max(after_s) < 4.0
+
+
 def test_the_status_says_how_far_each_client_is(site: Site) -> None:
     door = site.open()
     asked, connected, training = site.enrol("asked"), *site.connected(door, 2)
