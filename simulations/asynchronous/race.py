@@ -91,7 +91,7 @@ SLOW_STUDENTS: Mapping[str, Sequence[str]] = {
     "FedBuff": (),
     "FedAsync": (
         *("algorithm.name=fedasync", "algorithm.mixing=0.6", "asynchronous.buffer_size=1"),
-        *("asynchronous.max_staleness=800", "num_rounds=1500", "evaluation.every_rounds=10"),
+        *("asynchronous.max_staleness=800", "num_rounds=2800", "evaluation.every_rounds=10"),
     ),
     "EASGD, deadline 480 s": (
         *("algorithm.name=easgd", "algorithm.elasticity=0.4", "algorithm.cohort_size=46"),
