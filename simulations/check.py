@@ -20,7 +20,10 @@ HERE = Path(__file__).parent
 
 
 def short_run(folder: Path, expected: dict[str, Any], runs_dir: str) -> dict[str, Any]:
-    """Run the experiment with the overrides of its short run; return its last JSON line."""
+    """Run the experiment with the overrides of its short run; return what it came to.
+
+    That is its last JSON line, and the metrics of its last round.
+    """
     overrides = [word for each in expected["overrides"] for word in ("--set", each)]
     command = [sys.executable, "-m", "fedlearn", "simulate", str(folder / "experiment.toml")]
     completed = subprocess.run(
@@ -31,8 +34,8 @@ def short_run(folder: Path, expected: dict[str, Any], runs_dir: str) -> dict[str
     )
     if completed.returncode:
         raise SystemExit(f"{folder.name} failed:\n{completed.stdout[-2000:]}{completed.stderr}")
-    last: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
-    return last
+    *_, last, end = map(json.loads, completed.stdout.splitlines())
+    return {**last["metrics"], **end}
 
 
 def check(folder: Path, data_dir: Path) -> bool:

@@ -1,25 +1,30 @@
 """Race synchronous and asynchronous rounds to an accuracy, in virtual time, and draw the picture.
 
-    python simulations/asynchronous/race.py [--data-dir DIR]
+    python simulations/asynchronous/race.py [asynchronous | slow_students] [--data-dir DIR]
 
-Each method is ``experiment.toml`` with overrides. All have sixty clients train at a time, but
-semi-synchronous rounds, which ask twenty and let those that are late go on beside the next ones.
+Each method is the ``experiment.toml`` of that folder with overrides. All have sixty clients train
+at a time, but semi-synchronous rounds, where those that are late go on beside the next ones.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeAlias
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-HERE = Path(__file__).parent
-TARGET = 0.9
+SIMULATIONS = Path(__file__).parents[1]
+#: Virtual seconds and the metrics after each evaluation of a run.
+Curve: TypeAlias = Sequence[tuple[float, Mapping[str, float]]]
 
 #: FedAvg with a server learning rate: that of FedBuff, for all that have one.
 _FEDAVG = (
@@ -32,7 +37,7 @@ _SYNCHRONOUS = (
 )
 _OVER_SELECTED = (*_SYNCHRONOUS, "stragglers.over_selection=1.3", "stragglers.min_reports=1")
 #: By name the overrides of each; one more method is one more line.
-METHODS: Mapping[str, Sequence[str]] = {
+ASYNCHRONOUS: Mapping[str, Sequence[str]] = {
     "synchronous, waits for all 60": (*_SYNCHRONOUS, "cohort.num_wanted=60"),
     "synchronous, first 46 of 60": _OVER_SELECTED,
     "synchronous, deadline 60 s": (*_OVER_SELECTED, "stragglers.deadline_s=60"),
@@ -58,59 +63,143 @@ METHODS: Mapping[str, Sequence[str]] = {
     ),
 }
 
+_ALL = (*_SYNCHRONOUS, "cohort.num_wanted=60", "stragglers.min_reports=1")
+SLOW_STUDENTS: Mapping[str, Sequence[str]] = {
+    "synchronous, waits for all 60": _ALL,
+    "synchronous, first 54 of 60": (
+        *_OVER_SELECTED,
+        *("cohort.num_wanted=54", "stragglers.over_selection=1.111"),
+    ),
+    "synchronous, first 46 of 60": _OVER_SELECTED,
+    "synchronous, first 30 of 60": (
+        *_OVER_SELECTED,
+        *("cohort.num_wanted=30", "stragglers.over_selection=2.0", "num_rounds=120"),
+    ),
+    "synchronous, deadline 480 s": (*_ALL, "stragglers.deadline_s=480", "num_rounds=50"),
+    "synchronous, deadline 360 s": (*_ALL, "stragglers.deadline_s=360"),
+    "synchronous, deadline 240 s": (*_ALL, "stragglers.deadline_s=240", "num_rounds=100"),
+    "synchronous, deadline 120 s": (*_ALL, "stragglers.deadline_s=120", "num_rounds=200"),
+    "synchronous, deadline 60 s": (*_ALL, "stragglers.deadline_s=60", "num_rounds=200"),
+    "synchronous, deadline 20 s": (
+        *(*_ALL, "stragglers.deadline_s=20", "num_rounds=500", "evaluation.every_rounds=2"),
+    ),
+    "semi-synchronous, deadline 20 s": (
+        *_OVER_SELECTED,
+        *("cohort.num_wanted=15", "stragglers.deadline_s=20", "num_rounds=300"),
+        *("late_updates.mode=keep", "late_updates.max_staleness=100"),
+    ),
+    "FedBuff": (),
+    "FedAsync": (
+        *("algorithm.name=fedasync", "algorithm.mixing=0.6", "asynchronous.buffer_size=1"),
+        *("asynchronous.max_staleness=800", "num_rounds=2800", "evaluation.every_rounds=10"),
+    ),
+    "EASGD, deadline 480 s": (
+        *("algorithm.name=easgd", "algorithm.elasticity=0.4", "algorithm.cohort_size=46"),
+        *("asynchronous.mode=off", "cohort.num_wanted=46", "stragglers.over_selection=1.3"),
+        *("stragglers.min_reports=1", "stragglers.deadline_s=480"),
+        *("num_rounds=100", "evaluation.every_rounds=5"),
+    ),
+}
 
-def curve(overrides: Sequence[str], *, data_dir: Path) -> list[tuple[float, float]]:
-    """Return virtual seconds and accuracy after each evaluation of a run."""
+
+@dataclass(frozen=True)
+class Race:
+    """Methods that race.
+
+    Attributes:
+        methods: By name the overrides of each.
+        targets: By metric the value that is raced to.
+        num_smoothed: How many evaluations in a row have the value in their mean: where more of them
+            are made, one is sooner good by chance.
+        lowest: Where the picture begins.
+    """
+
+    methods: Mapping[str, Sequence[str]]
+    targets: Mapping[str, float]
+    num_smoothed: int
+    lowest: float
+
+
+RACES: Mapping[str, Race] = {
+    "asynchronous": Race(ASYNCHRONOUS, {"accuracy": 0.9}, num_smoothed=1, lowest=0.7),
+    "slow_students": Race(
+        SLOW_STUDENTS, {"accuracy": 0.905, "students": 0.881}, num_smoothed=5, lowest=0.75
+    ),
+}
+
+
+def curve(folder: Path, overrides: Sequence[str], *, data_dir: Path) -> Curve:
+    """Return what is measured in a run of the experiment in ``folder``."""
     # A switch of the algorithm leaves no key of the other one behind.
-    file = (HERE / "experiment.toml").read_text()
+    file = (folder / "experiment.toml").read_text()
     if any(each.startswith("algorithm.name=") for each in overrides):
         file = file.replace("server_learning_rate = 2.0\n", "")
-    with tempfile.TemporaryDirectory() as folder:
-        experiment = Path(folder, "experiment.toml")
+    with tempfile.TemporaryDirectory() as runs_dir:
+        for path in folder.glob("*.py"):
+            shutil.copy(path, runs_dir)
+        experiment = Path(runs_dir, "experiment.toml")
         experiment.write_text(file)
         command = [sys.executable, "-m", "fedlearn", "simulate", str(experiment), "--json"]
-        command += ["--runs-dir", folder, "--data-dir", str(data_dir)]
+        command += ["--runs-dir", runs_dir, "--data-dir", str(data_dir)]
         command += [word for each in overrides for word in ("--set", each)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
     events: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     rounds = [each for each in events if each["event"] == "round" and each["accuracy"] is not None]
-    return [(each["virtual_s"], each["accuracy"]) for each in rounds]
+    return [(each["virtual_s"], each["metrics"]) for each in rounds]
 
 
-def reached_s(points: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return when a run first had an accuracy; ``None``: never."""
-    return next((at_s for at_s, accuracy in points if accuracy >= target), None)
+def smoothed(points: Curve, metric: str, num_smoothed: int) -> list[tuple[float, float]]:
+    """Return virtual seconds and the mean of a metric over the evaluations up to then."""
+    values = [metrics[metric] for _, metrics in points]
+    ends = range(num_smoothed, len(points) + 1)
+    return [(points[end - 1][0], fmean(values[end - num_smoothed : end])) for end in ends]
 
 
-def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
-    """Draw the accuracies over virtual time, whose scale is logarithmic."""
-    figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.5)
-    axes.axhline(TARGET, color="#888888", linewidth=0.8, linestyle="--")
-    axes.set(xscale="log", xlabel="virtual time (s)", ylabel="test accuracy", ylim=(0.7, 0.93))
-    axes.grid(visible=True, color="#dddddd")
-    axes.legend(frameon=False)
+def told(points: Sequence[tuple[float, float]], target: float) -> str:
+    """Return when a run first had a value, and its best one."""
+    at_s = next((at_s for at_s, value in points if value >= target), None)
+    reached = f"never, in {points[-1][0]:.0f} s" if at_s is None else f"after {at_s:.0f} s"
+    return f"{target} {reached}, best {max(value for _, value in points):.4f}"
+
+
+def draw(race: Race, curves: Mapping[str, Curve], path: Path) -> None:
+    """Draw the metrics over virtual time, whose scale is logarithmic; synchronous rounds dashed."""
+    figure = Figure(figsize=(10, 5 * len(race.targets)), dpi=100, layout="constrained")
+    panels = figure.subplots(len(race.targets), squeeze=False)[:, 0]
+    for axes, (metric, target) in zip(panels, race.targets.items(), strict=True):
+        axes.set_prop_cycle(color=colormaps["tab20"](range(20)))
+        for name, points in curves.items():
+            line = smoothed(points, metric, race.num_smoothed)
+            style = "--" if name.startswith("synchronous") else "-"
+            axes.plot(*zip(*line, strict=True), style, label=name, linewidth=1.5)
+        axes.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
+        label = "test accuracy" if metric == "accuracy" else f"test accuracy on {metric}' digits"
+        axes.set(xscale="log", xlabel="virtual time (s)", ylabel=label, ylim=(race.lowest, 0.93))
+        axes.grid(visible=True, color="#dddddd")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.savefig(path)
 
 
 def main() -> None:
     """Run all methods, print when each had the accuracy, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("race", nargs="?", choices=RACES, default="asynchronous")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--data-dir", type=Path, default=os.environ.get("FEDLEARN_DATA_DIR", "../shared/data")
     )
-    data_dir = Path(parser.parse_args().data_dir).absolute()
-    curves = dict[str, list[tuple[float, float]]]()
-    for name, overrides in METHODS.items():
-        curves[name] = curve(overrides, data_dir=data_dir)
-        at_s, best = reached_s(curves[name], TARGET), max(each for _, each in curves[name])
-        told = "never" if at_s is None else f"{at_s:.0f} s"
-        print(f"{name}: {TARGET} after {told}, best {best:.4f}", flush=True)
-    draw(curves, HERE / "race.png")
+    arguments = parser.parse_args()
+    data_dir, race = Path(arguments.data_dir).absolute(), RACES[arguments.race]
+    folder, curves = SIMULATIONS / arguments.race, dict[str, Curve]()
+    for name, overrides in race.methods.items():
+        with_seed = (*overrides, f"seed={arguments.seed}")
+        points = curves[name] = curve(folder, with_seed, data_dir=data_dir)
+        for metric, target in race.targets.items():
+            line = smoothed(points, metric, race.num_smoothed)
+            print(f"{name}: {metric} {told(line, target)}", flush=True)
+    draw(race, curves, folder / "race.png")
 
 
 if __name__ == "__main__":
