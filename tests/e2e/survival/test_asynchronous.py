@@ -22,7 +22,13 @@ from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.runs import StoredRun
 from tests.e2e.survival.changes import COUNT_TWICE, FORGET_REPLIES
-from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, reporters
+from tests.e2e.survival.harness import (
+    RUN,
+    Miscounted,
+    VotingSite,
+    check_durations,
+    reporters,
+)
 from tests.processes import Change, Crash, Process, until
 
 pytestmark = pytest.mark.slow
@@ -94,7 +100,7 @@ def audit(site: VotingSite) -> None:
 
     Raises:
         Miscounted: One is there twice or not at all, or a client was told that one counts which
-            does not.
+            does not, or one took less than no time.
     """
     with site.places.database() as database:
         run = database.run(RUN)
@@ -103,6 +109,7 @@ def audit(site: VotingSite) -> None:
         raise Miscounted(f"the run is {status}")
     if [record.round_num for record in records] != list(range(site.config.num_rounds)):
         raise Miscounted(f"rounds {[record.round_num for record in records]} are on record")
+    check_durations(records)
     assert checkpoint is not None
     votes = checkpoint.tensors["params/votes"] * BUFFER_SIZE
     if not set(votes.unique().tolist()) <= {0.0, 1.0}:
