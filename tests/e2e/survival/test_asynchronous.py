@@ -21,6 +21,7 @@ from fedlearn.rounds.records import RunStatus
 from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.runs import StoredRun
+from tests.e2e.deployed import until_said
 from tests.e2e.survival.changes import COUNT_TWICE, FORGET_REPLIES
 from tests.e2e.survival.harness import (
     RUN,
@@ -166,8 +167,11 @@ def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
         assert len(site.begun_ahead(number)) > 0, number
 
 
-def restarted(site: VotingSite, *changes: Change) -> Process:
-    """Kill a coordinator that has acknowledged one update of two, and that client; start anew."""
+def restarted(site: VotingSite, *changes: Change, revokes: bool = False) -> Process:
+    """Kill a coordinator that has acknowledged one update of two, and that client; start anew.
+
+    Meanwhile that client may be revoked.
+    """
     configure(site, num_rounds=2)
     first = site.serving()
     with site.holding(1, 2):
@@ -175,15 +179,40 @@ def restarted(site: VotingSite, *changes: Change) -> Process:
         until(lambda: site.told(0, "accepted") == {0})
         first.kill()
     clients[0].kill()
+    if revokes:
+        site.revoke(0)
     return site.serving(changes=changes)
 
 
-def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
+@pytest.mark.parametrize("revokes", [False, True])
+def test_what_was_acknowledged_counts_although_its_client_is_gone(
+    site: VotingSite, *, revokes: bool
+) -> None:
     """Once, and first: it came before the others."""
-    second = restarted(site)
+    second = restarted(site, revokes=revokes)
     assert second.wait() == 0, second.tail()
     audit(site)
     assert 0 in reporters(site.rounds()[0])
+
+
+def test_a_client_that_is_revoked_at_work_is_asked_no_more_and_holds_up_nobody(
+    site: VotingSite,
+) -> None:
+    """Nor does a coordinator that goes on wait for it: the others fill the buffers."""
+    configure(site, num_rounds=6)
+    first = site.serving()
+    with site.holding(2):
+        clients = populate(site)
+        until(lambda: site.trained(2) == [0])
+        site.revoke(2)
+        until_said(first, "session_ended")
+        first.kill()
+        second = site.serving()
+        assert second.wait() == 0, second.tail()
+    audit(site)
+    assert site.trained(2) == [0]
+    assert all(2 not in reporters(record) for record in site.rounds())
+    assert "this client was revoked" in clients[2].out()
 
 
 def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
