@@ -337,6 +337,7 @@ class DoorExchange:
             FedlearnError: What the channel's ``check`` raises.
         """
         self._accept()
+        is_found = bool(self._found)
         with self._put_aside_by_errors():
             logged = self._next_logged(until_s)
             if logged is None:
@@ -352,7 +353,8 @@ class DoorExchange:
         read.failed = isinstance(answer, Failure)
         del self._awaited[reply.client_id]
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
-        return Arrival(reply.client_id, answer, elapsed_s, read.refuse)
+        logged_s = reply.elapsed_s if is_found else None
+        return Arrival(reply.client_id, answer, elapsed_s, read.refuse, logged_s)
 
     def num_waiting(self) -> int:
         """Return how many replies are logged and not read yet."""

@@ -239,7 +239,7 @@ class _Round:
         asked, self.landed_s = self.buffer.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
             self.buffer.limit(congestion.landed(num_in_flight=num_in_flight))
-        elapsed_s = arrival.elapsed_s - self.opened_s - asked.asked_s
+        duration_s = arrival.took_s(self.opened_s + asked.asked_s)
         most = self.collector.asynchrony.max_staleness
         oldest = max(0, asked.based_on - most)  # what was begun ahead of the question
         update = judged(arrival, self.requests[asked.based_on], oldest=oldest)
@@ -250,7 +250,7 @@ class _Round:
                 self.rows.append(Participation(arrival.client_id, Status.STALE, math.nan))
                 self.buffer.excuse(arrival.client_id)  # it is in no buffer
                 return
-        self.rows.append(participation(arrival.client_id, update, elapsed_s))
+        self.rows.append(participation(arrival.client_id, update, duration_s))
         if isinstance(update, TrainReply):
             self.buffer.take(asked)
             staleness = np.asarray([self.buffer.staleness(asked)])

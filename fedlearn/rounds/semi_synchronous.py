@@ -207,7 +207,7 @@ class _Round:
     def _take(self, arrival: Arrival) -> None:
         asked = self.flying[arrival.client_id]
         self.waited_for.discard(arrival.client_id)
-        duration_s = arrival.elapsed_s - self.opened_s - asked.asked_s
+        duration_s = arrival.took_s(self.opened_s + asked.asked_s)
         update = judged(arrival, self.requests[asked.based_on])
         if isinstance(update, TrainReply):
             self._count(_Came(asked, update, duration_s))

@@ -36,12 +36,19 @@ class Arrival:
         elapsed_s: When it came, in seconds since the exchange was asked first.
         refuse: Says, before the exchange is used again, why the reply does not count: its client
             is told so, where the channel can. Without a word it counts.
+        logged_s: Of a reply that came to an earlier process, how long its client took: the time of
+            the exchange began only now; ``None`` of others.
     """
 
     client_id: ClientId
     reply: Reply
     elapsed_s: float
     refuse: Callable[[str], None] = _tell_nobody
+    logged_s: float | None = None
+
+    def took_s(self, asked_s: float) -> float:
+        """Return how long its client took, asked ``asked_s`` after the exchange's beginning."""
+        return self.elapsed_s - asked_s if self.logged_s is None else self.logged_s
 
 
 class Exchange(Protocol):

@@ -205,6 +205,11 @@ class Site:
             operator = Operator(self.places, database, SystemClock())
             operator.invite(name, tags=(), path=self.folder / f"{name}.invitation")
 
+    def revoke(self, number: int) -> None:
+        """Do what the command does, in no process of its own."""
+        with self.database() as database:
+            Operator(self.places, database, SystemClock()).registry.revoke(f"client-{number}")
+
     def enrol(self, number: int) -> None:
         """Do what joining begins with, so that its process can be started at any time."""
         self.invite(f"client-{number}")

@@ -7,7 +7,7 @@ round; :func:`audit` holds it against the database and against the receipts that
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,6 +276,17 @@ def audit(site: VotingSite) -> None:
         for number in range(site.config.straggler_policy().num_wanted):
             if record.round_num in site.told(number, "accepted") and number not in reported:
                 raise Miscounted(f"round {record.round_num}: {number} was told that it counts")
+
+
+def check_durations(records: Sequence[RoundRecord]) -> None:
+    """Check that every client took time.
+
+    Raises:
+        Miscounted: One took less than none.
+    """
+    for record in records:
+        if any(each.duration_s < 0.0 for each in record.participations):
+            raise Miscounted(f"round {record.round_num}: {record.participations}")
 
 
 def reporters(record: RoundRecord) -> list[int]:

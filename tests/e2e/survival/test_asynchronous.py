@@ -22,8 +22,15 @@ from fedlearn.rounds.records import RunStatus
 from fedlearn.store import checkpoints
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.runs import StoredRun
+from tests.e2e.deployed import until_said
 from tests.e2e.survival.changes import COUNT_TWICE, FORGET_REPLIES
-from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, reporters
+from tests.e2e.survival.harness import (
+    RUN,
+    Miscounted,
+    VotingSite,
+    check_durations,
+    reporters,
+)
 from tests.processes import Change, Crash, Process, until
 
 pytestmark = pytest.mark.slow
@@ -109,7 +116,7 @@ def audit(site: VotingSite) -> None:
 
     Raises:
         Miscounted: One is there twice or not at all, or a client was told that one counts which
-            does not.
+            does not, or one took less than no time.
     """
     asynchrony = asynchrony_of(site)
     with site.places.database() as database:
@@ -119,6 +126,7 @@ def audit(site: VotingSite) -> None:
         raise Miscounted(f"the run is {status}")
     if [record.round_num for record in records] != list(range(site.config.num_rounds)):
         raise Miscounted(f"rounds {[record.round_num for record in records]} are on record")
+    check_durations(records)
     assert checkpoint is not None
     votes = checkpoint.tensors["params/votes"] * asynchrony.buffer_size
     if not set(votes.unique().tolist()) <= {0.0, 1.0}:
@@ -175,8 +183,11 @@ def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
         assert len(site.begun_ahead(number)) > 0, number
 
 
-def restarted(site: VotingSite, *changes: Change) -> Process:
-    """Kill a coordinator that has acknowledged one update of two, and that client; start anew."""
+def restarted(site: VotingSite, *changes: Change, revokes: bool = False) -> Process:
+    """Kill a coordinator that has acknowledged one update of two, and that client; start anew.
+
+    Meanwhile that client may be revoked.
+    """
     configure(site, num_rounds=2)
     first = site.serving()
     with site.holding(1, 2):
@@ -184,15 +195,40 @@ def restarted(site: VotingSite, *changes: Change) -> Process:
         until(lambda: site.told(0, "accepted") == {0})
         first.kill()
     clients[0].kill()
+    if revokes:
+        site.revoke(0)
     return site.serving(changes=changes)
 
 
-def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
+@pytest.mark.parametrize("revokes", [False, True])
+def test_what_was_acknowledged_counts_although_its_client_is_gone(
+    site: VotingSite, *, revokes: bool
+) -> None:
     """Once, and first: it came before the others."""
-    second = restarted(site)
+    second = restarted(site, revokes=revokes)
     assert second.wait() == 0, second.tail()
     audit(site)
     assert 0 in reporters(site.rounds()[0])
+
+
+def test_a_client_that_is_revoked_at_work_is_asked_no_more_and_holds_up_nobody(
+    site: VotingSite,
+) -> None:
+    """Nor does a coordinator that goes on wait for it: the others fill the buffers."""
+    configure(site, num_rounds=6)
+    first = site.serving()
+    with site.holding(2):
+        clients = populate(site)
+        until(lambda: site.trained(2) == [0])
+        site.revoke(2)
+        until_said(first, "session_ended")
+        first.kill()
+        second = site.serving()
+        assert second.wait() == 0, second.tail()
+    audit(site)
+    assert site.trained(2) == [0]
+    assert all(2 not in reporters(record) for record in site.rounds())
+    assert "this client was revoked" in clients[2].out()
 
 
 def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:

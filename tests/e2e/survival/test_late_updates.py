@@ -13,7 +13,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.runs import StoredRun
 from tests.e2e.survival.changes import FORGET_REPLIES
-from tests.e2e.survival.harness import RUN, Miscounted, VotingSite
+from tests.e2e.survival.harness import RUN, Miscounted, VotingSite, check_durations
 from tests.e2e.survival.test_asynchronous import PHASES
 from tests.processes import Change, Process, until
 
@@ -47,13 +47,14 @@ def audit(site: VotingSite) -> Counter[int]:
 
     Raises:
         Miscounted: One is there twice or not at all, or a client was told that one counts which
-            does not.
+            does not, or one took less than no time.
     """
     with site.places.database() as database:
         run = database.run(RUN)
         status, records, checkpoint = run.record.status, run.rounds(), run.load()
     if status is not RunStatus.DONE:
         raise Miscounted(f"the run is {status}")
+    check_durations(records)
     assert checkpoint is not None
     votes = checkpoint.tensors["params/votes"]
     for number in range(NUM_CLIENTS):

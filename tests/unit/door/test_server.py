@@ -1204,6 +1204,29 @@ def test_what_an_earlier_process_has_logged_waits_as_well(site: Site) -> None:
     exchange.close()
 
 
+def test_what_a_client_took_is_what_it_took_whenever_a_restart_finds_its_reply(site: Site) -> None:
+    """An hour in which nobody was there is no time of its own, nor is it taken off."""
+    clock = VirtualClock()
+    door = site.open(clock=clock)
+    (member,) = site.connected(door, 1)
+    exchange = door.channel(check=parked_when(site)).open(deadline_s=math.inf)
+    exchange.ask(asked([member], train_request()), number=0)
+    task = member.hear_task()
+    clock.sleep(5.0)
+    member.answer(task, train_reply(1.0))
+    wait_until(lambda: door.counters.replies_logged == 1)
+    park(site)
+    with pytest.raises(Parked):
+        exchange.next(until_s=WAIT_S)
+    site.shut(door)
+    clock.sleep(3600.0)
+    exchange = site.open(clock=clock).channel().open(deadline_s=math.inf)
+    exchange.ask(asked([member], train_request()), number=0)
+    arrival = exchange.next(until_s=WAIT_S)
+    assert arrival is not None
+    assert arrival.took_s(0.0) == pytest.approx(5.0)
+
+
 def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) -> None:
     """With the keys of all its questions."""
     door = site.open()
