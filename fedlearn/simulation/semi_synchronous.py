@@ -152,16 +152,17 @@ class _Round:
     def _until_s(self) -> float:
         """Return when the round closes at the latest; infinite: when nobody comes any more.
 
-        Without a deadline a client that will never be heard of is not waited for.
+        A cohort of nobody, since all are at work, is those that are. Without a deadline a client
+        that will never be heard of is not waited for.
         """
         policy = self.engine.policy
         so_far_s = [-each.asked_s for each in self.awaited]
         deadline_s = self.late.deadline_s(
             self.request.durations, so_far_s, longest_s=policy.deadline_s
         )
-        of_cohort_s = [_arrives_s(each) for each in self.cohort]
-        heard_of_s = [each_s for each_s in of_cohort_s if math.isfinite(each_s)]
-        if len(heard_of_s) < len(of_cohort_s) and math.isfinite(deadline_s):
+        arrive_s = [max(0.0, _arrives_s(each)) for each in self.cohort or self.awaited]
+        heard_of_s = [each_s for each_s in arrive_s if math.isfinite(each_s)]
+        if len(heard_of_s) < len(arrive_s) and math.isfinite(deadline_s):
             return deadline_s
         return min(deadline_s, max(heard_of_s, default=math.inf))
 

@@ -205,6 +205,39 @@ def test_too_few_reports_lose_nothing() -> None:
     assert after.params.vector.tolist() == pytest.approx([expected] * 2, rel=1e-5)
 
 
+def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answered() -> None:
+    """All are late in the first attempt; the second one waits for them, not for its deadline."""
+    deadline_s, seconds = 10.0, [11.0 + each / 16 for each in range(NUM_CLIENTS)]
+    policy = replace(
+        POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=6, deadline_s=deadline_s
+    )
+    made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=seconds))
+    state, first, _ = step(made, begun(made))
+    assert first.count(Status.LATE) == NUM_CLIENTS
+    assert first.duration_s == deadline_s
+    state, second, _ = step(made, state, attempt=1)
+    assert second.count(Status.REPORTED) == NUM_CLIENTS
+    assert second.duration_s == max(seconds) - deadline_s
+    assert state.round_num == 1
+    assert state.flight == ()
+
+
+def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None:
+    """As many as there are have come to earlier attempts, and are too few: no time passes."""
+    never = [math.inf if each else 1.0 for each in range(NUM_CLIENTS)]
+    policy = replace(
+        POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=2, deadline_s=10.0
+    )
+    made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=never))
+    state, _, _ = step(made, begun(made))
+    state = replace(state, flight=tuple(each for each in state.flight if each.client_id == 0))
+    assert made.buffering is not None
+    nobody = replace(made, buffering=replace(made.buffering, draw=lambda *_, **__: ()))
+    _, again, _ = step(nobody, state, attempt=1)
+    assert again.aggregate is None
+    assert again.duration_s == 0.0
+
+
 def test_the_deadline_follows_what_clients_took() -> None:
     """Half of them by the durations that were observed; at first the longest."""
     late = replace(LATE, deadline_quantile=0.5, deadline_window=4)
