@@ -140,6 +140,23 @@ def newest_key(lineage: bytes) -> bytes:
     return lineage[-keys.KEY_BYTES :]
 
 
+def lineage_until(lineage: bytes, key: bytes) -> bytes:
+    """Return a lineage in bytes as it was when ``key`` was its newest; whole, if it never was.
+
+    Example:
+        >>> old, old_key = keys.fresh_signer()
+        >>> new, new_key = keys.fresh_signer()
+        >>> lineage = Lineage(old_key).followed_by(
+        ...     new_key, client_id=ClientId(7), old=old, new=new)
+        >>> lineage_until(lineage.to_bytes(), old_key) == old_key
+        True
+    """
+    for end in range(keys.KEY_BYTES, len(lineage), _STATEMENT.size):
+        if lineage[end - keys.KEY_BYTES : end] == key:
+            return lineage[:end]
+    return lineage
+
+
 def fingerprint(key: bytes) -> str:
     """Return what people compare an identity key by: 128 bits of its SHA-256.
 

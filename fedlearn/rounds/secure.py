@@ -42,7 +42,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Layout
 from fedlearn.errors import AggregationAborted, ProtocolError
-from fedlearn.identity.lineage import newest_key
+from fedlearn.identity.lineage import lineage_until, newest_key
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.fixed_point import Lane, LaneRole
 from fedlearn.secagg.plan import (
@@ -207,7 +207,7 @@ class SecureCollector:
         terms = kept.session.terms
         _log.info("masked_sum_goes_on", round_num=terms.round_num, attempt=terms.attempt)
         members = replace(session, cohort=kept.survivors)
-        members.lineages = self.directory() if self.sends_directory else {}
+        members.lineages = self._lineages_then(kept) if self.sends_directory else {}
         try:
             outcome = members.open(
                 kept.asked, kept.message, kept.unmasking(), num_threads=self.num_threads
@@ -218,6 +218,11 @@ class SecureCollector:
             return None
         session.take_over(members)
         return terms, outcome
+
+    def _lineages_then(self, kept: MaskedSum) -> Mapping[ClientId, bytes]:
+        """Return the lineages of a kept sum's members up to the keys that they signed with."""
+        now, then = self.directory(), kept.session.identity_keys
+        return {each: lineage_until(now[each], key) for each, key in then.items() if each in now}
 
     def _kept_sum(self, request: RoundRequest) -> MaskedSum | None:
         """Return the masked sum of just this training, in an attempt before, if it was kept."""

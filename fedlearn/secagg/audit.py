@@ -90,7 +90,7 @@ def check(
         shown: What it was told.
         session: As the client sees it.
         survivors: What it signed itself.
-        directory: The identity keys of all clients.
+        directory: The identity keys of the signers as the session began.
 
     Raises:
         ProtocolError: It was not shown.

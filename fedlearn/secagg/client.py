@@ -194,7 +194,8 @@ class SecureClient:
             PolicyViolation: Of those invited so few are in the roster that the terms are not safe,
                 or one of them is not drawn.
         """
-        own, session = self.client_id, Session.opened(step.terms, message)
+        own = self.client_id
+        session = Session.opened(step.terms, message, directory=self.directory)
         self._check_roster(session, message, step)
         state.releases.require_all_invited(step.terms, session.points)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
@@ -230,9 +231,9 @@ class SecureClient:
         if own != step.advert or session.points[self.client_id] != message.rank + 1:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:
-            check_advert(advert, step.terms, directory=self.directory)
+            check_advert(advert, step.terms, directory=session.identity_keys)
         leaves = {
-            rank: leaf(member_of(advert), self.directory[advert.client_id])
+            rank: leaf(member_of(advert), session.identity_keys[advert.client_id])
             for rank, advert in zip(session.ranks, session.adverts, strict=True)
         }
         ids = [advert.client_id for advert in session.adverts]
@@ -373,11 +374,12 @@ class SecureClient:
         return Release(session=step.session.id, shares=step.shares), state
 
     def _audit(self, message: Signatures, step: Confirmed | Released) -> None:
-        terms = step.session.terms
+        session, signers = step.session, [signer.client_id for signer in message.signers]
         if self.draw is not None:
-            signers = [signer.client_id for signer in message.signers]
-            self.policy.judge_drawn(terms, signers, draw=self.draw)
-        audit.check(message, step.session, survivors=step.survivors, directory=self.directory)
+            self.policy.judge_drawn(session.terms, signers, draw=self.draw)
+        known = {each: self.directory[each] for each in signers if each in self.directory}
+        directory = {**known, **session.identity_keys}  # of old keys, where they were replaced
+        audit.check(message, session, survivors=step.survivors, directory=directory)
 
 
 def _release(

@@ -21,7 +21,7 @@ from fedlearn.secagg.shamir import SHARE_BYTES
 from fedlearn.secagg.terms import RUN_BYTES
 
 #: Magic and version.
-_HEADER = b"FLSS\x03"
+_HEADER = b"FLSS\x04"
 
 _Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
 _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(PAIR_BYTES)]

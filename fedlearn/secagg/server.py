@@ -51,7 +51,7 @@ T = TypeVar("T")
 Final: TypeAlias = Survivors | Signatures
 
 #: Magic and version of a masked sum.
-_HEADER = b"FLSM\x02"
+_HEADER = b"FLSM\x03"
 
 _Commitments: TypeAlias = Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
 

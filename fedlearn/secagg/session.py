@@ -48,6 +48,8 @@ class Session:
         size: m: clients in the roster.
         ranks: Positions in the roster, from 0, of those that are seen.
         adverts: Theirs.
+        identity_keys: Theirs as the session began: whoever replaces its key signs with the new one
+            from the next session on.
     """
 
     terms: OwnTerms
@@ -58,6 +60,7 @@ class Session:
         octets.listed(octets.integer(4), most=MAX_CLIENTS, by=int),
     ]
     adverts: Adverts
+    identity_keys: Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
 
     @classmethod
     def of(
@@ -70,14 +73,22 @@ class Session:
             adverts: Of all in the roster, by ascending id.
             directory: Their identity keys.
         """
-        members = [(member_of(advert), directory[advert.client_id]) for advert in adverts]
         ids = [advert.client_id for advert in adverts]
-        tree = MerkleTree.of([leaf(*each) for each in members], keys=ids)
-        return cls(terms, tree.root, len(ids), tuple(range(len(ids))), tuple(adverts)), tree
+        known = {client_id: directory[client_id] for client_id in ids}
+        leaves = [leaf(member_of(advert), known[advert.client_id]) for advert in adverts]
+        tree = MerkleTree.of(leaves, keys=ids)
+        return cls(terms, tree.root, len(ids), tuple(range(len(ids))), tuple(adverts), known), tree
 
     @classmethod
-    def opened(cls, terms: Terms, roster: Roster) -> "Session":
+    def opened(
+        cls, terms: Terms, roster: Roster, *, directory: Mapping[ClientId, bytes]
+    ) -> "Session":
         """Return the session of a client as it was told, with nothing checked but its form.
+
+        Args:
+            terms: Of the session.
+            roster: What it was told.
+            directory: The identity keys of all clients.
 
         Raises:
             ProtocolError: The roster is too small or too large for the terms, or the adverts are
@@ -96,7 +107,9 @@ class Session:
                 f"{len(roster.adverts)} adverts, not the {len(seen)} of this client and its "
                 "neighbours"
             )
-        return cls(terms, roster.root, size, seen, roster.adverts)
+        ids = [advert.client_id for advert in roster.adverts]
+        known = {client_id: directory[client_id] for client_id in ids if client_id in directory}
+        return cls(terms, roster.root, size, seen, roster.adverts, known)
 
     def roster_for(self, client_id: ClientId, *, tree: MerkleTree) -> Roster:
         """Return what a client is told of a whole roster."""

@@ -94,7 +94,7 @@ class Vote:
     def view(self) -> Session:
         """The session as a client sees it."""
         roster = self.session.roster_for(IDS[VICTIM], tree=self.tree)
-        return Session.opened(self.terms, roster)
+        return Session.opened(self.terms, roster, directory=self.directory)
 
     def sign(self, ids: Iterable[ClientId], survivors: bytes) -> dict[ClientId, bytes]:
         """Return true signatures."""

@@ -23,9 +23,11 @@ from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, Request, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import PolicyViolation
+from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
 from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
+from fedlearn.secagg import keys
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import Signatures
@@ -107,6 +109,7 @@ class Federation:
         silent: Who does not get through with training.
         plan: What sessions ask.
         tells: Whether clients know nobody's key but their own, and are told of others.
+        replaced: Clients that have replaced their key since, by the new one and its lineage.
     """
 
     folder: Path | None
@@ -116,6 +119,7 @@ class Federation:
     silent: frozenset[ClientId] = frozenset()
     plan: SecurePlan = PLAN
     tells: bool = False
+    replaced: dict[ClientId, tuple[keys.Signer, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.identities = SimulatedIdentities(self.plan.parameters.num_clients, self.plan)
@@ -146,12 +150,24 @@ class Federation:
             plan=self.plan,
             run_id=run_id,
             signer=self.identities.coordinator[0],
-            directory=lambda: self.identities,
+            directory=self.directory,
             sends_directory=self.tells,
             stage_deadline_s=60.0,
             num_threads=1,
             masked_sum=masked_sum or NotKept(),
         )
+
+    def directory(self) -> dict[ClientId, bytes]:
+        """Return the keys of all clients as they are now, each as a lineage."""
+        replaced = {each: lineage for each, (_, lineage) in self.replaced.items()}
+        return {**self.identities, **replaced}
+
+    def replace_key(self, client_id: ClientId) -> None:
+        """Give a client another identity key, as `fedlearn rotate` does."""
+        old, (new, new_key) = self.identities.client(client_id).signer, keys.fresh_signer()
+        lineage = Lineage(self.identities[client_id])
+        lineage = lineage.followed_by(new_key, client_id=client_id, old=old, new=new)
+        self.replaced[client_id] = new, lineage.to_bytes()
 
     def pins(self, client_id: ClientId) -> PinFile:
         """Return where a client keeps the keys that it is told of."""
@@ -167,8 +183,11 @@ class Federation:
             history = HistoryFile(
                 path=self.folder / f"{client_id}.json", coordinator_key=secure.coordinator_key
             )
+        if client_id in self.replaced:
+            secure = replace(secure, signer=self.replaced[client_id][0])
         if self.tells:
-            secure = replace(secure, directory={client_id: self.identities[client_id]})
+            own = newest_key(self.directory()[client_id])
+            secure = replace(secure, directory={client_id: own})
         pins = self.pins(client_id) if self.tells else None
         session = ClientSession(
             client_id, Counting(client_id), secure, history_file=history, pin_file=pins
@@ -461,6 +480,36 @@ def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
         keys_of = federation.pins(each).read().keys
         assert keys_of == {other: federation.identities[other] for other in after[each]}
     assert after[dies] == before[dies] | shown - {dies}
+
+
+@pytest.mark.parametrize(("plan", "dies"), [(PLAN, LAST_NEEDED), (SPARSE, ClientId(6))])
+@pytest.mark.parametrize("num_replaced", [1, 3])
+def test_keys_that_are_replaced_between_a_crash_and_the_resumption_keep_no_sum_closed(
+    tmp_path: Path, plan: SecurePlan, dies: ClientId, num_replaced: int
+) -> None:
+    """Everybody signed with the key of before, and clients go on with whom they began with.
+
+    Those that replace theirs are asked for their shares once more, or for the first time. In the
+    next round their new keys count.
+    """
+    kept = Kept()
+    federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=plan, tells=True)
+    channel, everyone = federation.channel(), federation.everyone
+    with pytest.raises(Crash):
+        federation.collector(channel, masked_sum=kept).collect(everyone, request())
+    federation.dies_at = None
+    federation.asked.clear()
+    for client_id in everyone[dies - 1 : dies - 1 + num_replaced]:
+        federation.replace_key(client_id)
+    resumed = replace(federation.channel(), states=channel.states)
+    collector = federation.collector(resumed, masked_sum=kept)
+    collected = collector.collect(everyone, request(attempt=1))
+    assert reporters(collected) == everyone
+    assert set(federation.asked) == {Stage.UNMASK}
+    assert {row.reason for row in collected.participations} == {""}
+    expected = sum((each + 1) * delta_of(each) for each in everyone)
+    assert float((sum_of(collected) - expected).abs().max()) < 1e-3
+    assert reporters(collector.collect(everyone, request(round_num=1))) == everyone
 
 
 def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvaluator:

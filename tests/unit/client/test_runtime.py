@@ -1202,7 +1202,7 @@ def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
     held = SecretBytes.generate(72)
     terms = messages.decode(advert().message)
     assert isinstance(terms, messages.SignedTerms)
-    step = Masked(Session(terms.terms, bytes(32), 0, (), ()), {ClientId(1): held})
+    step = Masked(Session(terms.terms, bytes(32), 0, (), (), {}), {ClientId(1): held})
     state = KeptState(trainer={}, session=ClientState.fresh(bytes(16)).at(step)).to_bytes()
     path = secure_home.folder / "state" / "run"
     path.parent.mkdir()
