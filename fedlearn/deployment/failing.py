@@ -42,13 +42,17 @@ class FailingClients:
     found: dict[ClientId, tuple[int, str]]
 
     def note(self, participations: Participations) -> None:
-        """Take what became of the clients of one attempt at a round."""
+        """Take what became of the clients of one attempt at a round, in the order in which it did.
+
+        A buffer may have asked one again that had failed: that counts once, and not if it reported.
+        """
         if not participations.num(Status.REPORTED):
             return
         failed = dict[ClientId, tuple[int, str]]()
         for each in participations:
             if each.status is Status.REPORTED:
                 self.found.pop(each.client_id, None)
+                failed.pop(each.client_id, None)
             elif each.status is Status.FAILED:
                 num_before, _ = self.found.get(each.client_id, (0, ""))
                 failed[each.client_id] = num_before + 1, each.reason

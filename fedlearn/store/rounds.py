@@ -137,7 +137,7 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
         .subquery()
     )
     failed = (
-        select(row.client_id, row.reason)
+        select(row.client_id, row.round_num, row.reason)
         .outerjoin(last, last.c.client_id == row.client_id)
         .where(
             row.run_id == run_id,
@@ -147,10 +147,12 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
         )
         .order_by(row.round_num)
     )
-    for number, reason in session.execute(failed):
-        client_id = ClientId(number)
-        num_before, _ = found.get(client_id, (0, ""))
-        found[client_id] = num_before + 1, reason
+    counted = set[tuple[int, int]]()  # a buffer may have asked one again that had failed
+    for number, round_num, reason in session.execute(failed):
+        num_before, _ = found.get(ClientId(number), (0, ""))
+        is_first = (number, round_num) not in counted
+        counted.add((number, round_num))
+        found[ClientId(number)] = num_before + is_first, reason
     return found
 
 

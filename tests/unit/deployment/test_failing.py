@@ -64,6 +64,20 @@ def test_a_report_ends_the_row_and_being_late_does_not() -> None:
     assert aside == [BAD]
 
 
+def test_who_failed_and_reported_when_a_buffer_asked_again_has_reported() -> None:
+    """However often it failed before: that is one attempt. The control: it fails to the end."""
+    rows = [
+        Participation(BAD, Status.FAILED, 1.0, reason=NAN),
+        Participation(GOOD, Status.REPORTED, 1.0),
+        Participation(BAD, Status.FAILED, 1.0, reason=NAN),
+    ]
+    failing = watched([], after=0, found={BAD: (2, NAN)})
+    failing.note(Participations.of(rows))
+    assert failing.found == {BAD: (3, NAN)}
+    failing.note(Participations.of([*rows, Participation(BAD, Status.REPORTED, 1.0)]))
+    assert failing.found == {}
+
+
 def test_what_all_fail_of_is_nobodys_fault() -> None:
     """A session of secure aggregation that ended, a request that nobody can meet."""
     aside = list[ClientId]()

@@ -763,6 +763,17 @@ def test_a_runs_folder_that_is_a_file_is_an_error_with_its_path(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+def test_who_fails_several_times_in_a_buffer_has_failed_in_one_round(run: StoredRun) -> None:
+    """As a coordinator that has seen it counts; the control is another round of it."""
+    failed = Participation(ClientId(1), Status.FAILED, 1.0, reason="RuntimeError")
+    reported = Participation(ClientId(0), Status.REPORTED, 1.0)
+    for round_num in range(2):
+        rows = Participations.of([failed, failed, reported, failed])
+        run.append(replace(a_round(round_num), participations=rows))
+        run.commit(a_checkpoint(round_num + 1))
+        assert run.failing() == {1: (round_num + 1, "RuntimeError")}
+
+
 def test_who_fails_in_a_row_is_on_record(database: Database, run: StoredRun) -> None:
     """Since the last report, however long ago; rounds in which nobody reported do not count."""
     other = database.create(replace(RUN, name="other"))
