@@ -24,7 +24,6 @@ References:
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
@@ -142,8 +141,6 @@ def root_of(
             where the splits say.
     """
     known = dict(zip(leaves, keys, strict=True)) if keys is not None else {}
-    if any(after <= before for before, after in pairwise(known.values())):
-        raise ProtocolError("the keys of what is opened do not ascend")
     hashes = octets.Reader(proof.hashes, what="a proof")
     splits = octets.Reader(proof.splits, what="a proof")
     nodes, level = dict(leaves), 0

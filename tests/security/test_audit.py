@@ -20,7 +20,8 @@ from fedlearn.secagg import audit, keys, messages, parameters
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import ClientState, Confirmed
 from fedlearn.secagg.draw import Draw
-from fedlearn.secagg.merkle import MerkleTree, leaf_of
+from fedlearn.secagg.graph import Topology
+from fedlearn.secagg.merkle import MerkleTree, Proof, leaf_of
 from fedlearn.secagg.messages import Advert, Member, Signatures
 from fedlearn.secagg.parameters import Adversary, num_audited, risk_bits
 from fedlearn.secagg.session import Session, member_of
@@ -222,6 +223,46 @@ def test_names_alone_would_not_fix_the_sample(
     assert "did not sign" in vote.reason(shown_after_the_sample(), everyone)
     monkeypatch.setattr(audit, "_places", blind)
     assert vote.reason(shown_after_the_sample(), everyone) == "", "fewer than a quorum are enough"
+
+
+def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
+    """Signatures, names, survivors and session: whoever tries another has another sample.
+
+    Names alone would else be given once it is known which of the signatures are looked at.
+    """
+    claimed = [GARBAGE.bytes(64) for _ in range(150)]
+    sets = [vote.session.bitmap(IDS), vote.session.bitmap(IDS[:-1])]
+    later = Vote(replace(vote.terms, attempt=1), vote.signers, vote.directory)
+
+    def opened(
+        signed: Sequence[bytes] = claimed,
+        *,
+        told: Vote = vote,
+        names: Sequence[ClientId] = IDS[:150],
+        survivors: bytes = sets[0],
+    ) -> set[int]:
+        shown = told.show(dict(zip(names, signed, strict=True)), survivors)
+        return {signed.index(each) for each in shown.signatures}
+
+    assert opened() == opened(), "the control"
+    assert opened([*claimed[:-1], bytes(64)]) != opened()
+    assert opened(names=IDS[1:151]) != opened()
+    assert opened(survivors=sets[1]) != opened()
+    assert opened(told=later) != opened()
+
+
+def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: bytes) -> None:
+    """Each is known there; what else came with the signatures would be checked by nobody."""
+    complete = replace(vote.terms, topology=Topology.COMPLETE, num_neighbours=N - 1)
+    whole = Vote(complete, vote.signers, vote.directory)
+    shown = whole.show(whole.sign(IDS, everyone), everyone)
+    assert whole.reason(shown, everyone) == "", "the control"
+    signer = member_of(whole.session.by_id[IDS[0]])
+    for lie in (
+        replace(shown, signers=(signer,)),
+        replace(shown, of_signers=Proof(hashes=bytes(32), splits=b"")),
+    ):
+        assert "signers are told that are known" in whole.reason(lie, everyone)
 
 
 Change = Callable[[Vote, Signatures], Signatures]

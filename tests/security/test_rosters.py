@@ -132,6 +132,30 @@ def test_no_key_opens_at_two_places_whatever_the_splits(data: st.DataObject) -> 
     assert sum(opens) <= 1
 
 
+def test_no_entry_stands_for_a_node_of_the_tree() -> None:
+    """What a client's leaf is made of is as long as what a node is, and an id may be any."""
+    left, right = leaf_of(b"one"), leaf_of(b"other")
+    for ids, split in (([3, 5], (5).to_bytes(8, "little")), (None, b"")):
+        tree = MerkleTree.of([left, right], keys=ids)
+        assert tree.root == hashlib.sha256(b"\x01" + split + left + right).digest(), "the control"
+        assert leaf_of(split + left + right) != tree.root
+
+
+@pytest.mark.parametrize(("places", "split"), [([1, 3], 20), ([5, 7], 60)])
+def test_of_several_on_one_side_of_a_split_the_nearest_counts(
+    places: list[int], split: int
+) -> None:
+    """Else the other side could open the same key to somebody else: 30 on its right, 50 left."""
+    leaves, ids = [leaf_of(bytes([each])) for each in range(8)], [10 * each for each in range(8)]
+    tree = MerkleTree.of(leaves, keys=ids)
+    opened, told = {at: leaves[at] for at in places}, [ids[at] for at in places]
+    proof = tree.proof(places)
+    assert root_of(8, opened, keys=told, proof=proof) == tree.root, "the control"
+    lie = replace(proof, splits=proof.splits[:-8] + split.to_bytes(8, "little"))
+    with pytest.raises(ProtocolError, match="does not stand where the tree says"):
+        root_of(8, opened, keys=told, proof=lie)
+
+
 @pytest.mark.parametrize("field", ["hashes", "splits"])
 def test_a_proof_has_one_encoding(field: str) -> None:
     """Nothing may be missing or be added; the control: as it is made."""

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from fedlearn.core.messages import ClientId
-from fedlearn.errors import PolicyViolation
+from fedlearn.errors import AggregationAborted, PolicyViolation
 from fedlearn.secagg import messages
+from fedlearn.secagg.bitmaps import bitmap
 from fedlearn.secagg.client import Expanded, SecureClient, nothing_expanded
-from fedlearn.secagg.client_state import ClientState, Shared
+from fedlearn.secagg.client_state import ClientState, Released, Shared
 from fedlearn.secagg.fixed_point import vector_lane
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import add_packed, zeros
@@ -20,6 +21,7 @@ from fedlearn.secagg.server import Masking, open_session
 from fedlearn.secagg.session import Stage
 from fedlearn.secagg.terms import Contribution, Terms
 from tests.rehearsal import Cast, Way, deliver, rehearse
+from tests.rosters import NO_PROOF
 
 IDS = [ClientId(i) for i in range(4)]
 RUN = bytes(16)
@@ -169,3 +171,35 @@ def test_a_lost_reply_to_the_last_message_does_not_open_the_session_again() -> N
     )
     assert result.states[IDS[0]].releases.last[0].num_releases == 1
     assert IDS[0] in result.outcome.survivors
+
+
+def test_what_was_released_is_released_again_for_the_same_survivors_alone() -> None:
+    """Against a curious server, where nothing is signed; the control: the same once more."""
+    result = rehearse(
+        TERMS,
+        cast=CAST,
+        contributions=dict.fromkeys(IDS, ZERO),
+        states=dict.fromkeys(IDS, ClientState.fresh(RUN)),
+        post=deliver,
+        num_threads=1,
+    )
+    client, state = CAST.clients[IDS[1]], result.states[IDS[1]]
+    step = state.step
+    assert isinstance(step, Released)
+    told = messages.Survivors(ranks=step.survivors)
+    again, after = client.handle(told, state, contribute=lambda _: ZERO)
+    assert isinstance(again, messages.Release)
+    assert again.shares == step.shares
+    assert after is state
+    fewer = messages.Survivors(ranks=bitmap([0, 1, 2], size=4))
+    signed = messages.Signatures(
+        signed=step.survivors,
+        root=bytes(32),
+        signatures=(),
+        signers=(),
+        of_signatures=NO_PROOF,
+        of_signers=NO_PROOF,
+    )
+    for other in (fewer, signed):
+        with pytest.raises(AggregationAborted, match="released its shares to other survivors"):
+            client.handle(other, state, contribute=lambda _: ZERO)

@@ -111,3 +111,14 @@ def test_a_packet_holds_the_shares_of_one_holder() -> None:
         open_packet(plain, point=6, sender=A)
     with pytest.raises(ProtocolError, match="early"):
         open_packet(plain[:-1], point=5, sender=A)
+
+
+def test_a_packet_holds_elements_of_the_field() -> None:
+    """Who passed others on would be refused its release, and be taken for the liar."""
+    largest = ((1 << 31) - 2).to_bytes(4, "little")
+    pair = SecretBytes(largest * 18)
+    assert open_packet(packet_of(7, pair), point=7, sender=A).reveal() == pair.reveal(), "control"
+    for number in ((1 << 31) - 1, 1 << 31):
+        wrong = SecretBytes(largest * 17 + number.to_bytes(4, "little"))
+        with pytest.raises(ProtocolError, match="packet of client 1 holds shares that are none"):
+            open_packet(packet_of(7, wrong), point=7, sender=A)

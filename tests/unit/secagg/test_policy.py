@@ -106,6 +106,15 @@ def test_a_client_bounds_what_its_sample_of_signatures_holds_with() -> None:
     policy(0.1).judge(replace(complete, sigma_bits=1))  # where it sees all of them
 
 
+def test_a_threshold_above_the_holders_is_refused() -> None:
+    """No secret of this client would ever be recovered; the control: as many as there are."""
+    given = terms(300, Adversary.HONEST_BUT_CURIOUS, Topology.SPARSE, corruption=0.1)
+    k = given.num_neighbours
+    policy(0.1).judge(replace(given, threshold=k))
+    with pytest.raises(PolicyViolation, match=f"threshold.*{k + 1}.*at most {k}"):
+        policy(0.1).judge(replace(given, threshold=k + 1))
+
+
 def noisy(n: int, *, noise_shares: tuple[float, ...]) -> Terms:
     """Return terms with a lane for each share."""
     made = terms(n, Adversary.HONEST_BUT_CURIOUS, Topology.COMPLETE, corruption=0.1)
