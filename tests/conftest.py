@@ -122,15 +122,20 @@ def postgresql_url(postgresql_server: str) -> str:
     return postgresql_server.format(database=database)
 
 
+@pytest.fixture(autouse=True)
+def structlog_as_it_was() -> Iterator[None]:
+    """Structlog writes no more to the standard error of a test that is over."""
+    yield
+    structlog.reset_defaults()
+
+
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working directory, no settings from outside, and structlog as it was."""
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, and no settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])

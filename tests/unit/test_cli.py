@@ -44,14 +44,12 @@ from tests.records import RUN
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty working directory, no settings from outside, and structlog as it was."""
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, and no settings from outside."""
     monkeypatch.chdir(tmp_path)
     variables = ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR")
     for name in variables:
         monkeypatch.delenv(name, raising=False)
-    yield
-    structlog.reset_defaults()
 
 
 def ended(cause: BaseException) -> RunEnded:

@@ -5,12 +5,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 
 import fedlearn as fl
@@ -33,7 +32,7 @@ NAMES = ("lion", "signs", "trimmed", "lbfgs")
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with the guide's files, no settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -45,8 +44,6 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         named = re.match(r"# (\w+\.\w+)\n", block)
         if named is not None:
             Path(named[1]).write_text(block)
-    yield
-    structlog.reset_defaults()
 
 
 def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
