@@ -1,9 +1,12 @@
 """Gradients of a model by example: which models have them, and how they are found.
 
 Each example goes through the model alone, in one ``vmap`` over a batch, so that nothing of the
-others is in its gradient. Buffers stay as they were: what a model gathers there has no noise.
+others is in its gradient. Models that ``vmap`` does not take, such as those that read lengths or
+branch on a value, see one example after another. Buffers stay as they were: what a model gathers
+there has no noise.
 """
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -12,8 +15,10 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import Features, arguments, cut, mapped, one_tensor
+from fedlearn.core.randomness import global_generators_kept
 from fedlearn.errors import SettingsRefused
 from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, shown, untouched
+from fedlearn.training.recurrent_layers import batch_hidden_states
 
 Named = dict[str, Tensor]
 
@@ -69,8 +74,9 @@ class ExampleGradients:
 
     def __init__(self, module: nn.Module, objective: Objective, *, dropouts: KeyedDropouts) -> None:
         require_separable(module, objective)
+        batch_hidden_states(module)
         self._module, self._objective, self._dropouts = module, objective, dropouts
-        self._is_tried = False
+        self._is_tried, self._is_vectorized = False, True
 
     def __call__(
         self, features: Features, labels: Tensor, *, keys: Tensor
@@ -84,13 +90,29 @@ class ExampleGradients:
 
         Raises:
             SettingsRefused: An example's loss hangs on the others in its batch, or the forward pass
-                changes a buffer of floating-point numbers.
+                changes a buffer of floating-point numbers or keeps something of earlier examples.
         """
         if not self._is_tried and len(labels) > 1:
             self._try(features, labels)
+        if self._is_vectorized:
+            try:
+                return self._at_once(features, labels, keys)
+            except Exception:  # noqa: BLE001 - the user's forward pass meets vmap
+                found = self._one_by_one(features, labels, keys)
+            self._is_vectorized = False  # the forward pass works, but not under vmap
+            return found
+        return self._one_by_one(features, labels, keys)
+
+    def _parameters(self) -> tuple[Named, Named]:
+        """Return the parameters that train, detached, and the others."""
         parameters = dict(self._module.named_parameters())
         trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
-        rest = {name: p for name, p in parameters.items() if not p.requires_grad}
+        return trainable, {name: p for name, p in parameters.items() if not p.requires_grad}
+
+    def _at_once(
+        self, features: Features, labels: Tensor, keys: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        trainable, rest = self._parameters()
 
         def loss_of(trainable: Named, features: Features, label: Tensor, key: Tensor) -> Tensor:
             self._dropouts.set_example_key(key)
@@ -99,8 +121,27 @@ class ExampleGradients:
             return losses.sum()
 
         each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0, 0), randomness="different")
-        grads, losses = each(trainable, features, labels, keys)
+        with warnings.catch_warnings():
+            # Operations that are vectorized by a loop are slow, not wrong.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            grads, losses = each(trainable, features, labels, keys)
         return list(grads.values()), losses
+
+    @torch.enable_grad()
+    def _one_by_one(
+        self, features: Features, labels: Tensor, keys: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        trainable, rest = self._parameters()
+        leaves = {name: value.requires_grad_() for name, value in trainable.items()}
+        grads: list[list[Tensor]] = []
+        each: list[Tensor] = []
+        for place, key in enumerate(keys):
+            self._dropouts.set_example_key(key)
+            row = slice(place, place + 1)
+            _, losses = self._forward({**rest, **leaves}, cut(features, row), labels[row])
+            grads.append(_gradients(losses.sum(), list(leaves.values())))
+            each.append(losses.detach().sum())
+        return [torch.stack(rows) for rows in zip(*grads, strict=True)], torch.stack(each)
 
     def _forward(
         self, parameters: Mapping[str, Tensor], features: Features, labels: Tensor
@@ -108,7 +149,8 @@ class ExampleGradients:
         """Return the buffers after a forward pass, which are copies, and the losses."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         tensors = {**parameters, **buffers}
-        outputs = one_tensor(functional_call(self._module, tensors, *arguments(features)))
+        inputs = arguments(mapped(torch.clone, features))  # a forward pass may write to them
+        outputs = one_tensor(functional_call(self._module, tensors, *inputs))
         return buffers, self._objective.losses(outputs, labels)
 
     @torch.no_grad()
@@ -119,23 +161,49 @@ class ExampleGradients:
         """
         parameters = dict(self._module.named_parameters())
         before = {name: value.clone() for name, value in self._module.named_buffers()}
-        with untouched(global_generator(labels.device)):
+        generator = global_generator(labels.device)
+        with untouched(generator), global_generators_kept() as have_moved:
             self._dropouts.set_key(0)
-            (after, whole), (_, again) = (
-                self._forward(parameters, features, labels) for _ in range(2)
-            )
-            one = slice(1)
-            _, alone = self._forward(parameters, cut(features, one), labels[one])
+            start = generator.get_state()
+            after, whole = self._forward(parameters, features, labels)
+            draws = have_moved() or not torch.equal(generator.get_state(), start)
+            generator.set_state(start)
+            _, again = self._forward(parameters, features, labels)
+            # Of a sequence of examples the first may depend on no other, but then the last does.
+            alone = []
+            for first in (0, len(labels) - 1):
+                self._dropouts.set_key(0, first=first)
+                one = slice(first, first + 1)
+                alone.append(self._forward(parameters, cut(features, one), labels[one])[1])
+            draws_unseeded = have_moved()
         for name, value in after.items():
             if value.is_floating_point() and not torch.equal(value, before[name]):
                 raise SettingsRefused(
                     f"the forward pass changes the buffer {name!r}, which would leave the client "
                     "without noise; let it stay as it is in training"
                 )
-        is_apart = torch.allclose(alone, whole[one], rtol=1e-3, atol=1e-5)
-        if torch.equal(whole, again) and not is_apart:
+        if not draws_unseeded and not _are_close(again, whole):
+            raise SettingsRefused(
+                "the forward pass gives the same examples other losses when it is called again, so "
+                "it keeps something of earlier examples, such as a hidden state, which would be in "
+                "the gradients of later ones; let it start afresh in each call"
+            )
+        if not draws and not _are_close(torch.cat(alone), whole[[0, -1]]):
             raise SettingsRefused(
                 "an example's loss hangs on the others in its batch, so that it has no gradient of "
                 f"its own to clip; {_REMEDY}"
             )
         self._is_tried = True
+
+
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradient along each leaf, zeros where the loss does not depend on it."""
+    if not loss.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return list(found)
+
+
+def _are_close(losses: Tensor, others: Tensor) -> bool:
+    """Return whether losses agree but for rounding."""
+    return torch.allclose(losses, others, rtol=1e-3, atol=1e-5, equal_nan=True)

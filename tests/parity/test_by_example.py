@@ -52,6 +52,21 @@ class AlongPositions(nn.Module):
         return found
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers, one with a frozen part, over two steps of three numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.rnn = nn.GRU(3, 5, batch_first=True), nn.RNN(5, 4)
+        self.rnn.weight_hh_l0.requires_grad = False
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        states, _ = self.gru(features.view(-1, 2, 3))
+        found: Tensor = self.out(self.rnn(states.transpose(0, 1))[0][-1])
+        return found
+
+
 def convolutional() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
@@ -78,6 +93,7 @@ def executor(make_model: Callable[[], nn.Module], *, by_example: bool = True) ->
         (with_layer_norm, RULE),
         (AlongPositions, RULE),
         (convolutional, WHOLE),
+        (Recurrent, WHOLE),
     ],
 )
 def test_a_block_equals_one_client_after_another(

@@ -34,6 +34,7 @@ from fedlearn.training.keyed_dropout import (
     global_generator,
     untouched,
 )
+from fedlearn.training.recurrent_layers import batch_hidden_states
 from fedlearn.training.resident import Precision, autocast
 
 Named = dict[str, Tensor]
@@ -215,6 +216,7 @@ class BlockGradient:
         self.layout = Layout.of(self.module)
         self.module.to(device=device).train()
         self.dropouts = KeyedDropouts(self.module)
+        batch_hidden_states(self.module)
         self._objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]

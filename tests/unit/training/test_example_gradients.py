@@ -255,3 +255,186 @@ def test_each_example_has_a_dropout_mask_of_its_own(make_model: Callable[[], nn.
     grads, _ = by_example(make_model())(features, labels, keys=torch.arange(20))
     is_kept = grads[0].abs().sum(1) > 0
     assert len(torch.unique(is_kept, dim=0)) > 5
+
+
+class Sequences(nn.Module):
+    """A layer over sequences of 5 numbers a step, and a linear one on its mean output.
+
+    Args:
+        layer: Takes [N, T, 5], or [T, N, 5] where ``time_first``.
+        size: Numbers a step that it returns.
+        time_first: As above.
+    """
+
+    def __init__(self, layer: nn.Module, size: int = 4, *, time_first: bool = False) -> None:
+        super().__init__()
+        self.layer, self.out, self.time_first = layer, nn.Linear(size, 3), time_first
+
+    def forward(self, steps: Tensor) -> Tensor:
+        found = self.layer(steps.transpose(0, 1) if self.time_first else steps)
+        states = found[0] if isinstance(found, tuple) else found
+        logits: Tensor = self.out(states.mean(0 if self.time_first else 1))
+        return logits
+
+
+class Cells(nn.Module):
+    """A cell that is called at each step, from a state that torch makes."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, steps: Tensor) -> Tensor:
+        state, states = None, []
+        for step in steps.unbind(1):
+            state = self.cell(step, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(states, 1)
+
+
+class Learned(nn.Module):
+    """A recurrent layer with a first state that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.first = nn.GRU(5, 4, batch_first=True), nn.Parameter(torch.ones(1, 1, 4))
+
+    def forward(self, steps: Tensor) -> Tensor:
+        states: Tensor = self.gru(steps, hx=self.first.expand(1, len(steps), 4).contiguous())[0]
+        return states
+
+
+class Attention(nn.Module):
+    """Attention that leaves out what is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        is_padding = steps.abs().sum(2) == 0
+        states: Tensor = self.attention(steps, steps, steps, key_padding_mask=is_padding)[0]
+        return states
+
+
+class Packed(nn.Module):
+    """A recurrent layer over sequences as long as they are: it reads lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(5, 4, batch_first=True)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        lengths = (steps.abs().sum(2) > 0).sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(
+            steps, lengths, batch_first=True, enforce_sorted=False
+        )
+        states = self.gru(packed)[0]
+        return nn.utils.rnn.pad_packed_sequence(
+            states, batch_first=True, total_length=steps.shape[1]
+        )[0]
+
+
+class Branching(nn.Module):
+    """Looks at each example to decide what to do, and writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        for step in steps:
+            if float(step.sum()) > 0.0:
+                step.mul_(2.0)
+        states: Tensor = self.layer(steps)
+        return states
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        lambda: Sequences(nn.GRU(5, 4, batch_first=True)),
+        lambda: Sequences(nn.RNN(5, 4, nonlinearity="relu"), time_first=True),
+        lambda: Sequences(nn.GRU(5, 4, 2, bidirectional=True, batch_first=True), 8),
+        lambda: Sequences(nn.LSTM(5, 4, bidirectional=True, batch_first=True), 8),
+        lambda: Sequences(nn.LSTM(5, 6, 2, proj_size=4), time_first=True),
+        lambda: Sequences(nn.LSTM(5, 4, bias=False, batch_first=True)).double(),
+        lambda: Sequences(Cells(nn.GRUCell(5, 4))),
+        lambda: Sequences(Cells(nn.RNNCell(5, 4))),
+        lambda: Sequences(Cells(nn.LSTMCell(5, 4))),
+        lambda: Sequences(Learned()),
+        lambda: Sequences(Attention(), 5),
+        lambda: Sequences(encoder(), 5),
+        lambda: Sequences(Packed()),
+        lambda: Sequences(Branching()),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_gradients_through_any_layer_are_those_of_each_example_alone(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    """Frozen and unused parameters included, also where ``vmap`` cannot take the layer."""
+    torch.manual_seed(0)
+    module = make_model()
+    dtype = next(module.parameters()).dtype
+    next(module.parameters()).requires_grad = False
+    module.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=dtype)))
+    steps, labels = torch.randn(6, 7, 5, dtype=dtype), torch.arange(6) % 3
+    for row, length in enumerate((7, 3, 1, 5, 7, 2)):
+        steps[row, length:] = 0.0
+    given, keys = steps.clone(), torch.zeros(6, dtype=torch.int64)
+    leaves = [value for value in module.parameters() if value.requires_grad]
+    expected: list[list[Tensor]] = []
+    for row in range(6):
+        one = slice(row, row + 1)
+        loss = F.cross_entropy(module(steps[one].clone()), labels[one])
+        expected.append(
+            list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+        )
+    find = by_example(module)
+    for _ in range(2):  # the second time it is known what vmap takes
+        grads, _ = find(given.clone(), labels, keys=keys)
+        for place, found in enumerate(grads):
+            rows = torch.stack([each[place] for each in expected])
+            torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-6)
+
+
+class Stateful(nn.Module):
+    """Goes on from where the last batch ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.state = nn.GRU(5, 4, batch_first=True), torch.zeros(1, 1, 4)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        first = self.state.mean(1, keepdim=True).expand(1, len(steps), 4).contiguous()
+        states, last = self.gru(steps, first)
+        self.state = last.detach()
+        found: Tensor = states
+        return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.GRU(5, 4), "hangs on the others in its batch"),
+        (Stateful(), "keeps something of earlier examples"),
+    ],
+)
+def test_a_recurrent_layer_that_couples_examples_is_refused(layer: nn.Module, reason: str) -> None:
+    """Examples that are taken for steps; a state that is kept from batch to batch."""
+    steps = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SettingsRefused, match=reason):
+        by_example(Sequences(layer))(steps, torch.arange(6) % 3, keys=torch.zeros(6).long())
+
+
+def test_a_model_that_no_example_goes_through_says_why() -> None:
+    """The error is the forward pass's own, not that of ``vmap``."""
+    module = Sequences(nn.GRU(4, 4, batch_first=True))
+    with pytest.raises(RuntimeError, match="must be equal to input_size"):
+        by_example(module)(torch.randn(1, 7, 5), torch.zeros(1).long(), keys=torch.zeros(1).long())
