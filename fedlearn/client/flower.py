@@ -15,7 +15,7 @@ from fedlearn.client.judging import Judge
 from fedlearn.client.policy import Policy
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import Failure, Settings
-from fedlearn.errors import DeploymentError, PolicyViolation, SettingsRefused
+from fedlearn.errors import ConfigError, DeploymentError, PolicyViolation, SettingsRefused
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.session.history import HistoryFile
@@ -60,7 +60,8 @@ def client_app(
             a process for each. An error in it reaches the coordinator only as the name of its
             type, as one in the trainer does.
         policy_of: Returns what the client of a node refuses; likewise called once a message. An
-            error in it goes to the coordinator with its traceback.
+            error in it goes to the coordinator with its traceback, and so does the ConfigError for
+            a policy with a limit a day, which nobody counts here.
             :func:`fedlearn.deployment.flower_node.node_policy` reads the node's configuration.
         local: How to train where one of Flower's own strategies asks
             (``flwr.serverapp.strategy.FedAvg``), which has no settings of fedlearn's; what its
@@ -71,6 +72,7 @@ def client_app(
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
         policy, history_file = policy_of(node), _history_file(keys)
+        require_no_daily_limit(policy, source="the policy of this node")
         judge = Judge(policy)
         trainer = _WhenAsked(node, make_trainer)
         secure = judge.secure_client(
@@ -86,7 +88,6 @@ def client_app(
 
         def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
             try:
-                # Nobody counts days here: who makes a policy for Flower leaves that limit out.
                 Judge(policy, is_bound=is_bound(history_file, state)).encoded(
                     data, num_tasks_today=0, spent=0.0
                 )
@@ -98,6 +99,29 @@ def client_app(
         return handle
 
     return flower.client_app(answer, settings_of=partial(settings_for, local), mods=mods)
+
+
+def require_no_daily_limit(policy: Policy, *, source: str) -> None:
+    """Refuse a limit that a client on Flower cannot keep, since it does not remember the day.
+
+    Args:
+        policy: Of the client.
+        source: Where it is from.
+
+    Raises:
+        ConfigError: It has a limit a day.
+    """
+    limits = {
+        "max_tasks_per_day": policy.max_tasks_per_day,
+        "max_evaluations_per_day": policy.max_evaluations_per_day,
+        "privacy.max_epsilon_per_day": policy.privacy.max_epsilon_per_day,
+    }
+    for name, limit in limits.items():
+        if limit is not None:
+            raise ConfigError(
+                f"{source}: policy.{name} is {limit}, but a client on Flower does not remember the "
+                "day; leave it out"
+            )
 
 
 def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:

@@ -13,7 +13,7 @@
     ahead/<digest>  a request that may come next, perhaps in part
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy; evaluations.json likewise
-    privacy.json    by session or training of the last day when, and what it took of the day's ε
+    privacy.json    by session or training of the last day, when it was and what of the ε it took
 """
 
 import json
@@ -247,7 +247,8 @@ class Home(ClientFolder):
 
     def _count(self, path: Path, now_unix_s: float) -> None:
         begin_unix_s = self._begin_unix_s
-        if begin_unix_s is None:
+        # A task that is taken up again a day later would otherwise count as of that day.
+        if begin_unix_s is None or not _is_of_today(begin_unix_s, now_unix_s):
             begin_unix_s = now_unix_s
             write_private(self._task / "begin", repr(begin_unix_s).encode())
         times = self._recent(path, now_unix_s)
@@ -269,7 +270,7 @@ class Home(ClientFolder):
         """Note that something takes so much of the day's ε, once however often it is noted.
 
         Args:
-            known: By what it is known: a session, or a training.
+            known: The id of a session, or of a training.
             squared: Its :func:`fedlearn.secagg.policy.squared_distance`.
             now_unix_s: Now.
         """

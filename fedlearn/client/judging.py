@@ -117,16 +117,21 @@ class Judge:
         """
         if not coordinator_key:
             return None
-        is_demanded = self.policy.privacy.mode == "distributed"
-        noise = self._noise_floor(spent) if is_demanded else None
         return SecureClient(
             client_id=client_id,
             signer=identity,
             coordinator_key=coordinator_key,
             directory={client_id: identity.public_key},
-            policy=replace(terms_policy(self.policy.secure_aggregation), noise=noise),
+            policy=self.terms_policy(spent),
             num_threads=num_threads,
         )
+
+    def terms_policy(self, spent: float) -> TermsPolicy:
+        """Return what terms must keep to after ``spent`` squared distances within 24 hours."""
+        policy = terms_policy(self.policy.secure_aggregation)
+        if self.policy.privacy.mode != "distributed":
+            return policy
+        return replace(policy, noise=self._noise_floor(spent))
 
     def announced(
         self,
@@ -193,6 +198,7 @@ class Judge:
                 )
             case SecureEvaluateRequest() | SecureTermsRequest(notice=EvaluationNotice()):
                 self._judge_evaluation(num_evaluations_today)
+                self._judge_evaluation_noise()
                 self.announced(request.kind, settings=None, num_tasks_today=num_tasks_today)
             case EvaluateRequest() | SecureStageRequest():
                 self.announced(
@@ -240,6 +246,12 @@ class Judge:
         elif kind == SECURE_KIND and mode == "local":
             asked = "a sum to which each client adds a share of the noise, or none"
             raise PolicyViolation(rule="privacy.mode", asked=asked, limit=_NOISED[mode])
+
+    def _judge_evaluation_noise(self) -> None:
+        """Refuse an evaluation in a sum where noise is demanded, even one with noise."""
+        if self.policy.privacy.is_demanded:
+            limit = "none where policy.privacy.mode demands noise"
+            raise PolicyViolation(rule="privacy.mode", asked="an evaluation in a sum", limit=limit)
 
     def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:
         most = self.policy.max_tasks_per_day

@@ -22,6 +22,7 @@ from fedlearn.core.clock import WallClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.cores import num_cores
 from fedlearn.core.files import mapped, write_private
+from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import (
     EvaluateRequest,
     Failure,
@@ -39,7 +40,7 @@ from fedlearn.errors import (
 )
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.policy import squared_distance, squared_distance_of
-from fedlearn.session.secure import terms_to_mask_for
+from fedlearn.session.secure import after_failure, session_to_mask_for
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire_pb2
@@ -91,10 +92,16 @@ class Worker:
             return await self._answer_within_policy(task, control)
         except PolicyViolation as violation:
             self._tell_refusal(task.key, violation)
-            return failed(task, str(violation))
+            return failed(task, str(violation), state=self._ended_session(task))
         except (DeploymentError, ProtocolError) as error:
             self._tell_failure(task.key, str(error))
             return failed(task, type(error).__name__)
+
+    def _ended_session(self, task: OpenTask) -> bytes | None:
+        """Return the state without the session that ``task`` is part of; ``None``: as before."""
+        before = self.home.state(task.key.run_id)
+        after = after_failure(before) if task.key.kind == SECURE_KIND else before
+        return None if after == before else after
 
     async def _answer_within_policy(self, task: OpenTask, control: WorkControl) -> Event:
         enrolment = self.connector.enrolment
@@ -201,12 +208,15 @@ class Worker:
         """Answer the request on disk; in the training thread."""
         data = self.home.request.read_bytes()
         before = self.home.state(task.key.run_id)
+        # Counted before the work begins, however it ends.
         if isinstance(request, TrainRequest | SecureTrainRequest):
-            # Whatever comes of it, the data are worked with from here on.
             self.home.count_task(self.clock.unix_s())
-            self._count_privacy(request, before)
         elif isinstance(request, EvaluateRequest | SecureEvaluateRequest):
             self.home.count_evaluation(self.clock.unix_s())
+        if isinstance(request, TrainRequest):
+            self._charge_update(request)
+        elif isinstance(request, SecureTrainRequest | SecureEvaluateRequest):
+            self._charge_sum(before)
         self.home.begin_work()
         try:
             reply, state = session.handle(
@@ -224,18 +234,30 @@ class Worker:
         is_failure = isinstance(peek(reply), Failure)
         return Answered(task, reply, None if state == before else state, is_failure)
 
-    def _count_privacy(self, request: TrainRequest | SecureTrainRequest, before: bytes) -> None:
-        """Note what is taken of the day's ε by what the client is about to send."""
-        if isinstance(request, TrainRequest):
-            if share := noise_share(request.settings):
-                squared = squared_distance_of(share)
-                self.home.spend(self.home.training, squared, self.clock.unix_s())
+    def _charge_update(self, request: TrainRequest) -> None:
+        """Charge the day's ε for an update with noise of its own."""
+        if share := noise_share(request.settings):
+            squared = squared_distance_of(share)
+            self.home.spend(self.home.training, squared, self.clock.unix_s())
+
+    def _charge_sum(self, state: bytes) -> None:
+        """Charge the day's ε for the noisy sum that this client is about to add to.
+
+        Each session is charged for itself. Its id covers this client's own fresh keys, so that the
+        same terms, with whatever roster, are another session.
+
+        Raises:
+            PolicyViolation: There is no room for it. Others were charged since this client agreed.
+        """
+        session = session_to_mask_for(state)
+        if session is None or not all(lane.noise for lane in session.terms.lanes):
             return
-        terms = terms_to_mask_for(before)
-        if terms is not None and all(lane.noise for lane in terms.lanes):
-            corruption = self.policy.secure_aggregation.corruption
-            squared = squared_distance(terms, corruption=corruption)
-            self.home.spend(terms.session, squared, self.clock.unix_s())
+        now_unix_s = self.clock.unix_s()
+        spent = self.home.spent_today(now_unix_s, without=session.id)
+        self.judge.terms_policy(spent).judge_noise(session.terms)
+        corruption = self.policy.secure_aggregation.corruption
+        squared = squared_distance(session.terms, corruption=corruption)
+        self.home.spend(session.id, squared, now_unix_s)
 
     def _tell_refusal(self, key: TaskKey, violation: PolicyViolation) -> None:
         log_refusal(violation, round_num=key.round_num)
@@ -247,6 +269,6 @@ class Worker:
         self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
 
 
-def failed(task: OpenTask, reason: str) -> Answered:
-    """Return that a task was answered with a failure."""
-    return Answered(task, encode(Failure(reason)), None, is_failure=True)
+def failed(task: OpenTask, reason: str, *, state: bytes | None = None) -> Answered:
+    """Return that a task was answered with a failure; ``state`` as in :class:`Answered`."""
+    return Answered(task, encode(Failure(reason)), state, is_failure=True)

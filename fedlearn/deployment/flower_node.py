@@ -18,6 +18,7 @@
 from pathlib import Path
 
 from fedlearn.client.conditions import Conditions
+from fedlearn.client.flower import require_no_daily_limit
 from fedlearn.client.policy import Policy
 from fedlearn.config import load_client
 from fedlearn.errors import ConfigError
@@ -40,17 +41,7 @@ def node_policy(node: Node) -> Policy:
         )
     config = load_client(None if path is None else Path(str(path)))
     policy = config.to_policy(require_secure_aggregation=required)
-    limits = {
-        "max_tasks_per_day": policy.max_tasks_per_day,
-        "max_evaluations_per_day": policy.max_evaluations_per_day,
-        "privacy.max_epsilon_per_day": policy.privacy.max_epsilon_per_day,
-    }
-    for name, limit in limits.items():
-        if limit is not None:
-            raise ConfigError(
-                f"{path}: policy.{name} is {limit}, but a client on Flower does not remember the "
-                "day; leave it out"
-            )
+    require_no_daily_limit(policy, source=str(path))
     if config.to_conditions() != Conditions():
         raise ConfigError(
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "

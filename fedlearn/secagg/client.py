@@ -145,7 +145,7 @@ class SecureClient:
             case Survivors(), Masked() as step:
                 if step.session.terms.adversary is Adversary.ACTIVE_SERVER:
                     return self.confirm(message, state, step)
-                return _release(step, self._checked(message, step, state), state)
+                return self._release(step, self._checked(message, step, state), state)
             case Signatures(), Confirmed() as step:
                 return self.release(message, state, step)
             case ((Signatures() | Survivors()), Released() as step):
@@ -356,9 +356,26 @@ class SecureClient:
     def release(
         self, message: Signatures, state: ClientState, step: Confirmed
     ) -> tuple[Release, ClientState]:
-        """R4: release one share of every owner, if a quorum signed the same survivors."""
+        """R4: release one share of every owner, if a quorum signed the same survivors.
+
+        Raises:
+            PolicyViolation: Another sum was opened since that forbids this one.
+        """
         self._audit(message, step)
-        return _release(step, step.survivors, state)
+        return self._release(step, step.survivors, state)
+
+    def _release(
+        self, step: Masked | Confirmed, survivors: bytes, state: ClientState
+    ) -> tuple[Release, ClientState]:
+        """Release the self-seed's share of each survivor, the mask key's of each that dropped."""
+        session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
+        alive = set(session.among(session.ranks_in(survivors, what="the survivors").tolist()))
+        for owner, pair in step.held.items():
+            data = pair.reveal()
+            shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
+        most = self.policy.max_releases_per_round
+        after = state.released(Released(session, survivors, shares), most=most)
+        return Release(session=session.id, shares=shares), after
 
     @_ending_at(Stage.UNMASK)
     def repeat(
@@ -380,19 +397,6 @@ class SecureClient:
         known = {each: self.directory[each] for each in signers if each in self.directory}
         directory = {**known, **session.identity_keys}  # of old keys, where they were replaced
         audit.check(message, session, survivors=step.survivors, directory=directory)
-
-
-def _release(
-    step: Masked | Confirmed, survivors: bytes, state: ClientState
-) -> tuple[Release, ClientState]:
-    """Release the share of the self-seed of each survivor, of the mask key of each that dropped."""
-    session, half, shares = step.session, shamir.SHARE_BYTES, dict[ClientId, SecretBytes]()
-    alive = set(session.among(session.ranks_in(survivors, what="the survivors").tolist()))
-    for owner, pair in step.held.items():
-        data = pair.reveal()
-        shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
-    reply = Release(session=session.id, shares=shares)
-    return reply, state.released(Released(session, survivors, shares))
 
 
 def check_advert(advert: Advert, terms: Terms, *, directory: Mapping[ClientId, bytes]) -> None:

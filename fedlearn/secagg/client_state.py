@@ -21,7 +21,7 @@ from fedlearn.secagg.shamir import SHARE_BYTES
 from fedlearn.secagg.terms import RUN_BYTES
 
 #: Magic and version.
-_HEADER = b"FLSS\x04"
+_HEADER = b"FLSS\x05"
 
 _Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
 _Held: TypeAlias = Annotated[Mapping[ClientId, SecretBytes], octets.secret_table(PAIR_BYTES)]
@@ -125,13 +125,21 @@ class ClientState:
         """Return the state at ``step``; None ends the session and forgets its secrets."""
         return replace(self, step=step)
 
-    def released(self, step: Released) -> "ClientState":
-        """Return the state after shares were released."""
+    def released(self, step: Released, *, most: int) -> "ClientState":
+        """Return the state after shares were released.
+
+        Args:
+            step: What is released.
+            most: Attempts at one round in which to help.
+
+        Raises:
+            PolicyViolation: As :meth:`~fedlearn.secagg.releases.PastReleases.after`.
+        """
         session = step.session
         ranks = session.ranks_in(step.survivors, what="the survivors")
         # In a sparse graph it knows its neighbours alone, which tells nothing of a second sum.
         survivors = session.among(ranks) if session.is_whole else ()
-        releases = self.releases.after(session.terms, survivors)
+        releases = self.releases.after(session.terms, survivors, session=session.id, most=most)
         return replace(self, releases=releases, step=step)
 
     @property

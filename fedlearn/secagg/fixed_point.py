@@ -122,8 +122,29 @@ class Lane:
 
     @property
     def norm(self) -> float:
-        """The largest L2 norm of one client's levels, of values that were clipped to the bound."""
-        return self.max_level + math.sqrt(self.size)
+        """The largest L2 norm of one client's levels.
+
+        A vector is clipped to the bound as a whole, and rounding adds less than one level to each
+        number. The numbers of a metric or a weight are bounded one by one.
+        """
+        if self.role is LaneRole.VECTOR:
+            return self.max_level + math.sqrt(self.size)
+        return self.max_level * math.sqrt(self.size)
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest L2 distance, in levels, between two contributions of one client.
+
+        A metric of two numbers is a value in [-M, M], and whether there is one, in [0, M]:
+        sqrt(5) M.
+        """
+        match self.role:
+            case LaneRole.VECTOR:
+                return 2.0 * self.norm
+            case LaneRole.METRIC:
+                return self.max_level * math.sqrt(4.0 + (self.size - 1))
+            case LaneRole.WEIGHT:
+                return float(self.max_level)
 
     @property
     def bound(self) -> float:

@@ -61,9 +61,9 @@ def squared_distance_of(share: float) -> float:
 def squared_distance(terms: Terms, *, corruption: float) -> float:
     """Return how far one client's data move a sum, in standard deviations of its noise, squared.
 
-    They are replaced by others, which moves each lane by twice its norm at the most. Of the noise
-    counts what the fewest clients in a sum add, without those in one hand with the coordinator; a
-    client trusts itself.
+    Replacing them moves each lane by its sensitivity at most. The noise that counts is what the
+    fewest clients in a sum add, without those that collude with the coordinator; a client trusts
+    itself.
 
     Args:
         terms: Of the session; infinite where a lane has no noise.
@@ -73,8 +73,7 @@ def squared_distance(terms: Terms, *, corruption: float) -> float:
     num_noisy = max(1, terms.num_assured - corrupted)
     if not all(lane.noise for lane in terms.lanes):
         return math.inf
-    shares = [lane.noise / lane.norm for lane in terms.lanes]
-    return sum(squared_distance_of(share) for share in shares) / num_noisy
+    return sum((lane.sensitivity / lane.noise) ** 2 for lane in terms.lanes) / num_noisy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,7 @@ class TermsPolicy:
         for lane in terms.lanes:
             if lane.role is LaneRole.VECTOR:
                 _at_most("max_clip", lane.bound, self.max_clip * (1.0 + 1e-9))
-        if self.noise is not None:
-            self._judge_noise(terms, self.noise)
+        self.judge_noise(terms)
 
     def judge_roster(self, terms: Terms, *, size: int) -> None:
         """Raise PolicyViolation if terms that :meth:`judge` allows are not safe in a small roster.
@@ -177,14 +175,17 @@ class TermsPolicy:
                 "secure_aggregation.roster names the same file",
             )
 
-    def _judge_noise(self, terms: Terms, floor: NoiseFloor) -> None:
+    def judge_noise(self, terms: Terms) -> None:
+        """Raise PolicyViolation if a lane has less noise than this demands, or ε has no room."""
+        if self.noise is None:
+            return
         for lane in terms.lanes:
             if not lane.noise:
                 asked = f"a sum without noise, of {lane.name!r}"
                 limit = "noise of each client, in all that it sends"
                 raise PolicyViolation(rule="privacy.mode", asked=asked, limit=limit)
         share = min(lane.noise / lane.norm for lane in terms.lanes)
-        floor.judge(share, squared_distance(terms, corruption=self.corruption))
+        self.noise.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
         feared, n, k = self._feared(terms), terms.num_clients, terms.num_neighbours

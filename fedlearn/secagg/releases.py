@@ -19,6 +19,7 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.messages import ClientIds
 from fedlearn.secagg.terms import RUN_BYTES, Terms
 
+SESSION_BYTES = 32
 ONE_SET = "one set of survivors a round"
 ONE_RELEASE = "one release a session"
 _MAX_RUNS = 1 << 20
@@ -33,6 +34,7 @@ class PastRelease:
         evaluates: Whether it was of evaluations; those and trainings are remembered apart.
         round_num: Its round.
         attempt: Its attempt at the round.
+        session: The id of its session, 32 bytes.
         num_releases: In how many attempts at the round it has helped so far.
         survivors: Who was in it, in all of them; empty where it does not know, which is in a sparse
             graph.
@@ -42,6 +44,7 @@ class PastRelease:
     evaluates: bool
     round_num: Annotated[int, octets.integer(8, largest=(1 << 63) - 1)]
     attempt: int
+    session: Annotated[bytes, octets.fixed(SESSION_BYTES)]
     num_releases: int
     survivors: ClientIds
 
@@ -123,21 +126,34 @@ class PastReleases:
                 terms, f"a sum over others, client {different} for one", last.survivors
             )
 
-    def after(self, terms: Terms, survivors: Sequence[ClientId]) -> "PastReleases":
-        """Return what is remembered once a sum is to be opened; of one session it counts once.
+    def after(
+        self, terms: Terms, survivors: Sequence[ClientId], *, session: bytes, most: int
+    ) -> "PastReleases":
+        """Return what is remembered once a sum is opened; one session counts once.
+
+        Several sessions can be under way at once, under names of other runs. So what was checked
+        as each began, and as its survivors were confirmed, is checked here once more.
 
         Args:
             terms: Of the session.
             survivors: Who is in the sum; none where that is not known.
+            session: Its id.
+            most: Attempts at one round in which to help.
+
+        Raises:
+            PolicyViolation: Another sum was opened since that forbids this one.
         """
         before = self._of_round(terms)
-        if before is not None and before.attempt == terms.attempt:
+        if before is not None and before.session == session:
             return self
+        self.require_open(terms, most=most)
+        self.require_same(terms, survivors)
         new = PastRelease(
             run_id=terms.run_id,
             evaluates=terms.evaluates,
             round_num=terms.round_num,
             attempt=terms.attempt,
+            session=session,
             num_releases=1 if before is None else before.num_releases + 1,
             survivors=tuple(survivors),
         )

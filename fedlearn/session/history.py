@@ -17,7 +17,7 @@ from fedlearn.errors import DeploymentError
 from fedlearn.secagg.messages import MaskedVector, Up
 from fedlearn.secagg.releases import PastRelease, PastReleases
 
-_FORMAT = 1
+_FORMAT = 2
 #: What reading raises where JSON holds something else.
 _NO_HISTORY = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -46,7 +46,10 @@ class History:
 
     def values(self) -> dict[str, object]:
         """Return the history as JSON holds it."""
-        rows = [asdict(each) | {"run_id": each.run_id.hex()} for each in self.releases.last]
+        rows = [
+            asdict(each) | {"run_id": each.run_id.hex(), "session": each.session.hex()}
+            for each in self.releases.last
+        ]
         return {"is_bound": self.is_bound, "releases": rows}
 
     @classmethod
@@ -58,6 +61,7 @@ class History:
                 evaluates=bool(row["evaluates"]),
                 round_num=int(row["round_num"]),
                 attempt=int(row["attempt"]),
+                session=bytes.fromhex(row["session"]),
                 num_releases=int(row["num_releases"]),
                 survivors=tuple(ClientId(int(each)) for each in row["survivors"]),
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
     EvaluateReply,
+    EvaluationNotice,
     SecureEvaluateRequest,
     SecureRequest,
     SecureStageRequest,
@@ -33,6 +34,7 @@ from fedlearn.secagg.plan import (
     clipped,
     noticed_hash,
 )
+from fedlearn.secagg.session import Session
 from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.pins import Pins
 
@@ -118,14 +120,14 @@ def has_sent_masked(data: bytes) -> bool:
     return is_in_a_sum or bool(kept.session.releases.last)
 
 
-def terms_to_mask_for(data: bytes) -> Terms | None:
-    """Return the terms of the session whose sum a client adds to next; ``None``: there is none."""
+def session_to_mask_for(data: bytes) -> Session | None:
+    """Return the session whose sum a client adds to next; ``None``: there is none."""
     try:
         kept = KeptState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return None  # nothing that could be answered from
     step = None if kept.session is None else kept.session.step
-    return step.session.terms if isinstance(step, Shared) else None
+    return step.session if isinstance(step, Shared) else None
 
 
 def _octets(data: bytes) -> Tensor:
@@ -137,13 +139,15 @@ def message_in(request: SecureRequest) -> messages.Message:
 
     Raises:
         ProtocolError: There is none, or one that belongs into another kind of request; or the
-            training that is announced is not the one that the terms name.
+            announced work is not what the terms name, or what their lanes are for.
     """
     message = messages.decode(request.message)
     match request, message:
         case SecureTermsRequest(), messages.SignedTerms():
             if noticed_hash(request.notice) != message.terms.request_hash:
                 raise ProtocolError("the terms name other work than what is announced")
+            if message.terms.evaluates != isinstance(request.notice, EvaluationNotice):
+                raise ProtocolError("metrics alone are summed for an evaluation, and only for one")
         case SecureTrainRequest() | SecureEvaluateRequest(), messages.Packets():
             pass
         case SecureStageRequest(), messages.Roster() | messages.Survivors() | messages.Signatures():
@@ -188,13 +192,10 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
 
 
 def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
-    """Return what an evaluation adds to the sum: by measure its value, cut off, and whether it has.
+    """Return what an evaluation adds to the sum: each measure, cut off, and whether there is one.
 
-    Raises:
-        ValueError: The terms ask for more than metrics.
+    The lanes of the terms are metrics, as :func:`message_in` has checked.
     """
-    if not terms.evaluates:
-        raise ValueError("the terms of an evaluation ask for more than metrics")
     values = dict[str, NDArray[np.floating]]()
     for lane in terms.lanes:
         value = reply.metrics.get(lane.name, math.nan)

@@ -293,6 +293,33 @@ def test_naming_another_run_in_between_makes_nothing_forgotten(tmp_path: Path) -
         assert any(rule in reason for reason in reasons(refused))
 
 
+@pytest.mark.parametrize("plan", [PLAN, SPARSE], ids=["complete", "sparse"])
+def test_two_sums_of_a_round_that_are_begun_side_by_side_are_not_both_opened(
+    tmp_path: Path, plan: SecurePlan
+) -> None:
+    """A liar leads two sessions at once, as if of two runs, and opens one after the other.
+
+    Until the last message, no client has opened anything that would forbid the other sum.
+    """
+    federation = Federation(tmp_path, plan=plan, dies_at=Stage.UNMASK, dies_with=ClientId(0))
+    *others, _ = everyone = federation.everyone
+    sides = [
+        (federation.collector(federation.channel(), masked_sum=Kept()), everyone, 0),
+        (federation.collector(federation.channel(), masked_sum=Kept()), others, 1),
+    ]
+    for collector, cohort, attempt in sides:
+        with pytest.raises(Crash):
+            collector.collect(cohort, request(attempt=attempt))
+    federation.dies_at = None
+    federation.asked.clear()
+    (first, *_), (second, *_) = sides
+    assert reporters(first.collect(everyone, request(attempt=2))) == everyone
+    assert set(federation.asked) == {Stage.UNMASK}, "the sum that was begun is opened: the control"
+    refused = second.collect(others, request(attempt=3))
+    assert refused.aggregate is None
+    assert any(rule in reason for reason in reasons(refused) for rule in (ONE_SET, ONE_RELEASE))
+
+
 def test_the_next_round_is_open_to_any_cohort(tmp_path: Path) -> None:
     """The control of all the above: another round has another model."""
     federation = Federation(tmp_path)
@@ -422,11 +449,11 @@ def test_changing_the_graph_gets_around_no_rule(first: SecurePlan, second: Secur
         )
 
     known = EVERYONE if first is PLAN else ()
-    past = PastReleases().after(terms(first, 0), known)
+    past = PastReleases().after(terms(first, 0), known, session=bytes(32), most=9)
     with pytest.raises(PolicyViolation, match=ONE_SET):
         past.require_open(terms(second, 1), most=9)
     past.require_open(terms(second, 0, round_num=1), most=9)
-    complete = PastReleases().after(terms(PLAN, 0), EVERYONE)
+    complete = PastReleases().after(terms(PLAN, 0), EVERYONE, session=bytes(32), most=9)
     complete.require_open(terms(PLAN, 1), most=9)  # the control: who is in it will be known
 
 

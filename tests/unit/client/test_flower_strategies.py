@@ -13,7 +13,7 @@ from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.client import TorchTrainer
 from fedlearn.client.flower import Node, client_app
-from fedlearn.client.policy import Policy, SecureAggregationPolicy
+from fedlearn.client.policy import Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.training.trainer import (
     LocalEvaluation,
@@ -126,3 +126,18 @@ def test_a_refusal_is_an_error_with_its_reason(reply: Callable[[], Message], nam
     assert answered.has_error()
     assert re.search(named, answered.error.reason or ""), answered.error.reason
     assert reply_of(lr=0.5, local_epochs=2, policy=Policy(max_epochs=2)).has_content()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(max_tasks_per_day=3),
+        Policy(max_evaluations_per_day=3),
+        Policy(privacy=PrivacyPolicy(mode="local", max_epsilon_per_day=1.0)),
+    ],
+)
+def test_a_limit_a_day_that_nobody_counts_on_flower_is_refused(policy: Policy) -> None:
+    """Control: the tests above, whose policies have none."""
+    reply = reply_of(policy=policy)
+    assert reply.has_error()
+    assert "does not remember the day" in (reply.error.reason or "")

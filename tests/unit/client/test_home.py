@@ -405,6 +405,16 @@ def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> N
     assert home.num_tasks_today(3000.0) == 2
 
 
+def test_a_training_that_is_taken_up_again_a_day_later_counts_for_that_day(home: Home) -> None:
+    """Else a coordinator that lets it wait for a day would have one more, each time."""
+    home.open_task(task())
+    home.count_task(1000.0)
+    home.open_task(task())
+    home.count_task(90_000.0)
+    home.close_task()
+    assert home.num_tasks_today(91_000.0) == 1
+
+
 def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
     """Each once, over restarts, and also where consent is withdrawn and given again."""
     home.set_consent(granted=True)

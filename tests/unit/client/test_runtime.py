@@ -1227,6 +1227,7 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
         evaluates=False,
         round_num=0,
         attempt=0,
+        session=bytes(32),
         num_releases=1,
         survivors=(ClientId(1),),
     )

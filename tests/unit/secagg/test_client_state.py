@@ -70,7 +70,7 @@ FRESH = ClientState.fresh(b"r" * 16)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
     """Bytes for bytes, since sessions and secrets have no equality of their own."""
-    state = replace(FRESH.released(released(TERMS)), step=step)
+    state = replace(FRESH.released(released(TERMS), most=9), step=step)
     data = state.to_bytes()
     again = ClientState.from_bytes(data)
     assert again.to_bytes() == data
@@ -102,23 +102,23 @@ def last_of(state: ClientState) -> tuple[int, int, int]:
 
 
 def test_releases_are_counted_by_round_and_end_the_session() -> None:
-    first = FRESH.at(STEPS[0]).released(released(TERMS))
+    first = FRESH.at(STEPS[0]).released(released(TERMS), most=9)
     assert not first.is_in_session
     assert FRESH.at(STEPS[0]).is_in_session, "the control"
     assert last_of(first) == (2, 1, 1)
-    assert last_of(first.released(released(replace(TERMS, attempt=2)))) == (2, 2, 2)
-    assert last_of(first.released(released(replace(TERMS, round_num=3)))) == (3, 1, 1)
+    assert last_of(first.released(released(replace(TERMS, attempt=2)), most=9)) == (2, 2, 2)
+    assert last_of(first.released(released(replace(TERMS, round_num=3)), most=9)) == (3, 1, 1)
 
 
 def test_a_release_that_is_worked_on_again_after_a_crash_counts_once() -> None:
     """The history outlives the run's state, and may be ahead of it by one answer."""
-    first = FRESH.released(released(TERMS))
+    first = FRESH.released(released(TERMS), most=9)
     behind = replace(FRESH.at(STEPS[4]), releases=first.releases)
-    assert last_of(behind.released(released(TERMS))) == (2, 1, 1)
+    assert last_of(behind.released(released(TERMS), most=9)) == (2, 1, 1)
 
 
 def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
-    state = FRESH.released(released(TERMS)).at(STEPS[1])
+    state = FRESH.released(released(TERMS), most=9).at(STEPS[1])
     assert SECRETS[2].reveal() in state.to_bytes()
     ended = state.at(None)
     assert SECRETS[2].reveal() not in ended.to_bytes()

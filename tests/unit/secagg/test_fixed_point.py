@@ -50,6 +50,29 @@ def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
     assert levels_of(lane(modulus_bits), total).tolist() == [0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("role", "size", "extremes", "in_bounds"),
+    [
+        (LaneRole.METRIC, 2, ([-500.0, 0.0], [500.0, 500.0]), 5**0.5),
+        (LaneRole.METRIC, 1, ([-500.0], [500.0]), 2.0),
+        (LaneRole.WEIGHT, 1, ([0.0], [500.0]), 1.0),
+        (LaneRole.VECTOR, 1, ([-500.0], [500.0]), 2.002),  # with what rounding may add
+    ],
+)
+def test_the_sensitivity_is_how_far_one_client_can_move_a_lane(
+    role: LaneRole, size: int, extremes: tuple[list[float], list[float]], in_bounds: float
+) -> None:
+    """A metric's second number says whether there is a value, so it is never negative."""
+    one = replace(lane(size=size), role=role)
+    first, second = (
+        levels_of(one, encode(one, np.array(values), factor=1.0, noise=noise(size)))
+        for values in extremes
+    )
+    distance = float(np.linalg.norm(first - second))
+    assert distance <= one.sensitivity == pytest.approx(in_bounds * one.max_level)
+    assert distance >= 0.998 * one.sensitivity
+
+
 def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
     """The mean of 100,000 roundings of 0.1 steps is 0.1 steps."""
     many = lane(size=100_000)

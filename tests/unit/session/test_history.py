@@ -16,6 +16,7 @@ PAST = PastRelease(
     evaluates=True,
     round_num=3,
     attempt=1,
+    session=b"s" * 32,
     num_releases=2,
     survivors=(ClientId(1), ClientId(5)),
 )
@@ -49,10 +50,10 @@ def test_coordinators_are_kept_apart_and_none_makes_another_forgotten(tmp_path: 
         b"",
         b"[]",
         b"{}",
-        b'{"format": 2, "coordinators": {}}',
-        b'{"format": 1, "coordinators": 3}',
-        b'{"format": 1, "coordinators": {"%s": {"is_bound": true}}}' % (b"k" * 32).hex().encode(),
-        b'{"format": 1, "coordinators": {"%s": {"is_bound": true, "releases": [{}]}}}'
+        b'{"format": 1, "coordinators": {}}',
+        b'{"format": 2, "coordinators": 3}',
+        b'{"format": 2, "coordinators": {"%s": {"is_bound": true}}}' % (b"k" * 32).hex().encode(),
+        b'{"format": 2, "coordinators": {"%s": {"is_bound": true, "releases": [{}]}}}'
         % (b"k" * 32).hex().encode(),
     ],
 )

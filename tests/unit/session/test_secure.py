@@ -428,17 +428,17 @@ def test_what_is_not_the_announced_evaluation_is_not_answered(work: SecureReques
     assert trainer.num_trainings == 0
 
 
-def test_an_evaluation_under_terms_of_a_training_is_not_answered() -> None:
-    """Its lanes would count as another kind of sum than it is."""
-    terms = PLAN.terms(
-        PARAMS.layout,
-        run_id=bytes(16),
-        round_num=4,
-        attempt=0,
-        request_hash=request_hash(EVALUATE),
+def test_terms_are_of_the_kind_of_work_that_is_announced() -> None:
+    """A sum of metrics alone counts as an evaluation, so a training under it would go uncounted."""
+    training_terms = PLAN.terms(
+        PARAMS.layout, run_id=bytes(16), round_num=4, attempt=0, request_hash=request_hash(EVALUATE)
     )
-    reply, _ = asked_to_measure(terms, SecureEvaluateRequest(message=b"", evaluate=EVALUATE))
-    assert isinstance(reply, Failure)
+    metrics_alone = replace(to_measure(), request_hash=request_hash(TRAIN))
+    for announced, terms in ((EVALUATE, training_terms), (TRAIN, metrics_alone)):
+        desk = Desk([Measuring(), Measuring(), Measuring()])
+        desk.announced = announced
+        signed, _ = desk.open(terms)
+        assert isinstance(desk.ask(0, signed), Failure)
 
 
 def test_what_is_measured_is_cut_off_and_what_is_not_counts_as_nothing() -> None:
