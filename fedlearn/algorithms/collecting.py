@@ -78,7 +78,8 @@ class RoundRequest:
     @property
     def upload_bytes(self) -> int:
         """Size of what it contributes: the model's delta, and the other lanes."""
-        return self.params.num_bytes + further_bytes(self.strategy, self.params.layout)
+        layout = self.params.layout
+        return layout.size * layout.dtype.itemsize + further_bytes(self.strategy, layout)
 
 
 def further_bytes(strategy: Strategy, layout: Layout) -> int:

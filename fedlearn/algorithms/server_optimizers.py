@@ -34,7 +34,7 @@ class ServerOptimizer(Protocol):
 
 def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
     """Add ``update`` to the trainable prefix and the plain mean delta to the statistics."""
-    split = params.layout.num_parameters
+    split = params.layout.num_trainable
     vector = params.vector + delta_P
     torch.add(params.vector[:split], update, out=vector[:split])
     return params.with_vector(vector)
@@ -62,13 +62,13 @@ class ServerSgd(Ranged):
         """Return a zero velocity, or nothing without momentum."""
         if self.momentum == 0.0:
             return {}
-        return {"velocity": torch.zeros_like(params.vector[: params.layout.num_parameters])}
+        return {"velocity": torch.zeros_like(params.vector[: params.layout.num_trainable])}
 
     def step(
         self, params: Params, delta_P: Tensor, state: OptimizerState
     ) -> tuple[Params, OptimizerState]:
         """Return ``params + learning_rate * velocity`` and the velocity."""
-        velocity = delta_P[: params.layout.num_parameters]
+        velocity = delta_P[: params.layout.num_trainable]
         if self.momentum != 0.0:
             velocity = state["velocity"] * self.momentum + velocity
             state = {"velocity": velocity}
@@ -116,7 +116,7 @@ class ServerAdaptive(Ranged):
 
     def init(self, params: Params) -> OptimizerState:
         """Return a zero first moment and a second moment of tau squared."""
-        prefix = params.vector[: params.layout.num_parameters]
+        prefix = params.vector[: params.layout.num_trainable]
         return {
             "first_moment": torch.zeros_like(prefix),
             "second_moment": torch.full_like(prefix, self.tau**2),
@@ -126,7 +126,7 @@ class ServerAdaptive(Ranged):
         self, params: Params, delta_P: Tensor, state: OptimizerState
     ) -> tuple[Params, OptimizerState]:
         """Return the next model and both moments."""
-        delta = delta_P[: params.layout.num_parameters]
+        delta = delta_P[: params.layout.num_trainable]
         first = self.beta_1 * state["first_moment"] + (1.0 - self.beta_1) * delta
         second = self._second(state["second_moment"], delta.square())
         update = self.learning_rate * first / (second.sqrt() + self.tau)

@@ -1,11 +1,24 @@
 """A model as one flat vector, and the layout that gives its parts their names.
 
+Each tensor of a model has one role, which follows from the module alone:
+
+- *Trained*: a parameter with ``requires_grad``.
+- *Statistic*: a saved floating-point buffer, such as BatchNorm's running mean. Training may change
+  it, but no optimizer does. The buffers of a normalization layer that never updates them
+  (momentum 0, or in evaluation mode whenever the model is in training mode) are frozen instead.
+- *Frozen*: every other tensor: parameters without ``requires_grad``, of any dtype, and integer and
+  boolean buffers. It stays as the coordinator has it.
+
+The vector holds what trains, then the statistics. Frozen tensors are not in it, so that no delta,
+clip, mask, noise or server optimizer reaches them.
+
 Arithmetic on models works on vectors and on stacks of them; names and shapes matter only where
-tensors enter from a module or from the wire. Shape legend of the whole package: P parameters of
-one model, B clients in a block, so ``deltas_BP``.
+tensors enter from a module or from the wire. Shape legend of the whole package: P numbers in the
+vector of one model, Q of them trained, B clients in a block, so ``deltas_BP``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -16,20 +29,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named tensor of a model.
+    """One named tensor of the vector.
 
     Attributes:
         name: Its name in ``Module.state_dict()``.
         dtype: Its dtype in the module; in the vector it has the layout's.
         offset: Index of its first element in the vector.
-        is_trainable: Whether local training changes it: a parameter that is not frozen.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    is_trainable: bool
 
     @cached_property
     def size(self) -> int:
@@ -39,55 +50,77 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a model lies in its flat vector.
-
-    Parameters come first, then floating-point buffers ("statistics", as BatchNorm's), so a server
-    optimiser acts on a prefix. Integer and boolean buffers are constants: never averaged.
+    """Where each tensor that can change lies in a model's flat vector.
 
     Attributes:
-        specs: The tensors in vector order.
-        num_parameters: Length of the prefix that holds parameters, not statistics.
-        size: P, the length of the vector.
-        dtype: Dtype of the vector: float64 if any tensor is, else float32.
+        trainable: The parameters that training changes: the first :attr:`num_trainable` elements.
+        statistics: The floating-point buffers, which come after them.
+        dtype: Dtype of the vector: float64 if any of these tensors is, else float32.
+        common_dtype: The dtype of all floating-point tensors of the module, frozen ones included;
+            ``None`` if there are several.
     """
 
-    specs: tuple[TensorSpec, ...]
-    num_parameters: int
-    size: int
+    trainable: tuple[TensorSpec, ...]
+    statistics: tuple[TensorSpec, ...]
     dtype: torch.dtype
+    common_dtype: torch.dtype | None
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
         """Return the layout of ``module``.
 
         Raises:
-            ValueError: A parameter is complex or quantised, or there is none.
+            ValueError: No parameter trains, one that trains is not a real float of 16 to 64 bits,
+                or a tensor shares memory with one that changes.
         """
-        parameters = dict(module.named_parameters())
-        saved = module.state_dict(keep_vars=True)
-        statistics = {
-            name: value
-            for name, value in module.named_buffers()
-            if name in saved and value.is_floating_point()
-        }
+        parameters, saved = dict(module.named_parameters()), module.state_dict(keep_vars=True)
+        buffers = {name: value for name, value in module.named_buffers() if name in saved}
+        trains = {name: value for name, value in parameters.items() if value.requires_grad}
         if not parameters:
             raise ValueError("the model has no parameters; there is nothing to train")
-        dtype = torch.float32
-        for name, value in (parameters | statistics).items():
-            can_train = value.is_floating_point() and value.itemsize > 1  # float8 does not add
-            if not (can_train or (value.is_floating_point() and not value.requires_grad)):
+        if not trains:
+            raise ValueError(
+                "the model has no parameter to train: each is frozen (requires_grad is False); "
+                "leave some of them trainable"
+            )
+        for name, value in trains.items():
+            if not _can_change(value):
                 raise ValueError(
-                    f"parameter {name!r} is {value.dtype}; only real floats of 16 to 64 bits train"
+                    f"parameter {name!r} is {value.dtype}; only real floats of 16 to 64 bits "
+                    "train; freeze it with requires_grad_(False), or convert it"
                 )
-            if value.dtype == torch.float64:
-                dtype = torch.float64
-        specs, offset, num_parameters = [], 0, 0
-        for name, value in (parameters | statistics).items():
-            trains = value.requires_grad and name in parameters
-            specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset, trains))
-            offset += value.numel()
-            num_parameters += value.numel() if name in parameters else 0
-        return cls(tuple(specs), num_parameters, offset, dtype)
+        unchanged = _kept_statistics(module)
+        statistics = {
+            name: value
+            for name, value in buffers.items()
+            if _can_change(value) and name not in unchanged
+        }
+        everything = parameters | buffers
+        _require_own_memory(everything, changing=trains.keys() | statistics.keys())
+        floats = {value.dtype for value in everything.values() if value.is_floating_point()}
+        specs = _specs(trains | statistics)
+        is_double = any(spec.dtype == torch.float64 for spec in specs)
+        return cls(
+            specs[: len(trains)],
+            specs[len(trains) :],
+            torch.float64 if is_double else torch.float32,
+            floats.pop() if len(floats) == 1 else None,
+        )
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """All tensors in vector order."""
+        return self.trainable + self.statistics
+
+    @cached_property
+    def num_trainable(self) -> int:
+        """Q, the number of elements that local training changes."""
+        return sum(spec.size for spec in self.trainable)
+
+    @cached_property
+    def size(self) -> int:
+        """P, the length of the vector."""
+        return sum(spec.size for spec in self.specs)
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorSpec]:
@@ -98,12 +131,6 @@ class Layout:
     def others(self) -> tuple[TensorSpec, ...]:
         """The specs of the tensors that the module has in another dtype than the vector."""
         return tuple(spec for spec in self.specs if spec.dtype != self.dtype)
-
-    @property
-    def common_dtype(self) -> torch.dtype | None:
-        """The dtype of all tensors in the module; ``None`` if there are several."""
-        dtypes = {spec.dtype for spec in self.specs}
-        return dtypes.pop() if len(dtypes) == 1 else None
 
     def dtypes(self) -> str | None:
         """Return a line for the user on the dtypes of the tensors, unless all have the vector's.
@@ -117,16 +144,6 @@ class Layout:
         first = {spec.dtype: spec.name for spec in reversed(self.specs)}
         listed = ", ".join(f"{dtype} ({name!r}, ...)" for dtype, name in reversed(first.items()))
         return f"trains and travels in the model's own dtypes: {listed}"
-
-    @cached_property
-    def trainable(self) -> tuple[TensorSpec, ...]:
-        """The specs of the parameters that local training changes."""
-        return tuple(spec for spec in self.specs if spec.is_trainable)
-
-    @cached_property
-    def num_trainable(self) -> int:
-        """Q, the number of elements that local training changes."""
-        return sum(spec.size for spec in self.trainable)
 
     def views(self, stack: Tensor) -> dict[str, Tensor]:
         """Return the named tensors, [..., *shape] each, as views into ``stack``, [..., P]."""
@@ -150,11 +167,12 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Params:
-    """A global model: the vector, its layout, and what is not averaged.
+    """A global model: the vector, its layout, and the frozen tensors.
 
     Attributes:
         vector: Shape [P].
-        constants: Integer and boolean buffers by name; kept as the coordinator has them.
+        constants: Frozen parameters and buffers by name, in their own dtypes; kept as the
+            coordinator has them.
     """
 
     layout: Layout
@@ -166,9 +184,10 @@ class Params:
         """Return a copy of the parameters and buffers of ``module``."""
         layout = Layout.of(module)
         saved = module.state_dict()
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         constants = {
             name: value.detach().clone()
-            for name, value in module.named_buffers()
+            for name, value in tensors.items()
             if name in saved and name not in layout.by_name
         }
         return cls(layout, layout.pack(saved), constants)
@@ -176,8 +195,13 @@ class Params:
     @property
     def num_bytes(self) -> int:
         """Size of the model as it is sent: :meth:`named`."""
-        averaged = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
-        return averaged + sum(value.nbytes for value in self.constants.values())
+        changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
+        return changing + sum(value.nbytes for value in self.constants.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all tensors, frozen ones included."""
+        return self.layout.size + sum(value.numel() for value in self.constants.values())
 
     def named(self) -> dict[str, Tensor]:
         """Return every tensor by name, in the model's own dtypes."""
@@ -229,11 +253,97 @@ def difference(
         >>> difference({"w": torch.ones(2), "b": torch.zeros(1)}, start, order=["b", "w"])
         tensor([-1.,  1.,  1.])
     """
-    is_double = any(start[name].dtype == torch.float64 for name in order)
     sizes = [start[name].numel() for name in order]
-    vector = torch.empty(sum(sizes), dtype=torch.float64 if is_double else torch.float32)
+    vector = torch.empty(sum(sizes), dtype=_delta_dtype(start, order))
     for name, part in zip(order, vector.split(sizes), strict=True):
         # In the wider of both precisions: rounding the global model would be an update.
         value = torch.sub(local[name], start[name].to(local[name].device))
         part.view(start[name].shape).copy_(value)
     return vector
+
+
+def delta_bytes(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:
+    """Return the size of a :func:`difference`."""
+    return sum(start[name].numel() for name in order) * _delta_dtype(start, order).itemsize
+
+
+def _delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
+    is_double = any(start[name].dtype == torch.float64 for name in order)
+    return torch.float64 if is_double else torch.float32
+
+
+def _can_change(value: Tensor) -> bool:
+    return value.is_floating_point() and value.itemsize > 1  # float8 does not add
+
+
+def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    specs, offset = list[TensorSpec](), 0
+    for name, value in tensors.items():
+        specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset))
+        offset += value.numel()
+    return tuple(specs)
+
+
+def _kept_statistics(module: nn.Module) -> set[str]:
+    """Return the buffers of normalization layers that do not update them in training."""
+    names = set[str]()
+    with _training_mode(module):
+        for prefix, layer in module.named_modules():
+            if not isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - of all of them
+                continue
+            if not layer.training or layer.momentum == 0.0:
+                names |= {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers()}
+    return names
+
+
+@contextmanager
+def _training_mode(module: nn.Module) -> Iterator[None]:
+    """Run the block with ``module`` in training mode: layers may have their own idea of it."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for layer, is_training in modes:
+            layer.training = is_training
+
+
+def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[str]) -> None:
+    """Refuse two tensors that are one in memory and two in the vector: they would drift apart.
+
+    Raises:
+        ValueError: A tensor that changes shares memory with another one.
+    """
+    spans = sorted((*_span(value), name) for name, value in tensors.items() if value.numel())
+    for place, (_, _, end, one) in enumerate(spans):
+        for device, begin, _, other in spans[place + 1 :]:
+            if device != spans[place][0] or begin >= end:
+                break
+            if (one in changing or other in changing) and _overlap(tensors[one], tensors[other]):
+                raise ValueError(
+                    f"{one!r} and {other!r} share memory, but are two tensors of the model, which "
+                    "would train apart from each other; assign the same nn.Parameter to both, or "
+                    "give one of them a copy"
+                )
+
+
+def _span(value: Tensor) -> tuple[str, int, int]:
+    """Return the device of a tensor, and where its memory begins and ends; 0 without data."""
+    begin = value.data_ptr()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return str(value.device), begin, begin + (last + 1) * value.itemsize if begin else 0
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with overlapping spans have an element in common: a span has gaps."""
+    if one.itemsize != other.itemsize or _storage(one) != _storage(other):
+        return True
+    used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

@@ -239,7 +239,7 @@ def _job_flop(simulation: Simulation, params: Params) -> float:
     sample = torch.arange(min(64, population.num_clients)).numpy()
     mean_examples = float(population.num_examples(sample).mean())
     examples = mean_examples * simulation.algorithm.local.work.epochs
-    return 6.0 * params.layout.size * examples * simulation.policy.num_wanted * config.num_rounds
+    return 6.0 * params.num_elements * examples * simulation.policy.num_wanted * config.num_rounds
 
 
 def _executor(

@@ -19,11 +19,12 @@ from fedlearn.algorithms.flight import flight_from, flight_tensors
 from fedlearn.algorithms.kept import from_tensors, to_tensors
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
+from fedlearn.algorithms.strategy import State
 from fedlearn.core.clock import Clock
 from fedlearn.core.collecting import Status
 from fedlearn.core.distribution import Direction, sign
 from fedlearn.core.messages import ClientId, Scalar
-from fedlearn.core.params import Params
+from fedlearn.core.params import Layout, Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
@@ -188,7 +189,8 @@ def train(
         state = RunState(server=plan.round.init(params))
         store.commit(_checkpoint(state))
     else:
-        state = _restored(checkpoint, params)
+        expected = plan.round.strategy.init(params)
+        state = _restored(checkpoint, params, expected=expected)
     committed_s = plan.clock.now_s()
     is_over = plan.is_over(state)
     while not is_over:
@@ -336,18 +338,25 @@ def _exact(params: Params) -> dict[str, Tensor]:
     return {**params.layout.views(params.vector), **params.constants}
 
 
-def _restored(checkpoint: Checkpoint, like: Params) -> RunState:
+def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunState:
     """Return the state in ``checkpoint``, for a model shaped and placed like ``like``.
 
+    Args:
+        checkpoint: Of the run.
+        like: The initial model.
+        expected: What the strategy keeps of such a model before the first round.
+
     Raises:
-        ConfigError: It is the state of another model.
+        ConfigError: It is the state of another model, or of other parameters that train.
     """
     device, values = like.vector.device, checkpoint.values
     _require_same_model(_part(checkpoint, "params/", device), like)
+    strategy_state = _part(checkpoint, "server/", device)
+    _require_same_state(strategy_state, expected, layout=like.layout)
     server = ServerState(
         round_num=checkpoint.round_num,
         params=_params(_part(checkpoint, "params/", device), like),
-        strategy_state=_part(checkpoint, "server/", device),
+        strategy_state=strategy_state,
         kept=from_tensors(_part(checkpoint, "clients/", device)),
         begun={
             name.removeprefix(_BEGUN): _number(value)
@@ -390,6 +399,21 @@ def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
         )
 
 
+def _require_same_state(begun: State, expected: State, *, layout: Layout) -> None:
+    """Compare the lengths of what a strategy keeps along the model: others may have trained."""
+    lengths = (layout.num_trainable, layout.size)
+    for name, value in expected.items():
+        if name not in begun or not value.dim() or value.shape[-1] not in lengths:
+            continue
+        if begun[name].shape[-1:] != value.shape[-1:]:
+            raise ConfigError(
+                f"the strategy keeps {name!r} of shape {tuple(value.shape)} for this model, but "
+                f"the run was begun with {tuple(begun[name].shape)}: other parameters trained "
+                "then, or an earlier version also kept numbers for frozen ones; freeze the same "
+                "parameters as before, or begin a run of another name"
+            )
+
+
 def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
     return f"{name} {shapes[name]}" if name in shapes else f"no {name}"
 
@@ -400,7 +424,7 @@ def _part(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str
 
 def _params(tensors: Mapping[str, Tensor], like: Params) -> Params:
     vector = like.layout.pack(tensors, out=torch.empty_like(like.vector))
-    constants = {name: tensors[name] for name in like.constants}
+    constants = {name: tensors[name].to(value.dtype) for name, value in like.constants.items()}
     return Params(like.layout, vector, constants)
 
 

@@ -157,11 +157,11 @@ class SecurePlan:
 
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:
         """Return by lane of the strategy those of the session that it goes into, end to end."""
-        num_statistics = layout.size - layout.num_parameters
+        num_statistics = layout.size - layout.num_trainable
         if self.noise_multiplier is not None:
             delta = [self._lane(PARAMETERS, layout.size, self.clip_norm)]
         else:
-            delta = [self._lane(PARAMETERS, layout.num_parameters, self.clip_norm)]
+            delta = [self._lane(PARAMETERS, layout.num_trainable, self.clip_norm)]
             if num_statistics:
                 delta.append(self._lane(STATISTICS, num_statistics, self.statistics_norm))
         lanes = {DELTA.name: tuple(delta)}

@@ -114,7 +114,8 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
     if missing:
         raise UnusableResult(
             f"the trainer returned no tensor {missing[0]!r} ({len(missing)} are missing); return "
-            "every parameter and every floating-point buffer of the model"
+            "every parameter and every floating-point buffer of the model that the coordinator "
+            "does not freeze"
         )
     unknown = [name for name in tensors if name not in request.tensors]
     if unknown:
@@ -131,7 +132,35 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
             raise UnusableResult(
                 f"the trainer returned {name!r} as {local[name].dtype}; it is a float"
             )
+    _require_frozen(tensors, request)
     return difference(local, request.tensors, order=order)
+
+
+def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> None:
+    """Refuse a result with other values of a frozen tensor: they would be dropped silently.
+
+    Integer buffers, such as counters, may change: the coordinator keeps its own.
+    """
+    changing = set(request.order)
+    for name, value in tensors.items():
+        sent = request.tensors[name]
+        if name in changing or value is sent or not (sent.is_floating_point() or sent.is_complex()):
+            continue
+        if not _is_same(_tensor(value, what=repr(name)).to(sent), sent):
+            raise UnusableResult(
+                f"the trainer changed {name!r}, which is frozen in the coordinator's model, so "
+                "that the change would be lost; train the parameters that the coordinator trains, "
+                "with requires_grad as it is set there"
+            )
+
+
+def _is_same(found: Tensor, sent: Tensor) -> bool:
+    """Whether two tensors have the same values, where NaN is the same as NaN."""
+    if sent.itemsize == 1:  # float8 does not compare
+        found, sent = found.float(), sent.float()
+    if found.shape != sent.shape:
+        return False
+    return bool(((found == sent) | (found.isnan() & sent.isnan())).all())
 
 
 def _tensor(value: object, *, what: str) -> Tensor:

@@ -30,6 +30,7 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainRequest,
 )
+from fedlearn.core.params import delta_bytes
 from fedlearn.core.randomness import Seed
 from fedlearn.session.secure import KeptState
 from fedlearn.session.session import ClientSession
@@ -117,7 +118,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             num_examples_processed=self.population.num_examples(client_ids)
             * (epochs if isinstance(epochs, int) else self.work.epochs),
             download_bytes=num_bytes + sum(told.nbytes for told in train.told.values()),
-            upload_bytes=num_bytes + self.further_bytes,
+            upload_bytes=delta_bytes(train.tensors, order=train.order) + self.further_bytes,
             seed=Seed(train.seed),
         )
 

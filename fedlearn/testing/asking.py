@@ -64,11 +64,13 @@ def params_of(model: Model) -> Params:
     is_double = any(value.dtype == torch.float64 for value in averaged.values())
     specs, offset = list[TensorSpec](), 0
     for name, value in averaged.items():
-        spec = TensorSpec(name, tuple(value.shape), value.dtype, offset, is_trainable=True)
+        spec = TensorSpec(name, tuple(value.shape), value.dtype, offset)
         specs.append(spec)
         offset += spec.size
     dtype = torch.float64 if is_double else torch.float32
-    layout = Layout(tuple(specs), num_parameters=offset, size=offset, dtype=dtype)
+    dtypes = {spec.dtype for spec in specs}
+    common_dtype = dtypes.pop() if len(dtypes) == 1 else None
+    layout = Layout(tuple(specs), statistics=(), dtype=dtype, common_dtype=common_dtype)
     constants = {name: value for name, value in model.items() if name not in averaged}
     return Params(layout, layout.pack(averaged), constants)
 

@@ -105,12 +105,12 @@ class Measured(NamedTuple):
 
 
 class ResidentModel:
-    """A module whose parameters and statistics are views into one vector.
+    """A module whose trained parameters and statistics are views into one vector.
 
     Attributes:
         module: The module, owned by this object.
         layout: Its layout.
-        vector_P: Its parameters and statistics, shape [P].
+        vector_P: Its trained parameters and statistics, shape [P].
         trainable: The parameters that training changes.
         device: Where to compute.
         measures: The objective, and what else the model is measured by.
@@ -146,6 +146,11 @@ class ResidentModel:
         self.vector_P = torch.empty(self.layout.size, dtype=self.layout.dtype, device=device)
         views, buffers = self.layout.views(self.vector_P), dict(self.module.named_buffers())
         parameters = dict(self.module.named_parameters())
+        self.shapes = {
+            name: tuple(value.shape)
+            for name, value in (parameters | buffers).items()
+            if value.is_floating_point()
+        }
         # What lies apart from the vector, beside its places in it: tensors of other dtypes, and
         # weights of convolutions once they are laid out otherwise.
         self._apart: list[tuple[Tensor, Tensor]] = []
@@ -155,6 +160,7 @@ class ResidentModel:
                 tensor.data = view
             else:
                 self._apart.append((tensor, view))
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
@@ -177,8 +183,8 @@ class ResidentModel:
             self.layout = params.layout  # the next comparison is by identity
         self.vector_P.copy_(params.vector)
         self._take_apart()
-        for name, value in self._constants.items():
-            value.copy_(params.constants.get(name, value))
+        for name, tensor in (self._frozen | self._constants).items():
+            tensor.data.copy_(params.constants.get(name, tensor.data))
 
     def share_memory(self, features: Features, labels: Tensor) -> None:
         """Move the parameters into memory that forks of this process share with it.
@@ -375,7 +381,8 @@ class ResidentModel:
                 for parameter in self._untried.values():
                     place = parameter.data
                     parameter.data = memory_format.channels_last(place)
-                    self._apart.append((parameter, place))
+                    if parameter.requires_grad:
+                        self._apart.append((parameter, place))
                 self._trainable_stack.clear()
         self._untried = {}
 

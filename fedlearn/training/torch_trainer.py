@@ -27,7 +27,7 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.core.features import Features
 from fedlearn.core.messages import Settings
-from fedlearn.core.params import Layout, Params
+from fedlearn.core.params import Params
 from fedlearn.core.soundness import is_sound
 from fedlearn.errors import DataError, ModelMismatch
 from fedlearn.training.example_gradients import batch_statistics
@@ -309,7 +309,7 @@ class TorchTrainer:
             losses, sizes = self._run(training, local.work, context, together.processes, turns)
             report = training.report()
         return LocalResult(
-            tensors=self._model.layout.views(self._model.vector_P.clone()),
+            tensors={**params.constants, **params.layout.views(self._model.vector_P.clone())},
             num_examples=min(len(self._data), sum(sizes)),
             metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
             state=_state(report, context.state),
@@ -361,7 +361,7 @@ class TorchTrainer:
 
     def _params(self, tensors: Mapping[str, Tensor]) -> Params:
         layout = self._model.layout
-        _require_same_model(tensors, layout)
+        _require_same_model(tensors, self._model.shapes)
         vector = layout.pack(tensors, out=torch.empty_like(self._model.vector_P))
         constants = {name: t for name, t in tensors.items() if name not in layout.by_name}
         return Params(layout, vector, constants)
@@ -488,14 +488,13 @@ def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Te
     return {name: rows[0] for name, rows in report.kept.items()}
 
 
-def _require_same_model(tensors: Mapping[str, Tensor], layout: Layout) -> None:
-    """Compare names and shapes of all that is averaged; a tensor must not be broadcast.
+def _require_same_model(tensors: Mapping[str, Tensor], mine: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare names and shapes of all floating-point tensors; one must not be broadcast.
 
     Raises:
         ModelMismatch: They differ.
     """
     theirs = {name: tuple(t.shape) for name, t in tensors.items() if t.is_floating_point()}
-    mine = {spec.name: spec.shape for spec in layout.specs}
     if theirs != mine:
         raise ModelMismatch(
             theirs={name: each for name, each in theirs.items() if mine.get(name) != each},

@@ -242,7 +242,7 @@ def test_kept_velocities_go_in_and_come_out() -> None:
     """A client's velocity continues, and is returned for its next round."""
     params = params_of(mlp)
     local = replace(PLAIN, momentum=0.9, keep_momentum=True)
-    velocity_KQ = torch.randn(len(RAGGED), params.layout.num_parameters) * 0.01
+    velocity_KQ = torch.randn(len(RAGGED), params.layout.num_trainable) * 0.01
     work = replace(work_of(params, local=local), kept={"velocity": velocity_KQ})
     assert error_of(mlp, work) < 1e-6
     forgotten = replace(work, kept={"velocity": torch.zeros_like(velocity_KQ)})

@@ -176,7 +176,7 @@ class StackedExecutor:
             keys_TK=self._keys(work, num_steps, height),
             means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
             shared=Shared(
-                frozen={name: views[name] for name in self._gradient.frozen},
+                frozen=self._gradient.frozen(work.params),
                 constants=self._gradient.constants(work.params),
                 told=told,
             ),
@@ -217,8 +217,6 @@ class StackedExecutor:
         local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             torch.sub(value, start[name], out=local[name])
-        for name in self._gradient.frozen:  # a transform may have written to the last block's
-            local[name].zero_()
         counts_TK = torch.from_numpy(work.schedule.counts_TK)
         sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
         return Trained(

@@ -76,7 +76,7 @@ class Shared:
 
     Attributes:
         frozen: Parameters that do not train.
-        constants: Integer and boolean buffers.
+        constants: Buffers that are not averaged.
         told: What clients are told, along the trainable parameters.
     """
 
@@ -191,7 +191,6 @@ class BlockGradient:
         module: Whose forward pass is called, with :attr:`layout` and :attr:`dropouts`, on
             :attr:`device`; its own values are only the probe's.
         trainable: Names of the parameters that training changes.
-        frozen: Names of the other parameters.
         statistics: Names of the floating-point buffers.
 
     Args:
@@ -220,8 +219,7 @@ class BlockGradient:
         self._objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
-        self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
-        self.statistics = [name for name in self.layout.by_name if name not in parameters]
+        self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
         out_dims: Any = (0, (0, (0, None)))  # vmap's annotation does not know nested ones
         self._vectorised = vmap(
@@ -235,6 +233,14 @@ class BlockGradient:
             grad_and_value(self._example_loss), in_dims=(None, None, None, None, 0, 0, 0)
         )
         self._by_example = vmap(examples, in_dims=(0, 0, None, None, 0, 0, 0))
+
+    def frozen(self, params: Params) -> Named:
+        """Return the parameters that do not train."""
+        return {
+            name: params.constants.get(name, value.detach()).to(self.device)
+            for name, value in self.module.named_parameters()
+            if not value.requires_grad
+        }
 
     def constants(self, params: Params) -> Named:
         """Return the buffers that are not averaged, as every client starts with them."""
@@ -332,8 +338,8 @@ class BlockGradient:
         return loss
 
     def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
-        # As the reference does, where the module has but one dtype.
-        features = in_dtype(features, self.layout.dtype)
+        if self.layout.common_dtype is not None:  # as the reference does
+            features = in_dtype(features, self.layout.common_dtype)
         outputs = one_tensor(functional_call(self.module, tensors, *arguments(features)))
         return outputs, self._objective.losses(outputs, labels)
 

@@ -98,7 +98,7 @@ def test_statistics_move_by_their_mean_and_never_turn_negative(
 ) -> None:
     """BatchNorm's running variance is averaged; divided by its own root it could be negative."""
     params = Params.of(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    split = params.layout.num_parameters
+    split = params.layout.num_trainable
     optimizer = ServerAdaptive(
         second_moment=second_moment, learning_rate=10.0, beta_1=0.0, beta_2=0.9, tau=1e-6
     )

@@ -1,6 +1,7 @@
 """A model as one vector: nothing is lost on the way in and out."""
 
 from collections.abc import Callable
+from typing import Self
 
 import pytest
 import torch
@@ -70,7 +71,6 @@ def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
     names = [spec.name for spec in params.layout.specs]
     assert names == [
         "scale",
-        "frozen",
         "linear.weight",
         "linear.bias",
         "norm.weight",
@@ -78,9 +78,9 @@ def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
         "norm.running_mean",
         "norm.running_var",
     ]
-    assert params.layout.num_parameters == 1 + 2 + 6 + 2 + 2 + 2
-    assert params.layout.size == params.layout.num_parameters + 4
-    assert set(params.constants) == {"norm.num_batches_tracked", "counter", "mask"}
+    assert params.layout.num_trainable == 1 + 6 + 2 + 2 + 2
+    assert params.layout.size == params.layout.num_trainable + 4
+    assert set(params.constants) == {"frozen", "norm.num_batches_tracked", "counter", "mask"}
 
 
 def test_large_integers_are_exact() -> None:
@@ -98,7 +98,6 @@ def test_what_is_frozen_is_not_trainable() -> None:
         "norm.weight",
         "norm.bias",
     }
-    assert layout.num_trainable == layout.num_parameters - 2
 
 
 @pytest.mark.parametrize(
@@ -212,5 +211,116 @@ def test_a_parameter_that_cannot_be_stepped_is_refused_by_name() -> None:
     model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'weight' is torch.float8_e4m3fn; only real floats"):
         Layout.of(model)
-    model.requires_grad_(requires_grad=False)
-    assert Layout.of(model).dtype == torch.float32
+    model.weight.requires_grad_(False)
+    assert Params.of(model).constants["weight"].dtype == torch.float8_e4m3fn
+
+
+class Roles(nn.Module):
+    """Frozen parameters of any dtype, beside one that trains and a statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trains = nn.Parameter(torch.ones(3))
+        for dtype in (torch.int8, torch.float64, torch.float8_e4m3fn, torch.complex64):
+            value = torch.ones(2).to(dtype)
+            name = str(dtype).partition(".")[2]
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def test_frozen_parameters_are_outside_the_vector_in_their_own_dtypes() -> None:
+    """They have any dtype, and a double among them does not widen what trains."""
+    params = Params.of(Roles())
+    assert [spec.name for spec in params.layout.trainable] == ["trains"]
+    assert [spec.name for spec in params.layout.statistics] == ["mean"]
+    assert params.vector.dtype == torch.float32
+    assert params.layout.common_dtype is None
+    assert {str(value.dtype) for value in params.constants.values()} == {
+        "torch.int8",
+        "torch.float64",
+        "torch.float8_e4m3fn",
+        "torch.complex64",
+    }
+    assert params.num_elements == 3 + 2 + 4 * 2
+
+
+def test_a_double_statistic_widens_the_vector() -> None:
+    """Rounded to float32, it would change each time that it is sent."""
+    model = Roles()
+    model.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+    assert Params.of(model).vector.dtype == torch.float64
+
+
+class KeptInEval(nn.Sequential):
+    """Its second layer is in evaluation mode, whatever the others are in."""
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - as torch has it
+        super().train(mode)
+        self.get_submodule("1").eval()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("model", "statistics"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval(), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)), True),
+        (nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True)), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=0.0)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)), False),
+        (KeptInEval(nn.Linear(2, 2), nn.BatchNorm1d(2)), False),
+    ],
+)
+def test_statistics_that_training_never_updates_are_frozen(
+    model: nn.Module, *, statistics: bool
+) -> None:
+    """Momentum 0 and a layer that stays in evaluation mode; asking leaves the modes alone."""
+    modes = [layer.training for layer in model.modules()]
+    names = [spec.name for spec in Layout.of(model).statistics]
+    assert names == (["1.running_mean", "1.running_var"] if statistics else [])
+    assert [layer.training for layer in model.modules()] == modes
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    """There would be nothing to send."""
+    with pytest.raises(ValueError, match="each is frozen"):
+        Layout.of(nn.Linear(2, 1).requires_grad_(requires_grad=False))
+
+
+def _tied_by_memory(kind: str) -> nn.Module:
+    start, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    first = start.weight
+    match kind:
+        case "a frozen parameter":
+            second.weight = nn.Parameter(first.detach(), requires_grad=False)
+        case "another parameter":
+            second.weight = nn.Parameter(first.detach())
+        case "a buffer":
+            second.register_buffer("copy", first.detach())
+        case "rows of it":
+            second.bias = nn.Parameter(first.detach()[1], requires_grad=False)
+        case "columns apart":
+            whole = torch.randn(3, 6)
+            start.weight, second.weight = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+        case "the same parameter":
+            second.weight = first
+        case "two frozen ones":
+            first.requires_grad_(False)
+            second.weight = nn.Parameter(first.detach(), requires_grad=False)
+    return nn.Sequential(start, second)
+
+
+@pytest.mark.parametrize(
+    "kind", ["a frozen parameter", "another parameter", "a buffer", "rows of it"]
+)
+def test_tensors_that_share_memory_and_not_their_name_are_refused(kind: str) -> None:
+    """One would follow the other in torch, but not here."""
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.\w+' share memory"):
+        Layout.of(_tied_by_memory(kind))
+
+
+@pytest.mark.parametrize("kind", ["columns apart", "the same parameter", "two frozen ones"])
+def test_what_does_not_drift_apart_may_share_memory(kind: str) -> None:
+    """Parts of one matrix, tied weights, and two constants."""
+    assert Layout.of(_tied_by_memory(kind)).trainable

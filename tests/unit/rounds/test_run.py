@@ -671,6 +671,24 @@ def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) ->
         )
 
 
+def test_a_run_whose_strategy_kept_numbers_for_frozen_parameters_is_refused() -> None:
+    """As an earlier version did; the message says what to do."""
+    plan = simulated(ALGORITHMS["server momentum"])
+    _, whole = run(plan, start())
+    checkpoint, records = whole.commits[1]
+    longer = torch.cat([checkpoint.tensors["server/velocity"], torch.zeros(2)])
+    with pytest.raises(ConfigError, match=r"keeps 'velocity' .* earlier version .* frozen ones"):
+        train(
+            plan,
+            start(),
+            checkpoint=replace(
+                checkpoint, tensors={**checkpoint.tensors, "server/velocity": longer}
+            ),
+            store=MemoryStore(list(records)),
+            after_round=ignore,
+        )
+
+
 def test_a_finished_run_has_nothing_to_resume() -> None:
     """Going on from its last commit runs no round and says it is done."""
     expected, whole = run(run_plan(scripted_round()))

@@ -1,5 +1,6 @@
 """What a trainer returns is converted where its meaning is exact, else refused where it is."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -71,9 +72,11 @@ def moved(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {n: v + 0.125 if v.is_floating_point() else v + 1 for n, v in tensors.items()}
 
 
-def reply_of(answer: Answer, settings: Settings | None = None) -> Reply:
+def reply_of(
+    answer: Answer, settings: Settings | None = None, *, model: nn.Module | None = None
+) -> Reply:
     """Return what a coordinator hears of a training."""
-    params = Params.of(Network())
+    params = Params.of(model or Network())
     request = TrainRequest(
         round_num=0,
         attempt=0,
@@ -308,3 +311,35 @@ def test_an_evaluation_of_numpys_numbers_travels() -> None:
     reply = evaluated(lambda _: LocalEvaluation(**numbers))
     assert isinstance(reply, EvaluateReply)
     assert (reply.num_examples, reply.metrics) == (3, {"f1": 0.5})
+
+
+class PartlyFrozen(Network):
+    """It has a frozen parameter, of which one value is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.tensor([1.0, math.nan]), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [{}, {"base": torch.tensor([1.0, math.nan]).double()}, {"base": np.array([1.0, math.nan])}],
+)
+def test_frozen_tensors_may_be_left_out_or_come_back_as_they_were(frozen: dict[str, Any]) -> None:
+    """Whatever precision they come back in; they are not in the delta."""
+
+    def answer(tensors: dict[str, Tensor]) -> LocalResult:
+        return result({n: v for n, v in moved(tensors).items() if n != "base"} | frozen)
+
+    reply = reply_of(answer, model=PartlyFrozen())
+    assert isinstance(reply, TrainReply)
+    assert reply.lanes["delta"].tolist() == [0.125] * 6
+
+
+@pytest.mark.parametrize("base", [[1.25, math.nan], [1.0, 2.0], [1.0]])
+def test_a_changed_frozen_tensor_is_refused_by_name(base: list[float]) -> None:
+    """The coordinator would drop the change, and nobody would know."""
+    answer = having("base", torch.tensor(base))
+    reply = reply_of(answer, model=PartlyFrozen())
+    assert isinstance(reply, Failure)
+    assert "changed 'base', which is frozen" in reply.reason

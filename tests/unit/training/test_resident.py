@@ -126,7 +126,8 @@ def test_what_is_frozen_or_unused_does_not_move() -> None:
     model = resident(Scaled)
     train(model, params)
     delta = params.layout.views(model.vector_P - params.vector)
-    assert not delta["frozen"].any()
+    assert "frozen" not in delta
+    assert torch.equal(model.module.get_parameter("frozen"), params.constants["frozen"])
     assert not delta["unused"].any()
     assert bool(delta["scale"] != 0.0)
 

@@ -133,12 +133,12 @@ class _Refused(Exception):
 
 
 def _require_plain(module: nn.Module, layout: Layout) -> None:
-    for spec in layout.specs:
-        if spec.offset >= layout.num_parameters:
-            raise _Refused(f"{spec.name} is a statistic (as of BatchNorm), not a parameter")
-        if not spec.is_trainable:
-            raise _Refused(f"parameter {spec.name} is frozen (requires_grad is False)")
+    for spec in layout.statistics:
+        raise _Refused(f"{spec.name} is a statistic (as of BatchNorm), not a parameter")
     named = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            raise _Refused(f"parameter {name} is frozen (requires_grad is False)")
     if len(named) != len(layout.specs):
         raise _Refused("two names share one parameter")
     for name, parameter in named:
