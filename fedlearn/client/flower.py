@@ -86,7 +86,9 @@ def client_app(
             node.client_id, trainer, secure, pin_file=pin_file, history_file=history_file
         )
 
-        def handle(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+        def handle(
+            data: bytes, state: bytes, *, personal: bytes, constants: bytes
+        ) -> tuple[bytes, bytes]:
             try:
                 Judge(policy, is_bound=is_bound(history_file, state)).encoded(
                     data, num_tasks_today=0, spent=0.0
@@ -94,7 +96,7 @@ def client_app(
             except PolicyViolation as violation:
                 log_refusal(violation)
                 return encode(Failure(str(violation))), after_failure(state)
-            return session.handle(data, state, personal=personal)
+            return session.handle(data, state, personal=personal, constants=constants)
 
         return handle
 

@@ -32,6 +32,7 @@ _OWN = (
     "state",
     "task",
     "ahead",
+    "constants",
     "spool",
     "tasks.json",
     "evaluations.json",
@@ -129,7 +130,7 @@ class ClientFolder:
         """
         counts = ("tasks.json", "evaluations.json")
         files = [self.folder / name for name in counts]
-        places = [self._task, self._ahead, self._spool, self.folder / "state"]
+        places = [self._task, self._ahead, self._constants, self._spool, self.folder / "state"]
         remove_all([*places, *files])
         remove_all(half_written(self.folder, of=counts))
 
@@ -150,6 +151,10 @@ class ClientFolder:
     @property
     def _ahead(self) -> Path:
         return self.folder / "ahead"
+
+    @property
+    def _constants(self) -> Path:
+        return self.folder / "constants"
 
     @property
     def _spool(self) -> Path:

@@ -11,6 +11,7 @@
     state/<run_id>  what this client remembers of its run from one task to the next
     task/           the request being worked on, and the checkpoint inside it
     ahead/<digest>  a request that may come next, perhaps in part
+    constants/<digest>  the tensors of the model that stay the same in a run, perhaps in part
     spool/<number>/ the finished reply until its receipt or deadline
     tasks.json      when this client last trained, for its policy; evaluations.json likewise
     privacy.json    by session or training of the last day, when it was and what of the ε it took
@@ -97,6 +98,13 @@ class Home(ClientFolder):
         path = self._ahead / digest.hex()
         make_private_folder(self._ahead)
         remove_all([each for each in self._ahead.iterdir() if each != path])
+        return path
+
+    def constants(self, digest: bytes) -> Path:
+        """Return where the constants of a model lie, perhaps in part; others make room for them."""
+        path = self._constants / digest.hex()
+        make_private_folder(self._constants)
+        remove_all([each for each in self._constants.iterdir() if each != path])
         return path
 
     def require_space(self, num_bytes: int) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -50,6 +53,14 @@ from fedlearn.transport.content import TaskKey, digest_of
 _MAX_CRASHES = 3
 
 _log = structlog.get_logger(__name__)
+
+
+class _Wanted(NamedTuple):
+    """A file that a task needs."""
+
+    digest: bytes
+    num_bytes: int
+    path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,23 +181,33 @@ class Worker:
         )
 
     async def _fetch(self, task: OpenTask, control: WorkControl) -> bool:
-        """Have the whole request on disk; returns whether it is."""
+        """Write the whole request to disk, and the constants of its model; return whether done."""
         message = task.message
+        if message.constants_digest:
+            path = self.home.constants(message.constants_digest)
+            constants = _Wanted(message.constants_digest, message.constants_bytes, path)
+            if not await self._download(constants, task, control):
+                return False
         if message.data:
             if digest_of(message.data) != message.digest:
                 raise ProtocolError("the request's bytes are not those that were announced")
             write_private(self.home.request, message.data)
             return True
-        self.home.require_space(message.num_bytes)
+        wanted = _Wanted(message.digest, message.num_bytes, self.home.request)
+        return await self._download(wanted, task, control)
+
+    async def _download(self, wanted: "_Wanted", task: OpenTask, control: WorkControl) -> bool:
+        """Complete a file; return whether it is whole. One that is whole costs no call."""
+        missing = wanted.num_bytes - (wanted.path.stat().st_size if wanted.path.exists() else 0)
+        self.home.require_space(max(0, missing))
         live = self.connector.live
         if live is None:
             return False
-        self.on_event(AgentEvent.of(EventKind.DOWNLOADING, key=task.key))
-        live.report_phase(task.key, wire_pb2.Progress.DOWNLOADING)
+        if missing > 0:
+            self.on_event(AgentEvent.of(EventKind.DOWNLOADING, key=task.key))
+            live.report_phase(task.key, wire_pb2.Progress.DOWNLOADING)
         job = control.download = live.spawn(
-            live.connection.download(
-                message.digest, num_bytes=message.num_bytes, path=self.home.request
-            )
+            live.connection.download(wanted.digest, num_bytes=wanted.num_bytes, path=wanted.path)
         )
         await asyncio.wait([job])
         if job.cancelled():
@@ -220,7 +241,11 @@ class Worker:
         self.home.begin_work()
         try:
             reply, state = session.handle(
-                data, before, personal=task.message.personal, control=control
+                data,
+                before,
+                personal=task.message.personal,
+                constants=self._constants_of(task),
+                control=control,
             )
         except Cancelled:
             return Ended()
@@ -233,6 +258,11 @@ class Worker:
             return failed(task, words)
         is_failure = isinstance(peek(reply), Failure)
         return Answered(task, reply, None if state == before else state, is_failure)
+
+    def _constants_of(self, task: OpenTask) -> bytes | mmap:
+        """Return the constants of a task's model that were sent apart, checked when fetched."""
+        digest = task.message.constants_digest
+        return mapped(self.home.constants(digest)) if digest else b""
 
     def _charge_update(self, request: TrainRequest) -> None:
         """Charge the day's ε for an update with noise of its own."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from mmap import mmap
 from types import UnionType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -73,9 +73,15 @@ _DTYPES: Mapping[object, torch.dtype] = {
     "C64": torch.complex64,
 }
 
+#: What a client works on.
+WorkT = TypeVar("WorkT", TrainRequest, EvaluateRequest)
+
 _NAMES = {dtype: str(name) for name, dtype in _DTYPES.items()}
 
 _TRAINING = ("round_num", "attempt", "settings", "seed", "order")
+
+#: A field of a header that is left out where it is false.
+_LACKS_CONSTANTS = "lacks_constants"
 
 #: What each message is called in its header, and the names of its fields there.
 _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
@@ -95,6 +101,11 @@ _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
     Accusation: ("accusation", ("reason", "client_id")),
 }
 _FIELDS = dict(_FORMS.values())
+#: Kinds of messages that have a model.
+_MODELS = {
+    _FORMS[each][0]
+    for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
+}
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
 }
@@ -110,6 +121,8 @@ def encode(message: Request | Reply) -> bytes:
     kind, names = _FORMS[type(message)]
     values = _values_of(message)
     fields = {name: _as_json(values[name]) for name in names}
+    if values.get(_LACKS_CONSTANTS):
+        fields[_LACKS_CONSTANTS] = True
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
@@ -136,7 +149,53 @@ def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
+def split(request: Request) -> tuple[Request, Mapping[str, Tensor]]:
+    """Return a request without the tensors that stay the same in a run, and those tensors.
+
+    Frozen parameters can be most of a model. A client is sent them once, by
+    :func:`encode_constants`, and :func:`decode` puts both together again. Where they are too few
+    to be worth it, the request is returned whole, without constants.
+
+    Example:
+        >>> model = {"head": torch.ones(2), "base": torch.zeros(1 << 20)}
+        >>> whole = EvaluateRequest(round_num=1, tensors=model, order=["head"])
+        >>> bare, constants = split(whole)
+        >>> list(bare.tensors), list(constants)
+        (['head'], ['base'])
+        >>> list(decode(encode(bare), constants=encode_constants(constants)).tensors)
+        ['head', 'base']
+    """
+    match request:
+        case SecureTrainRequest(train=train):
+            training, constants = _split(train)
+            return replace(request, train=training), constants
+        case SecureEvaluateRequest(evaluate=evaluate):
+            evaluation, constants = _split(evaluate)
+            return replace(request, evaluate=evaluation), constants
+        case TrainRequest():
+            return _split(request)
+        case EvaluateRequest():
+            return _split(request)
+        case _:
+            return request, {}
+
+
+def _split(work: WorkT) -> tuple[WorkT, Mapping[str, Tensor]]:
+    constants = work.constants
+    if not constants:
+        return work, {}
+    tensors = {name: value for name, value in work.tensors.items() if name not in constants}
+    return replace(work, tensors=tensors, lacks_constants=True), constants
+
+
+def encode_constants(constants: Mapping[str, Tensor]) -> bytes:
+    """Return the wire form of tensors that are sent apart from a request: a safetensors file."""
+    return b"".join(_file(constants))
+
+
+def decode(
+    data: bytes | mmap, *, personal: bytes = b"", constants: bytes | mmap = b""
+) -> Request | Reply:
     """Return the message in ``data``.
 
     A request's tensors are the receiver's own, to train in place. Those of a reply are views
@@ -147,6 +206,8 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
         personal: The part for one client alone, where it was sent apart from ``data``: the packets
             of a :class:`~fedlearn.core.messages.SecureTrainRequest`, or of its like that evaluates,
             that has none.
+        constants: What :func:`encode_constants` returned, for a request that lacks them; others
+            leave them unread.
 
     Guarantees:
         For any bytes whatever this returns a message or raises :class:`ProtocolError`. The
@@ -155,7 +216,7 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
 
     Raises:
         ProtocolError: ``data`` is truncated, of another version, or not a message; or it has no
-            place for ``personal``.
+            place for ``personal``, or lacks constants that are not given.
     """
     message = peek(data)
     if personal:
@@ -167,14 +228,13 @@ def decode(data: bytes | mmap, *, personal: bytes = b"") -> Request | Reply:
         message = replace(message, message=personal)
     match message:
         case TrainRequest() as request:
-            return _owning(request)
+            return _owning_all(request, constants)
         case EvaluateRequest() as request:
-            return replace(request, tensors=_copies(request.tensors))
+            return _owning(request, constants)
         case SecureTrainRequest() as request:
-            return replace(request, train=_owning(request.train))
-        case SecureEvaluateRequest(evaluate=evaluate) as request:
-            own = replace(evaluate, tensors=_copies(evaluate.tensors))
-            return replace(request, evaluate=own)
+            return replace(request, train=_owning_all(request.train, constants))
+        case SecureEvaluateRequest() as request:
+            return replace(request, evaluate=_owning(request.evaluate, constants))
         case _:
             return message
 
@@ -362,6 +422,8 @@ def _read(header: Any) -> tuple[str, dict[str, Any]]:
     if missing := [name for name in _FIELDS[kind] if name not in fields]:
         raise _malformed(f"the fields {missing} are missing")
     values = {name: _READERS[name](fields[name], name) for name in _FIELDS[kind]}
+    if fields.get(_LACKS_CONSTANTS) is True and kind in _MODELS:
+        values[_LACKS_CONSTANTS] = True
     if unknown := sorted(fields.keys() - values.keys()):
         raise _malformed(f"unknown fields {unknown}")
     return kind, values
@@ -443,8 +505,22 @@ def _only_message(tensors: Mapping[str, Tensor]) -> bytes:
     return _message(tensors)
 
 
-def _owning(request: TrainRequest) -> TrainRequest:
-    return replace(request, tensors=_copies(request.tensors), told=_copies(request.told))
+def _owning_all(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
+    """Return a request to train likewise, with what is told as well."""
+    return _owning(replace(train, told=_copies(train.told)), constants)
+
+
+def _owning(work: WorkT, constants: bytes | mmap) -> WorkT:
+    """Return a request to work on whose tensors are complete, and the receiver's own."""
+    tensors = dict(work.tensors)
+    if work.lacks_constants:
+        if not constants:
+            raise ProtocolError("the request lacks the constants of its model, and none are here")
+        apart = _tensors(constants, 0)
+        if twice := sorted(tensors.keys() & apart.keys())[:3]:
+            raise _malformed(f"the tensors {twice} are in the request and in its constants")
+        tensors |= apart
+    return replace(work, tensors=_copies(tensors), lacks_constants=False)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,6 +24,23 @@ Scalar: TypeAlias = int | float | str | bool | None
 Settings: TypeAlias = Mapping[str, Scalar]
 
 
+#: Bytes of a tensor, and of all of them, from which constants are sent apart.
+_LEAST_TENSOR_BYTES, _LEAST_BYTES = 1 << 10, 64 << 10
+
+
+def sent_apart(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    """Return the constants of a model that a client is sent once, and not in every round.
+
+    Frozen parameters can be most of a model. Small tensors, such as BatchNorm's counters, stay with
+    the request: what they cost is nothing, and a change of one must not cost all the others again.
+
+    Args:
+        constants: The tensors that are not averaged, by name.
+    """
+    large = {n: value for n, value in constants.items() if value.nbytes >= _LEAST_TENSOR_BYTES}
+    return large if sum(value.nbytes for value in large.values()) >= _LEAST_BYTES else {}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainRequest:
     """Train locally from ``tensors`` and return what that contributes.
@@ -34,6 +51,8 @@ class TrainRequest:
         settings: How to train: :mod:`fedlearn.algorithms.settings`.
         seed: Public seed of all client-side randomness that need not be secret.
         told: What the strategy tells beside the model, by name: one vector each.
+        lacks_constants: Whether ``tensors`` has what is averaged alone: the rest of the model stays
+            the same in a run, and was sent apart.
     """
 
     kind: ClassVar[str] = TRAIN_KIND
@@ -45,16 +64,39 @@ class TrainRequest:
     settings: Settings
     seed: int
     told: "Mapping[str, Tensor]" = field(default_factory=dict)
+    lacks_constants: bool = False
+
+    @property
+    def constants(self) -> "dict[str, Tensor]":
+        """The tensors that are sent apart: see :func:`sent_apart`."""
+        averaged = set(self.order)
+        return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluateRequest:
-    """Evaluate the global model on local data; ``round_num`` counts the rounds it has seen."""
+    """Evaluate the global model on local data.
+
+    Attributes:
+        round_num: How many rounds it has seen.
+        tensors: The global model by name.
+        order: As in a :class:`TrainRequest`; it stays with the coordinator. Empty: unknown, and
+            the model is sent whole.
+        lacks_constants: As in a :class:`TrainRequest`.
+    """
 
     kind: ClassVar[str] = EVALUATE_KIND
 
     round_num: int
     tensors: "Mapping[str, Tensor]"
+    order: Sequence[str] = ()
+    lacks_constants: bool = False
+
+    @property
+    def constants(self) -> "dict[str, Tensor]":
+        """As of a :class:`TrainRequest`."""
+        averaged = set(self.order) or self.tensors.keys()
+        return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,6 +26,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fedlearn.core.messages import sent_apart
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -194,9 +196,14 @@ class Params:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the model as it is sent: :meth:`named`."""
+        """Size of the model as it is sent in a round.
+
+        Clients have the constants that are sent apart: from an earlier round, or with their model.
+        """
         changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
-        return changing + sum(value.nbytes for value in self.constants.values())
+        kept = sent_apart(self.constants)
+        sent = (value.nbytes for name, value in self.constants.items() if name not in kept)
+        return changing + sum(sent)
 
     @property
     def num_elements(self) -> int:

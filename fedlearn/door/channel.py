@@ -4,16 +4,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite, nan
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import structlog
+from torch import Tensor
 
 from fedlearn.core.clock import RealClock
-from fedlearn.core.codec import encode
+from fedlearn.core.codec import encode, encode_constants, split
 from fedlearn.core.files import disk_errors
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.core.secret_bytes import SecretBytes
@@ -24,7 +25,7 @@ from fedlearn.door.spool import LoggedReply, Opened, ReplyLog, forget_exchanges
 from fedlearn.door.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.errors import ConfigError, FedlearnError, NoSpace, ProtocolError, StoreError
 from fedlearn.transport import wire
-from fedlearn.transport.base import Arrival, Asked, reply_in, require_free
+from fedlearn.transport.base import Arrival, Asked, are_same, reply_in, require_free
 from fedlearn.transport.content import NO_QUESTION, TaskKey, digest_of
 
 #: Seconds between two looks at whether waiting shall end.
@@ -71,6 +72,8 @@ class DoorChannel:
     _open: list[LiveQuestion] = field(default_factory=list)
     _encoded: tuple[Request, Offer] | None = None  # what was asked last
     _ahead: Offer | None = None  # what was sent ahead last
+    #: The constants of the model that was sent last, and their offer.
+    _constants: tuple[Mapping[str, Tensor], Offer] | None = None
     _training: "DoorExchange | None" = None  # the last that asked clients to train
 
     def __post_init__(self) -> None:
@@ -236,8 +239,18 @@ class DoorChannel:
     def _offer(self, request: Request, folder: Path) -> Offer:
         """Return a request encoded; one that is asked again, as others answer, is not anew."""
         if self._encoded is None or self._encoded[0] is not request:
-            self._encoded = request, _offer(request, folder=folder)
+            bare, constants = split(request)
+            apart = self._constants_offer(constants, folder) if constants else None
+            self._encoded = request, _offer(bare, constants=apart, folder=folder)
         return self._encoded[1]
+
+    def _constants_offer(self, constants: Mapping[str, Tensor], folder: Path) -> Offer:
+        """Return the offer of a model's constants; the same tensors are encoded once in a run."""
+        known = self._constants
+        if known is None or not are_same(known[0], constants):
+            encoded = encode_constants(constants)
+            self._constants = known = constants, _in_file(encoded, folder=folder)
+        return known[1]
 
     def _offers(self, requests: Iterable[Request]) -> list[Offer]:
         """Encode each request once; a large one goes to a file, so that it is not held twice."""
@@ -248,6 +261,7 @@ class DoorChannel:
             still = [offer for question in self._open for offer in question.offers]
             still += [] if self._ahead is None else [self._ahead]
             needed = {offer.path for offer in [*offers, *still]}
+            needed |= {None if self._constants is None else self._constants[1].path}
             for path in folder.iterdir():
                 if path not in needed:
                     path.unlink(missing_ok=True)  # a download that reads it has it open
@@ -460,11 +474,19 @@ def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
             )
 
 
-def _offer(request: Request, *, folder: Path) -> Offer:
+def _offer(request: Request, *, constants: Offer | None, folder: Path) -> Offer:
     content = encode(request)
+    if len(content) > wire.MAX_INLINE_BYTES:
+        return replace(_in_file(content, folder=folder), constants=constants)
     digest = digest_of(content)
-    if len(content) <= wire.MAX_INLINE_BYTES:
-        return Offer(digest=digest, num_bytes=len(content), data=content, path=None)
+    return Offer(
+        digest=digest, num_bytes=len(content), data=content, path=None, constants=constants
+    )
+
+
+def _in_file(content: bytes, *, folder: Path) -> Offer:
+    """Write content to a file and return the offer to download it."""
+    digest = digest_of(content)
     path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"
     written.write_bytes(content)
     written.replace(path)  # who is downloading the same from there goes on with what it has open

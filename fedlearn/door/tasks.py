@@ -75,12 +75,18 @@ Waiter: TypeAlias = asyncio.Future[Ruling | Ending]
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One request, encoded once for all that are sent it: as ``data``, or at ``path`` if large."""
+    """One request, encoded once for all that are sent it: as ``data``, or at ``path`` if large.
+
+    Attributes:
+        constants: The tensors of its model that stay the same in a run, which a client downloads
+            once; ``None``: they are in the request.
+    """
 
     digest: bytes
     num_bytes: int
     data: bytes
     path: Path | None
+    constants: "Offer | None" = None
 
     @property
     def max_reply_bytes(self) -> int:
@@ -179,6 +185,7 @@ class Exchanges:
             max_inline_bytes=self._max_inline_bytes(),
             last_round_num=last_round_num,
         )
+        _name_constants(task, offer)
         message = wire_pb2.FromCoordinator(ahead=task).SerializeToString()
         for client_id in client_ids:
             session = self.sessions.find(client_id)
@@ -286,7 +293,9 @@ class Exchanges:
         live = self._asked.get(client_id)
         _, ahead = self._ahead.get(client_id, (None, None))
         asked = None if live is None else live.offer_to(client_id)
-        return next((e for e in (asked, ahead) if e is not None and e.digest == digest), None)
+        offers = [each for each in (asked, ahead) if each is not None]
+        offers += [each.constants for each in offers if each.constants is not None]
+        return next((each for each in offers if each.digest == digest), None)
 
     def is_asked(self, client_id: ClientId, offer: Offer) -> bool:
         """Return whether a request is what this client is asked now."""
@@ -530,7 +539,15 @@ class Exchanges:
             max_inline_bytes=self._max_inline_bytes(),
             personal=personal,
         )
+        _name_constants(task, offer)
         return wire_pb2.FromCoordinator(task=task).SerializeToString()
+
+
+def _name_constants(task: wire_pb2.Task, offer: Offer) -> None:
+    """Tell in a task which constants its request lacks, so that a client has them."""
+    if offer.constants is not None:
+        task.constants_digest = offer.constants.digest
+        task.constants_bytes = offer.constants.num_bytes
 
 
 def receipt(key: wire_pb2.TaskKey, ruling: Ruling) -> wire_pb2.Receipt:

@@ -75,7 +75,9 @@ class ChannelEvaluator:
         cohort = self.cohort(round_num)
         if not cohort:
             return {}
-        request = EvaluateRequest(round_num=round_num, tensors=params.named())
+        request = EvaluateRequest(
+            round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
+        )
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):

@@ -56,7 +56,9 @@ class SecureEvaluator:
             plan = self.plan(num_clients)
         except ConfigError as error:
             return _nothing(round_num, str(error))
-        request = EvaluateRequest(round_num=round_num, tensors=params.named())
+        request = EvaluateRequest(
+            round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
+        )
         notice = notice_of(request)
         terms = plan.terms(
             run_id=self.sessions.run_id, round_num=round_num, request_hash=noticed_hash(notice)

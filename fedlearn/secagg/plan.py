@@ -304,7 +304,10 @@ def noticed_hash(notice: TrainingNotice | EvaluationNotice) -> bytes:
 
 def notice_of(work: TrainRequest | EvaluateRequest) -> TrainingNotice | EvaluationNotice:
     """Return what clients are told of a request before they are sent the model."""
+    # By name, since those that were sent apart come last at a client.
+    tensors = dict(sorted(work.tensors.items()))
     if isinstance(work, EvaluateRequest):
-        return EvaluationNotice(rest_hash=digest(b"evaluation request", encode(work)))
-    rest = encode(replace(work, settings={}))
+        rest = encode(replace(work, tensors=tensors))
+        return EvaluationNotice(rest_hash=digest(b"evaluation request", rest))
+    rest = encode(replace(work, tensors=tensors, settings={}))
     return TrainingNotice(settings=work.settings, rest_hash=digest(b"training request", rest))

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from mmap import mmap
 
 import structlog
 from torch import Tensor
@@ -104,6 +105,7 @@ class ClientSession:
         state: bytes,
         *,
         personal: bytes = b"",
+        constants: bytes | mmap = b"",
         control: TaskControl = UNATTENDED,
     ) -> tuple[bytes, bytes]:
         """Answer one encoded request; a failure is an answer, too.
@@ -117,6 +119,8 @@ class ClientSession:
                 bytes at first.
             personal: The part of the request that is for this client alone, where the transport
                 sent it apart from ``data``.
+            constants: The tensors of the model that stay the same in a run, where the transport
+                sent them apart: see :func:`fedlearn.core.codec.split`.
             control: How the task is called off and watched.
 
         Returns:
@@ -128,7 +132,7 @@ class ClientSession:
             Cancelled: ``control`` called the task off: there is no reply, and ``state`` stands.
         """
         try:
-            match decode(data, personal=personal):
+            match decode(data, personal=personal, constants=constants):
                 case TrainRequest() as request:
                     kept = KeptState.of(state)
                     reply, tensors = self._train(request, kept.trainer, control)

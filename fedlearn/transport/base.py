@@ -8,6 +8,8 @@ from functools import partial
 from mmap import mmap
 from typing import Protocol
 
+from torch import Tensor
+
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import (
@@ -153,6 +155,13 @@ class Asked:
             place, _ = shared.setdefault((type(request), same), (len(shared), common))
             places[client_id] = place
         return cls([request for _, request in shared.values()], places, personal)
+
+
+def are_same(known: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> bool:
+    """Return whether these are the very same tensors; their values never change in place."""
+    return known.keys() == constants.keys() and all(
+        known[name] is value for name, value in constants.items()
+    )
 
 
 def require_free(

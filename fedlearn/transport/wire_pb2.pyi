@@ -115,7 +115,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal", "last_round_num")
+    __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal", "last_round_num", "constants_digest", "constants_bytes")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,8 @@ class Task(_message.Message):
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_NUM_FIELD_NUMBER: _ClassVar[int]
+    CONSTANTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONSTANTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     key: TaskKey
     digest: bytes
     num_bytes: int
@@ -134,7 +136,9 @@ class Task(_message.Message):
     max_inline_bytes: int
     personal: bytes
     last_round_num: int
-    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ..., last_round_num: _Optional[int] = ...) -> None: ...
+    constants_digest: bytes
+    constants_bytes: int
+    def __init__(self, key: _Optional[_Union[TaskKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., remaining_s: _Optional[float] = ..., max_reply_bytes: _Optional[int] = ..., max_inline_bytes: _Optional[int] = ..., personal: _Optional[bytes] = ..., last_round_num: _Optional[int] = ..., constants_digest: _Optional[bytes] = ..., constants_bytes: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "reason")

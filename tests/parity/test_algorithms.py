@@ -154,7 +154,7 @@ def test_the_door_gives_the_same_model_bit_for_bit(name: str, tmp_path: Path) ->
     Without over-selection: who is late over a network has trained, and keeps what it learned.
     """
     strategy, policy = ALGORITHMS[name], replace(grpc.POLICY, over_selection=1.0)
-    with grpc.over_grpc(tmp_path) as channel:
+    with grpc.over_grpc(tmp_path) as (channel, _):
         found, orders, _ = grpc.run(strategy, channel, policy=policy)
     expected, replayed, _ = grpc.run(strategy, grpc.in_memory(orders), policy=policy)
     assert replayed == orders

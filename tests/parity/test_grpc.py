@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,18 +26,27 @@ from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, utc
+from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
 from fedlearn.core.features import only
-from fedlearn.core.messages import EvaluateReply, EvaluateRequest, TrainReply, TrainRequest
+from fedlearn.core.messages import (
+    ClientId,
+    EvaluateReply,
+    EvaluateRequest,
+    TrainReply,
+    TrainRequest,
+)
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.door.authority import Authority
+from fedlearn.door.channel import DoorChannel
 from fedlearn.door.eligibility import Requirements
 from fedlearn.door.server import Door, DoorSettings
 from fedlearn.identity.identity import Invitation
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
@@ -83,7 +92,7 @@ def population() -> ArrayPopulation:
 class OneAtATime:
     """A trainer whose clients share a process."""
 
-    def __init__(self, client: int) -> None:
+    def __init__(self, client: int, make_model: Callable[[], nn.Module]) -> None:
         rows = population().load(np.asarray([client]))
         index = torch.from_numpy(rows.rows)
         features, labels = only(rows.features)[index], rows.labels[index]
@@ -138,7 +147,13 @@ def door(folder: Path) -> Iterator[tuple[Door, FreshRegistry, Authority]]:
 
 @contextmanager
 def client(
-    number: int, folder: Path, opened: Door, registry: FreshRegistry, authority: Authority
+    number: int,
+    folder: Path,
+    opened: Door,
+    registry: FreshRegistry,
+    authority: Authority,
+    *,
+    make_model: Callable[[], nn.Module],
 ) -> Iterator[None]:
     """One client's runtime, connected, on a thread with a loop of its own."""
     path = folder / f"{number}.invitation"
@@ -162,7 +177,7 @@ def client(
     async def run() -> None:
         runtime = Runtime(
             RuntimeOptions(home=home.folder, trainer="", invitation=path),
-            OneAtATime(number),
+            OneAtATime(number, make_model),
             on_event=on_event,
         )
         running["it"] = runtime, asyncio.get_running_loop()
@@ -180,15 +195,19 @@ def client(
 
 
 @contextmanager
-def over_grpc(folder: Path) -> Iterator[Channel]:
+def over_grpc(
+    folder: Path, make_model: Callable[[], nn.Module] = make_model
+) -> Iterator[tuple[DoorChannel, Door]]:
     """A channel to one real client for each part of the population, in order of their ids."""
     with ExitStack() as stack:
         opened, registry, authority = stack.enter_context(door(folder))
         for number in range(len(SIZES)):
-            stack.enter_context(client(number, folder, opened, registry, authority))
+            stack.enter_context(
+                client(number, folder, opened, registry, authority, make_model=make_model)
+            )
         channel = opened.channel()
         channel.wait_for(len(SIZES), lambda: None)
-        yield channel
+        yield channel, opened
 
 
 def in_memory(orders: Sequence[Sequence[int]]) -> Channel:
@@ -245,7 +264,7 @@ def _one_thread() -> None:
 )
 def test_the_door_gives_the_same_model_bit_for_bit(tmp_path: Path, algorithm: Strategy) -> None:
     """With dropout layers and over-selection: real sessions, TLS, signatures and uploads."""
-    with over_grpc(tmp_path) as channel:
+    with over_grpc(tmp_path) as (channel, _):
         found, orders, told = run(algorithm, channel)
     assert [len(order) for order in orders] == [3, 3, 3]
     assert told == [["half"]] * 3, "metrics of any name travel"
@@ -291,10 +310,56 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
         assert len(replies) == len(SIZES)
         return first
 
-    with over_grpc(tmp_path) as channel:
+    with over_grpc(tmp_path) as (channel, _):
         found = ask(channel)
     expected = ask(in_memory([range(len(SIZES))]))
     for number in range(len(SIZES)):
         assert torch.equal(found[0][number], expected[0][number])
         assert torch.equal(found[1][number], expected[1][number])
         assert not torch.equal(found[0][number], found[1][number])  # the momentum was there
+
+
+class WithTable(nn.Module):
+    """A head that trains, over a table that stays the same: another one in each network."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randint(0, 100, (5, 20_000)))
+        self.head = nn.Linear(20_000, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x @ (self.table / 100))
+        return out
+
+
+def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None:
+    """Afterwards what trains travels alone; clients compute with the coordinator's values."""
+    params = Params.of(WithTable())
+    per_round, deltas = list[int](), list[dict[int, Tensor]]()
+    with over_grpc(tmp_path, WithTable) as (channel, opened):
+        for round_num in range(3):
+            request = TrainRequest(
+                round_num=round_num,
+                attempt=0,
+                tensors=params.named(),
+                order=tuple(params.layout.by_name),
+                settings=settings_of(LOCAL),
+                seed=3,
+            )
+            before = opened.counters.bytes_out
+            requests = dict.fromkeys(channel.available(), request)
+            found = {}
+            for arrival in ask_once(channel, requests, deadline_s=LONG_S):
+                assert isinstance(arrival.reply, TrainReply)
+                found[int(arrival.client_id)] = arrival.reply.lanes["delta"].clone()
+            deltas.append(found)
+            per_round.append(opened.counters.bytes_out - before)
+    trains = params.layout.size * 4 * len(SIZES)
+    assert per_round[0] > params.constants["table"].nbytes * len(SIZES)
+    assert max(per_round[1:]) < 1.1 * trains
+    session = ClientSession(ClientId(0), OneAtATime(0, WithTable))
+    reply = decode(session.handle(encode(request), b"")[0])
+    assert isinstance(reply, TrainReply)
+    assert torch.equal(reply.lanes["delta"], deltas[2][0])

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import structlog
-from flwr.app import Context, Message, MessageType
+from flwr.app import ArrayRecord, Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
 
-from fedlearn.core.codec import encode
+from fedlearn.core.codec import encode, encode_constants, split
 from fedlearn.core.messages import (
     ClientId,
     EvaluateRequest,
@@ -18,7 +20,8 @@ from fedlearn.core.messages import (
     Settings,
 )
 from fedlearn.errors import ProtocolError
-from fedlearn.transport.base import Asked, as_reply
+from fedlearn.transport.base import Asked, are_same, as_reply
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.flower.grid_channel import GridChannel, Question
 from fedlearn.transport.flower.postbox import MessageGrid, Sent
 from fedlearn.transport.flower.records import (
@@ -39,6 +42,22 @@ _HELLO_TTL_S = 600.0
 _TOLD_REASONS = 3
 
 
+class _Constants(NamedTuple):
+    """The tensors of a model that stay the same in a run, as they are sent."""
+
+    tensors: Mapping[str, Tensor]
+    digest: bytes
+    payload: ArrayRecord
+
+
+class _Encoded(NamedTuple):
+    """A request as it is sent to a cohort."""
+
+    key: TaskKey
+    payload: ArrayRecord
+    constants: _Constants | None
+
+
 @dataclass(eq=False, kw_only=True)
 class FlowerChannel(GridChannel):
     """Reaches fedlearn's clients, which introduce themselves and sign what they say.
@@ -56,6 +75,8 @@ class FlowerChannel(GridChannel):
     _settled_nodes: set[int] = field(default_factory=set, init=False)
     _strangers: dict[int, str] = field(default_factory=dict, init=False)  # why, by node
     _last_keys: dict[str, TaskKey] = field(default_factory=dict, init=False)
+    _constants: "_Constants | None" = field(default=None, init=False)  # sent last
+    _holders: dict[ClientId, bytes] = field(default_factory=dict, init=False)  # of which constants
 
     @property
     def identity_keys(self) -> Mapping[ClientId, bytes]:
@@ -79,21 +100,45 @@ class FlowerChannel(GridChannel):
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
         asked, questions = Asked.of(requests), dict[ClientId, Question]()
-        alike = [  # the SuperLink keeps each payload once
-            (self._key(request), payload_of(encode(request))) for request in asked.shared
-        ]
+        alike = [self._encode(request) for request in asked.shared]
         for client, place in asked.places.items():
             # A part that is for one client alone stands in the header, beside what all have.
-            (key, payload), personal = alike[place], asked.personal.get(client, b"")
+            request, personal = alike[place], asked.personal.get(client, b"")
             evaluates = isinstance(asked.shared[place], EvaluateRequest)
+            digest = b"" if request.constants is None else request.constants.digest
+            content = partial(
+                content_of,
+                key_header(request.key, personal=personal, constants_digest=digest),
+                request.payload,
+            )
+            whole = None
+            if request.constants is not None:
+                whole = content(constants=request.constants.payload)
+            has_constants = self._holders.get(client) == digest
             questions[client] = Question(
                 node_id=self._node_ids.get(client, 0),
-                content=content_of(key_header(key, personal=personal), payload),
+                content=content() if whole is None or has_constants else whole,
+                whole=whole,
                 message_type=MessageType.EVALUATE if evaluates else MessageType.TRAIN,
                 expires_s=expires_s,
-                read=partial(self._signed, key, client),
+                read=partial(self._signed, request, client),
             )
         return questions
+
+    def _encode(self, request: Request) -> "_Encoded":
+        """Return a request in the parts that messages have; the SuperLink keeps each part once."""
+        bare, constants = split(request)
+        return _Encoded(self._key(request), payload_of(encode(bare)), self._constants_of(constants))
+
+    def _constants_of(self, constants: Mapping[str, Tensor]) -> "_Constants | None":
+        """Return constants as they are sent; the same tensors are encoded once in a run."""
+        if not constants:
+            return None
+        known = self._constants
+        if known is None or not are_same(known.tensors, constants):
+            data = encode_constants(constants)
+            self._constants = known = _Constants(constants, digest_of(data), payload_of(data))
+        return known
 
     def _key(self, request: Request) -> TaskKey:
         """Return the key of the next exchange of such requests."""
@@ -107,9 +152,11 @@ class FlowerChannel(GridChannel):
         self._last_keys[key.kind] = key
         return key
 
-    def _signed(self, key: TaskKey, client: ClientId, message: Message) -> Reply:
+    def _signed(self, request: "_Encoded", client: ClientId, message: Message) -> Reply:
         header, data = unpacked(message.content)
-        require_signed(header, data, key=key, client=client, by=self._keys[client])
+        require_signed(header, data, key=request.key, client=client, by=self._keys[client])
+        if request.constants is not None:
+            self._holders[client] = request.constants.digest
         return as_reply(data)
 
     # -- who is there --

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import structlog
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId, Failure, Reply, Request
@@ -23,7 +23,7 @@ from fedlearn.transport.flower.postbox import (
     Start,
     in_a_thread,
 )
-from fedlearn.transport.flower.records import num_bytes
+from fedlearn.transport.flower.records import asks_for_constants, num_bytes
 
 #: Seconds between two looks at what has arrived.
 _TICK_S = 0.1
@@ -39,9 +39,12 @@ class Question(Sent):
 
     Attributes:
         read: Returns what the client says in a reply, or raises ProtocolError.
+        whole: The content with the constants of its model, for a node that lacks them; ``None``:
+            there are none.
     """
 
     read: Callable[[Message], Reply]
+    whole: RecordDict | None = None
 
     @property
     def max_reply_bytes(self) -> int:
@@ -183,13 +186,23 @@ class GridChannel(ABC):
                 still_out.append(sent)
         self._late = still_out
 
-    def reply(self, client: ClientId, sent: Question) -> Reply:
-        """Return what a client answered, once it is certain that it did."""
+    def reply(self, client: ClientId, sent: Question) -> Reply | None:
+        """Return what a client answered, once it is certain that it did.
+
+        ``None``: its node lacks the constants of the model, and the question was sent again with
+        them.
+        """
         outcome = self._postbox.take(sent)
         if not isinstance(outcome, Message):
             assert outcome is not None  # it has arrived
             return outcome
         try:
+            if sent.whole is not None and asks_for_constants(outcome):
+                if sent.content is sent.whole:
+                    raise ProtocolError("it asks for constants that it was sent")
+                sent.send_again(sent.whole)
+                self._postbox.send([sent])
+                return None
             if (size := num_bytes(outcome.content)) > sent.max_reply_bytes:
                 raise ProtocolError(
                     f"a reply of {size} bytes, at most {sent.max_reply_bytes} are taken"
@@ -268,7 +281,10 @@ class FlowerExchange:
                 client = self._arrived.popleft()
                 sent = self._waiting.pop(client)
                 elapsed_s = sent.arrived_s - self._start_s
-                return Arrival(client, self._channel.reply(client, sent), elapsed_s)
+                reply = self._channel.reply(client, sent)
+                if reply is not None:
+                    return Arrival(client, reply, elapsed_s)
+                self._waiting[client] = sent
             remaining_s = before_s - clock.now_s()
             if remaining_s <= 0:
                 return None

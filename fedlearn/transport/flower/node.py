@@ -14,15 +14,18 @@ from fedlearn.core.messages import ClientId, EvaluateReply, Failure, Settings, T
 from fedlearn.errors import DeploymentError, ProtocolError, SettingsRefused
 from fedlearn.identity.identity import Identity
 from fedlearn.transport.base import reply_in
+from fedlearn.transport.content import digest_of
 from fedlearn.transport.flower.node_store import NodeStore, folder_of, node_store_of, read_key
 from fedlearn.transport.flower.records import (
     HELLO,
     KEY_BYTES,
     MAX_INTEGER,
+    bytes_in,
     card_of,
+    constants_in,
     is_foreign,
-    personal_in,
     refusal,
+    request_for_constants,
     run_id_of,
     signable_key,
     signed_reply,
@@ -76,8 +79,18 @@ class Keys:
 class Answer(Protocol):
     """One message in, one out, with the client's state before and after."""
 
-    def __call__(self, data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
-        """Return the reply to ``data`` with its part for this client alone, and the state."""
+    def __call__(
+        self, data: bytes, state: bytes, *, personal: bytes, constants: bytes
+    ) -> tuple[bytes, bytes]:
+        """Return the reply to a request in three parts, and the state.
+
+        Args:
+            data: What a whole cohort is sent.
+            state: As it was before.
+            personal: What this client alone is sent.
+            constants: The tensors of the model that stay the same in a run; empty: ``data`` has
+                them.
+        """
 
 
 def client_app(
@@ -136,22 +149,44 @@ class _Answering:
 
     def _signed(self, message: Message, context: Context) -> Message:
         header, data = unpacked(message.content)
-        key, personal = signable_key(header, context), personal_in(header)
-        reply, identity = self._answered(context, data, personal=personal)
+        key, personal = signable_key(header, context), bytes_in(header, "personal")
+        constants = b""
+        if digest := bytes_in(header, "constants_digest"):
+            constants = _constants(message, context, digest)
+            if not constants:
+                return request_for_constants(message)
+        reply, identity = self._answered(context, data, personal=personal, constants=constants)
         client = _node(context).client_id
         return signed_reply(message, reply, key=key, client=client, by=identity)
 
     def _answered(
-        self, context: Context, data: bytes, *, personal: bytes = b""
+        self, context: Context, data: bytes, *, personal: bytes = b"", constants: bytes = b""
     ) -> tuple[bytes, Identity]:
         """Return the encoded reply, and who may sign it; what the client keeps is kept."""
         node = _node(context)
         with node_store_of(context) as store:
             before, keys = store.state, _keys(context, store)
-            reply, after = self.make_answer(node, keys)(data, before, personal=personal)
+            answer = self.make_answer(node, keys)
+            reply, after = answer(data, before, personal=personal, constants=constants)
             if after != before:
                 store.keep(after)
         return reply, keys.identity
+
+
+def _constants(message: Message, context: Context, digest: bytes) -> bytes:
+    """Return a model's constants, from the message or as they were kept; empty: neither has them.
+
+    Raises:
+        ProtocolError: Those in the message have another digest.
+    """
+    with node_store_of(context) as store:
+        if not (brought := constants_in(message.content)):
+            kept = store.constants
+            return kept if digest_of(kept) == digest else b""
+        if digest_of(brought) != digest:
+            raise ProtocolError("the constants of the model are not those that the header names")
+        store.keep_constants(brought)
+    return brought
 
 
 def _introduce(message: Message, context: Context) -> Message:

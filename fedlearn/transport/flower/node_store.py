@@ -7,6 +7,7 @@ With ``identity="/path"`` in the node's configuration::
                      take part under another one
     pins.json        the identity keys of other clients, as the client has pinned them
     history.json     by coordinator which sums the client has helped to open, over all runs
+    constants        the tensors of the last model that stay the same in a run
     lock             held while a message is answered
     state/<run_id>   what trainer and sessions keep of a run, until somebody removes it: a SuperNode
                      may have several runs at once, and does not say which of them are over
@@ -117,6 +118,13 @@ class _InContext:
         self._record["run_id"] = run_id_of(self.context)
 
     @property
+    def constants(self) -> bytes:
+        return self._bytes("constants")
+
+    def keep_constants(self, constants: bytes) -> None:
+        self._record["constants"] = constants
+
+    @property
     def _record(self) -> ConfigRecord:
         if _STATE not in self.context.state.config_records:
             self.context.state[_STATE] = ConfigRecord()
@@ -154,6 +162,14 @@ class _InFolder:
     def keep(self, state: bytes) -> None:
         make_private_folder(self._state.parent)
         write_private(self._state, state)
+
+    @property
+    def constants(self) -> bytes:
+        path = self.folder / "constants"
+        return path.read_bytes() if path.exists() else b""
+
+    def keep_constants(self, constants: bytes) -> None:
+        write_private(self.folder / "constants", constants)
 
     @property
     def _state(self) -> Path:

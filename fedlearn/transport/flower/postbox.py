@@ -89,6 +89,11 @@ class Sent:
         self.arrived_s = now_s  # first: whoever sees the outcome reads it
         self.outcome = outcome
 
+    def send_again(self, content: RecordDict) -> None:
+        """Have other content go to the node, as if it were sent for the first time."""
+        self.content, self.message_id, self.outcome = content, "", None
+        self.arrived_s, self.next_pull_s = math.nan, -math.inf
+
     def message(self, now_s: float) -> Message:
         """Return a new message: one that is sent again is another to Flower."""
         ttl_s = None if math.isinf(self.expires_s) else max(_LEAST_TTL_S, self.expires_s - now_s)

@@ -15,6 +15,8 @@ from fedlearn.transport.wire_pb2 import TaskKey
 #: Names of our records in a message.
 _HEADER, _PAYLOAD = "fedlearn", "fedlearn.payload"
 _ARRAY, _ARRAY_TYPE = "message", "fedlearn.message"
+#: The record of a model's constants, which a message has as long as its node lacks them.
+_CONSTANTS = "fedlearn.constants"
 
 #: The kind of the first exchange with a node: the coordinator shows its key, the node says which
 #: client it is.
@@ -46,9 +48,20 @@ def payload_of(data: bytes) -> ArrayRecord:
     return ArrayRecord({_ARRAY: array})
 
 
-def content_of(header: ConfigRecord, payload: ArrayRecord) -> RecordDict:
-    """Return the content of a message."""
-    return RecordDict({_HEADER: header, _PAYLOAD: payload})
+def content_of(
+    header: ConfigRecord, payload: ArrayRecord, *, constants: ArrayRecord | None = None
+) -> RecordDict:
+    """Return the content of a message, with the constants of its model where they are sent."""
+    content = RecordDict({_HEADER: header, _PAYLOAD: payload})
+    if constants is not None:
+        content[_CONSTANTS] = constants
+    return content
+
+
+def constants_in(content: RecordDict) -> bytes:
+    """Return the constants that a message brings; empty: none."""
+    array = content.array_records.get(_CONSTANTS, ArrayRecord()).get(_ARRAY)
+    return b"" if array is None else array.data
 
 
 def is_foreign(content: RecordDict) -> bool:
@@ -77,18 +90,31 @@ def num_bytes(content: RecordDict) -> int:
     return sum(len(array.data) for record in records for array in record.values())
 
 
-def key_header(key: TaskKey, *, personal: bytes = b"") -> ConfigRecord:
-    """Return the header of a request, with what one client alone is sent beside the payload."""
+def key_header(
+    key: TaskKey, *, personal: bytes = b"", constants_digest: bytes = b""
+) -> ConfigRecord:
+    """Return the header of a request.
+
+    Args:
+        key: Of the request.
+        personal: What one client alone is sent beside the payload.
+        constants_digest: Of the constants that the request lacks; empty: none.
+    """
     numbers = {name: getattr(key, name) for name in _NUMBERS}
-    return ConfigRecord({"kind": key.kind, **numbers, "personal": personal})
+    parts = {"personal": personal, "constants_digest": constants_digest}
+    return ConfigRecord({"kind": key.kind, **numbers, **parts})
 
 
-def personal_in(header: ConfigRecord) -> bytes:
-    """Return what a request holds for this client alone, mostly nothing; or ProtocolError."""
-    personal = header.get("personal", b"")
-    if not isinstance(personal, bytes):
-        raise ProtocolError("a message whose personal part is not bytes")
-    return personal
+def bytes_in(header: ConfigRecord, name: str) -> bytes:
+    """Return a part of a header that is bytes, empty where there is none.
+
+    Raises:
+        ProtocolError: It is something else.
+    """
+    value = header.get(name, b"")
+    if not isinstance(value, bytes):
+        raise ProtocolError(f"a message whose {name} is not bytes")
+    return value
 
 
 def signable_key(header: ConfigRecord, context: Context) -> TaskKey:
@@ -115,6 +141,16 @@ def number_in(header: ConfigRecord, name: str) -> int:
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ProtocolError(f"a message whose {name} is not an integer in [0, 2**63)")
     return value
+
+
+def request_for_constants(message: Message) -> Message:
+    """Return what asks for the constants that a request lacks and this node does not have."""
+    return Message(RecordDict({_CONSTANTS: ConfigRecord()}), reply_to=message)
+
+
+def asks_for_constants(reply: Message) -> bool:
+    """Return whether a reply is a :func:`request_for_constants`."""
+    return _CONSTANTS in reply.content.config_records
 
 
 def signed_reply(

@@ -324,3 +324,11 @@ def test_tensors_that_share_memory_and_not_their_name_are_refused(kind: str) -> 
 def test_what_does_not_drift_apart_may_share_memory(kind: str) -> None:
     """Parts of one matrix, tied weights, and two constants."""
     assert Layout.of(_tied_by_memory(kind)).trainable
+
+
+def test_what_is_sent_once_is_not_in_the_size_of_a_round() -> None:
+    """A table stays with the clients; a counter travels each time."""
+    module = nn.Linear(2, 1)
+    module.register_buffer("table", torch.zeros(1 << 14, dtype=torch.int64))
+    module.register_buffer("counter", torch.tensor(0))
+    assert Params.of(module).num_bytes == 3 * 4 + 8

@@ -1,12 +1,16 @@
 """What a plan says of itself: against whom its sums hide an update."""
 
 import pytest
+import torch
 from torch import nn
 
+from fedlearn.core.codec import decode, encode, encode_constants, split
+from fedlearn.core.messages import EvaluateRequest, TrainRequest
 from fedlearn.core.params import Params
+from fedlearn.errors import ProtocolError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
-from fedlearn.secagg.plan import SecurePlan
+from fedlearn.secagg.plan import SecurePlan, request_hash
 
 
 @pytest.mark.parametrize(
@@ -93,3 +97,41 @@ def test_where_noise_is_promised_and_clients_cannot_count_so_many_have_to_sign(
     if noise is not None:
         assert terms.num_assured - 30 == plan.num_noisy
     assert ("; 166 if the coordinator lies" in plan.explain()) == (quorum == 166 and noise is None)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
+    """Clients find the hash of the terms again where constants were sent apart from the rest."""
+    tensors = {
+        "head": torch.ones(3),
+        "small": torch.ones(2, dtype=torch.float64),
+        "base": torch.zeros(1 << 14),
+        "table": torch.zeros(1 << 14, dtype=torch.int64),
+        "counter": torch.tensor(7),
+        "bias": torch.ones(5),
+    }
+    whole: TrainRequest | EvaluateRequest = TrainRequest(
+        round_num=1,
+        attempt=0,
+        tensors=tensors,
+        order=("head", "small"),
+        settings={"epochs": 1},
+        seed=2,
+        told={"control": torch.ones(3)},
+    )
+    if evaluates:
+        whole = EvaluateRequest(round_num=1, tensors=tensors, order=("head", "small"))
+    bare, constants = split(whole)
+    assert set(constants) == {"base", "table"}
+    found = decode(encode(bare), constants=encode_constants(constants))
+    assert isinstance(found, TrainRequest | EvaluateRequest)
+    assert request_hash(found) == request_hash(whole)
+    with pytest.raises(ProtocolError, match="lacks the constants of its model"):
+        decode(encode(bare))
+    with pytest.raises(ProtocolError, match=r"the tensors \['head'\] are in the request and"):
+        decode(encode(bare), constants=encode_constants({"head": torch.ones(3)}))
+    other = decode(
+        encode(bare), constants=encode_constants({**constants, "base": tensors["base"] + 1})
+    )
+    assert isinstance(other, TrainRequest | EvaluateRequest)
+    assert request_hash(other) != request_hash(whole)

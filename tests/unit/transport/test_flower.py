@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,9 @@ CLIENTS = [ClientId(0), ClientId(1), ClientId(2)]
 Tamper = Callable[[Message, Message], Message]
 
 
-def counting(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+def counting(
+    data: bytes, state: bytes, *, personal: bytes, constants: bytes
+) -> tuple[bytes, bytes]:
     """A handler that replies how often it was asked before."""
     request = decode(data)
     assert isinstance(request, EvaluateRequest | TrainRequest)
@@ -70,6 +72,8 @@ class HinderedGrid(LocalGrid):
         latency_s: By partition; those of introductions are zero.
         broken: Errors that the next calls raise, by method.
         tamper: What a hostile SuperLink makes of a reply to which message.
+        folder: Where each client has a folder of its own; ``None``: none has.
+        spoilt: What a hostile SuperLink puts in the place of the constants of models.
     """
 
     app: Callable[[Message, Context], Message] = COUNTING
@@ -77,6 +81,12 @@ class HinderedGrid(LocalGrid):
     latency_s: dict[int, float] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
     tamper: Tamper = lambda _, reply: reply
+    folder: Path | None = None
+    spoilt: ArrayRecord | None = None
+
+    def config_of(self, client: int) -> UserConfig:
+        config = super().config_of(client)
+        return config if self.folder is None else {**config, "identity": f"{self.folder}/{client}"}
 
     def get_node_ids(self) -> Iterable[int]:
         self._break("get_node_ids")
@@ -84,7 +94,11 @@ class HinderedGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Sequence[str]:
         self._break("push_messages")
-        return super().push_messages(messages)
+        found = list(messages)
+        for message in found:
+            if self.spoilt is not None:
+                message.content["fedlearn.constants"] = self.spoilt
+        return super().push_messages(found)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         self._break("pull_messages")
@@ -290,7 +304,9 @@ def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() ->
     """As where a session of secure aggregation asks to train; each client gets its own part."""
     heard: list[bytes] = []
 
-    def listening(data: bytes, state: bytes, *, personal: bytes) -> tuple[bytes, bytes]:
+    def listening(
+        data: bytes, state: bytes, *, personal: bytes, constants: bytes
+    ) -> tuple[bytes, bytes]:
         heard.append(personal)
         return encode(EvaluateReply(round_num=3, num_examples=1, metrics={})), state
 
@@ -304,6 +320,87 @@ def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() ->
     assert not reasons(arrivals)
     assert sorted(heard) == [b"\x00", b"\x01", b"\x02"]
     assert len(payloads_of(grid.pushed[3:])) == 1
+
+
+#: A model whose head is averaged, on a base that stays the same.
+BASE = torch.arange(1 << 15, dtype=torch.float32)
+WITH_BASE = EvaluateRequest(
+    round_num=3, tensors={"head": torch.ones(2), "base": BASE}, order=["head"]
+)
+
+
+def summing(data: bytes, state: bytes, *, personal: bytes, constants: bytes) -> tuple[bytes, bytes]:
+    """A handler that replies the sums of its model's tensors."""
+    request = decode(data, constants=constants)
+    assert isinstance(request, EvaluateRequest)
+    sums = {name: float(value.sum()) for name, value in request.tensors.items()}
+    reply = EvaluateReply(round_num=request.round_num, num_examples=1, metrics=sums)
+    return encode(reply), state
+
+
+SUMMING = client_app(lambda *_: summing, settings_of=dict)
+
+
+def sums(arrivals: dict[int, Arrival]) -> list[Mapping[str, float]]:
+    return [a.reply.metrics for a in arrivals.values() if isinstance(a.reply, EvaluateReply)]
+
+
+def arrays_sent(messages: Sequence[Message]) -> list[int]:
+    """Return the bytes of the arrays of each message."""
+    return [
+        sum(
+            len(array.data)
+            for record in m.content.array_records.values()
+            for array in record.values()
+        )
+        for m in messages
+    ]
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_what_stays_the_same_in_a_run_is_sent_to_a_node_once(
+    tmp_path: Path, *, has_folder: bool
+) -> None:
+    """A node that has lost it asks for it, and is sent it again within the exchange."""
+    grid = HinderedGrid(VirtualClock(), app=SUMMING)
+    if has_folder:
+        grid.folder = tmp_path
+    made = channel(grid)
+    expected = [{"head": 2.0, "base": float(BASE.sum())}] * 3
+    for round_num in (3, 4):
+        assert sums(ask(made, replace(WITH_BASE, round_num=round_num))) == expected
+    first, second = arrays_sent(grid.pushed[3:6]), arrays_sent(grid.pushed[6:])
+    assert min(first) > BASE.nbytes
+    assert max(second) < 1000
+    for context in grid.contexts.values():
+        for record in context.state.config_records.values():
+            record.pop("constants", None)
+    for kept in tmp_path.glob("*/constants"):
+        kept.write_bytes(b"spoilt")
+    assert sums(ask(made, replace(WITH_BASE, round_num=5))) == expected
+    assert [size > BASE.nbytes for size in arrays_sent(grid.pushed[9:])] == [False] * 3 + [True] * 3
+
+
+def test_a_node_that_asks_for_what_it_was_sent_has_failed() -> None:
+    """A lie costs one message more, not one after the other."""
+    grid = HinderedGrid(VirtualClock(), app=SUMMING)
+
+    def insatiable(message: Message, reply: Message) -> Message:
+        return Message(RecordDict({"fedlearn.constants": ConfigRecord()}), reply_to=message)
+
+    grid.tamper = of_client(1, insatiable)
+    arrivals = ask(channel(grid), WITH_BASE)
+    assert reasons(arrivals) == {1: "it asks for constants that it was sent"}
+
+
+def test_constants_are_held_against_their_digest() -> None:
+    """A relay that changes them is found out at the node."""
+    grid = HinderedGrid(VirtualClock(), app=SUMMING)
+    made = channel(grid)
+    data = bytes(BASE.nbytes)
+    array = Array(dtype="uint8", shape=(len(data),), stype="fedlearn.message", data=data)
+    grid.spoilt = ArrayRecord({"message": array})
+    assert set(reasons(ask(made, WITH_BASE))) == {0, 1, 2}
 
 
 def test_replies_are_pulled_as_they_are_taken() -> None:
