@@ -15,6 +15,7 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Rows, Updates
 from fedlearn.core.cores import on_all_cores
 from fedlearn.core.params import Layout
+from fedlearn.errors import ConfigError
 
 #: Parameters aggregated at a time: the product of so many stays in the cache.
 _COLUMNS = 1 << 16
@@ -192,6 +193,33 @@ class WeightedMean:
     def finalize(self, state: LaneSums) -> Aggregate:
         """Return each sum divided by the sum of weights, or by the number of clients."""
         return state.means()
+
+
+def require_weighted_mean(aggregation: object) -> WeightedMean:
+    """Return the aggregation if secure aggregation can do what it does.
+
+    Clients weigh their own updates, and the masked sum adds them up, so no method of a rule is
+    called. Clients take no weights of a rule's own from a coordinator: a weight that is 1 for 17
+    examples and next to 0 for any other number would single out one update.
+
+    Raises:
+        ConfigError: It is not :class:`WeightedMean` itself.
+
+    Example:
+        >>> require_weighted_mean(WeightedMean(by_examples=True))
+        WeightedMean(by_examples=True)
+    """
+    name = type(aggregation).__name__
+    if type(aggregation) is WeightedMean:
+        return aggregation
+    if isinstance(aggregation, FullAggregation):
+        problem = f"{name} must see each update, and the coordinator learns their sum alone"
+    else:
+        problem = (
+            f"{name} is not WeightedMean itself: clients weigh by examples or alike, masks do the "
+            "sum, and its own methods would not be called"
+        )
+    raise ConfigError(f"{problem}; aggregate by fl.WeightedMean, or switch secure aggregation off")
 
 
 def spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:

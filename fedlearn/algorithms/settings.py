@@ -130,6 +130,12 @@ def has_own_noise(settings: Settings) -> bool:
     return not _NOISED.isdisjoint(_names(settings))
 
 
+def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
+    """Whether clients add noise of their own: :func:`has_own_noise` of the settings of these."""
+    pieces = (*pieces_of(local), *transforms)
+    return any(isinstance(piece, NoisedGradients | NoisedUpdates) for piece in pieces)
+
+
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return the user's own classes among updates; raise ConfigError if two have the same name."""
     found = dict[str, _Kind]()

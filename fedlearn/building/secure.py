@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.aggregations import WeightedMean, require_weighted_mean
 from fedlearn.algorithms.lanes import DELTA
-from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, Wrapped
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.identity.rosters import IdentityRoster
+from fedlearn.privacy.plan import ExampleNoised
 from fedlearn.secagg.draw import Draw
 from fedlearn.secagg.plan import SecurePlan
 
@@ -21,29 +21,36 @@ def secure_plan(config: Config, policy: StragglerPolicy, strategy: Strategy) -> 
         ConfigError: Nothing satisfies the assumptions, a sum could overflow, or the algorithm needs
             more than the sum.
     """
-    section, aggregator = config.secure_aggregation, strategy.aggregation
+    section = config.secure_aggregation
     if not section.is_on:
         return None
-    if _tells_each(strategy):
-        raise ConfigError(
-            f'secure_aggregation.mode is "{section.mode}", whose terms name one training for all, '
-            'but clients are told each what to do; leave local_of out, or set the mode to "off"'
-        )
-    if not isinstance(aggregator, WeightedMean):
-        raise ConfigError(
-            f'secure_aggregation.mode is "{section.mode}", but {type(aggregator).__name__} must '
-            "see each update, and the coordinator learns their sum alone; aggregate by a weighted "
-            'mean, or set the mode to "off"'
-        )
+    try:
+        mean = require_summable(strategy)
+    except ConfigError as error:
+        raise ConfigError(f'secure_aggregation.mode is "{section.mode}", but {error}') from error
     plan = section.plan(
         policy.num_asked,
         min_reports=policy.min_reports,
-        by_examples=aggregator.by_examples,
+        by_examples=mean.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],
         noise_multiplier=config.privacy.noise_multiplier if config.privacy.is_distributed else None,
     )
     plan.explain()  # raises where a sum could overflow
     return plan
+
+
+def require_summable(strategy: Strategy) -> WeightedMean:
+    """Return how a strategy combines updates, if secure aggregation can do that.
+
+    Raises:
+        ConfigError: It needs more than one sum over clients that are all asked the same.
+    """
+    if _tells_each(strategy):
+        raise ConfigError(
+            f"its terms name one training for all, and {type(strategy).__name__} tells clients "
+            "each what to do (locals_for); leave that out, or switch secure aggregation off"
+        )
+    return require_weighted_mean(strategy.aggregation)
 
 
 def roster_draw(config: Config) -> Draw | None:
@@ -61,7 +68,8 @@ def roster_draw(config: Config) -> Draw | None:
 
 
 def _tells_each(strategy: Strategy) -> bool:
-    """Return whether clients are told each what to do, whatever is around that."""
-    if isinstance(strategy, PerClient):
-        return True
-    return isinstance(strategy, Wrapped) and _tells_each(strategy.inner)
+    """Return whether clients may be told each what to do, by the strategy or one inside it."""
+    tells = type(strategy).locals_for
+    if isinstance(strategy, Wrapped) and tells in (Wrapped.locals_for, ExampleNoised.locals_for):
+        return _tells_each(strategy.inner)
+    return tells is not Strategy.locals_for

@@ -29,7 +29,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import LaneSums
+from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Rows, Updates
 from fedlearn.algorithms.strategy import State, Strategy, Wrapped
 from fedlearn.algorithms.transforms import norms
@@ -197,9 +197,16 @@ class BoundedUpdates(Wrapped):
     Attributes:
         inner: The strategy otherwise.
         summed: The bounded sum, which clips: whatever a client sends, its part is bounded.
+
+    Raises:
+        ValueError: The inner strategy combines updates by another rule than the mean, in this
+            round at least.
     """
 
     summed: BoundedSum
+
+    def __post_init__(self) -> None:
+        require_equal_mean(self.inner)
 
     @property
     def bounds(self) -> None:
@@ -209,6 +216,21 @@ class BoundedUpdates(Wrapped):
     def aggregation(self) -> BoundedSum:
         """The bounded sum."""
         return self.summed
+
+
+def require_equal_mean(strategy: Strategy) -> None:
+    """Raise ValueError if a sum with noise cannot take the place of a strategy's aggregation."""
+    aggregation = strategy.aggregation
+    if type(aggregation) is not WeightedMean:  # a subclass may do something else
+        raise ValueError(
+            f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
+            "noise would not hide what one client does to it; take an algorithm that averages"
+        )
+    if aggregation.by_examples:
+        raise ValueError(
+            "clients are weighted by their examples, whose number would then be told, and multiply "
+            "what one client can do; set weight_by_examples to false"
+        )
 
 
 class Noise(Protocol):

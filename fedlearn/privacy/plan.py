@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate, pieces_of
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -26,7 +25,13 @@ from fedlearn.core.ranges import Count, Positive, Ranged, Whole
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
 from fedlearn.privacy.banded_matrix import BandedMatrix
 from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
-from fedlearn.privacy.bounded_sum import BoundedSum, BoundedUpdates, Noise, NoisyMean
+from fedlearn.privacy.bounded_sum import (
+    BoundedSum,
+    BoundedUpdates,
+    Noise,
+    NoisyMean,
+    require_equal_mean,
+)
 from fedlearn.privacy.events import (
     Cohorts,
     CyclicCohorts,
@@ -173,7 +178,6 @@ class CentralPlan(PrivacyPlan):
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
         """
-        _require_suitable(inner)
         summed = self._summed(inner)
         if self.adaptive is None:
             return BoundedUpdates(inner, summed)
@@ -267,7 +271,6 @@ class BandedPlan(PrivacyPlan):
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
         """
-        _require_suitable(inner)
         return BandedUpdates(inner, _bounded(self, inner), self.matrix)
 
     def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> BandedMean:
@@ -309,7 +312,7 @@ class DistributedPlan(PrivacyPlan):
         Raises:
             ValueError: See :meth:`PrivacyPlan.strategy`.
         """
-        _require_suitable(inner)
+        require_equal_mean(inner)
         for lane in inner.lanes:
             if lane is not DELTA:
                 _bound(lane)
@@ -504,18 +507,3 @@ def _bound(lane: LaneSpec) -> float:
             f"adds to it; give {lane.name}_bound"
         )
     return lane.bound
-
-
-def _require_suitable(inner: Strategy) -> None:
-    """Raise ValueError if a sum with noise cannot take the place of an aggregation."""
-    aggregation = inner.aggregation
-    if type(aggregation) is not WeightedMean:  # a subclass may do something else
-        raise ValueError(
-            f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
-            "noise would not hide what one client does to it; take an algorithm that averages"
-        )
-    if aggregation.by_examples:
-        raise ValueError(
-            "clients are weighted by their examples, whose number would then be told, and multiply "
-            "what one client can do; set weight_by_examples to false"
-        )

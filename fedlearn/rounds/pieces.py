@@ -27,8 +27,15 @@ def begun_by(strategy: Strategy, params: Params) -> Stepped:
 
 
 def strategy_at(strategy: Strategy, state: State) -> Strategy:
-    """Return the strategy of a round; RoundError if what it says is none."""
-    found: object = strategy.at(state)
+    """Return the strategy of a round.
+
+    Raises:
+        RoundError: What it says is none, or does not fit what the run began with.
+    """
+    try:
+        found: object = strategy.at(state)
+    except ValueError as error:
+        raise RoundError(f"{type(strategy).__name__}.at: {error}") from error
     if not hasattr(found, "step"):
         raise RoundError(
             f"{type(strategy).__name__}.at returned {type(found).__name__}; it returns a strategy, "

@@ -153,7 +153,12 @@ class SecureCollector:
         return self.channel.available()
 
     def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
-        """Run one session; a client's failure is data, and so is a session that ended early."""
+        """Run one session; a client's failure is data, and so is a session that ended early.
+
+        Raises:
+            RoundError: The strategy of this round combines updates otherwise than the plan.
+        """
+        self.plan.require_same_mean(request.strategy.aggregation)
         session, aggregate = self.session(cohort, request.round_num, request.attempt), None
         layout, device = request.params.layout, request.params.vector.device
         culprits = frozenset[ClientId]()

@@ -30,6 +30,7 @@ import torch
 from annotated_types import Ge, Le, MultipleOf
 from torch import Tensor
 
+from fedlearn.algorithms.aggregations import require_weighted_mean
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import (
@@ -40,7 +41,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Positive, out_of_range
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, RoundError
 from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 from fedlearn.secagg.fixed_point import Lane, LaneRole, noisy_lane, vector_lane, weight_lane
 from fedlearn.secagg.keys import digest
@@ -114,6 +115,22 @@ class SecurePlan:
             raise ConfigError(
                 "secure aggregation: weights by examples have no noise, and would tell of them; "
                 "weigh all clients alike"
+            )
+
+    def require_same_mean(self, aggregation: object) -> None:
+        """Check the rule of one round: a strategy may have another in each.
+
+        Raises:
+            RoundError: It is not the weighted mean that the sessions compute.
+        """
+        try:
+            mean = require_weighted_mean(aggregation)
+        except ConfigError as error:
+            raise RoundError(f"secure aggregation: {error}") from error
+        if mean.by_examples != self.by_examples:
+            raise RoundError(
+                f"secure aggregation: the strategy weighs by_examples={mean.by_examples}, but the "
+                f"sessions of this run by_examples={self.by_examples}; let all rounds weigh alike"
             )
 
     @property

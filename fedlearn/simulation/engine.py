@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, LaneSums, SumAggregation, weights
+from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.collecting import Collected, RoundRequest
 from fedlearn.algorithms.flight import Asked
 from fedlearn.algorithms.kept import Kept, stacked, unstacked, unused, updated
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, read_only
+from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.collecting import Status
@@ -36,6 +37,7 @@ from fedlearn.simulation.executors.base import Apart, Executor, Trained, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only, sound_rows
+from fedlearn.simulation.secure import ModularSum
 from fedlearn.simulation.timeline import REPORTED, TOO_HEAVY, TOO_LONG, UNSOUND, Timeline
 
 
@@ -60,7 +62,7 @@ class Engine:
     policy: StragglerPolicy
     cluster: Cluster
     block_size: int
-    summing: SumAggregation[LaneSums] | None = None
+    summing: ModularSum | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return the whole population: a client id is an int, so a range does without a table."""
@@ -97,14 +99,21 @@ class Engine:
         )
 
     def reduction(self, request: RoundRequest) -> Reduction:
-        """Return what the updates of a round are folded into."""
+        """Return what the updates of a round are folded into.
+
+        Raises:
+            RoundError: Secure aggregation is simulated, and cannot do what the strategy does in
+                this round.
+        """
         strategy, aggregation = request.strategy, request.strategy.aggregation
         bounds = self.bounds(request)
         max_norm = None if bounds is None else bounds.max_norm
+        if self.summing is not None:
+            self.summing.plan.require_same_mean(aggregation)
+            return Summed(self.summing, strategy.lanes, request.params, max_norm=max_norm)
         if isinstance(aggregation, FullAggregation):
             return Gathered(aggregation, strategy.lanes, request.params, max_norm=max_norm)
-        summed = self.summing or aggregation
-        return Summed(summed, strategy.lanes, request.params, max_norm=max_norm)
+        return Summed(aggregation, strategy.lanes, request.params, max_norm=max_norm)
 
     def bounds(self, request: RoundRequest) -> UpdateBounds | None:
         """Return what bounds an update; nothing where no one update is seen by itself."""
@@ -299,6 +308,9 @@ def _updates(
     """Return a block's updates as they would leave their clients, with their weights."""
     request = requests[0]
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
+    strategy, layout = request.strategy, request.params.layout
+    if adds_own_noise(strategy.local, strategy.transforms):
+        num_examples_B = torch.ones_like(num_examples_B)  # as clients say, since it has no noise
     weights_B = weights(reduction.aggregation, num_examples_B)
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
@@ -308,7 +320,6 @@ def _updates(
         lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         based_on=[each.round_num for each in requests],
     )
-    strategy, layout = request.strategy, request.params.layout
     # A transform may add a lane, and by the last one all are there.
     transforms = strategy.transforms
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes

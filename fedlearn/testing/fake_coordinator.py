@@ -10,10 +10,10 @@ from typing import Self
 
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.building.secure import require_summable
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import (
@@ -191,17 +191,18 @@ class FakeCoordinator(LocalDoor):
 
         Raises:
             ConfigError: Secure aggregation cannot hold among so few, or the strategy needs more
-                than a sum.
+                than a sum, as where a run is built.
             DeploymentError: No client is connected.
+            RoundError: ``plan`` weighs clients otherwise than the strategy.
         """
-        (channel, cohort), names = self._cohort(), self._names()
         request = round_of(model, asked, round_num=next(self._rounds))
+        mean = require_summable(request.strategy)
+        (channel, cohort), names = self._cohort(), self._names()
         if plan is None:
-            aggregation = request.strategy.aggregation
             plan = SecureAggregationSection(mode="complete").plan(
                 len(cohort),
                 min_reports=1,
-                by_examples=isinstance(aggregation, WeightedMean) and aggregation.by_examples,
+                by_examples=mean.by_examples,
                 further=[lane for lane in request.strategy.lanes if lane is not DELTA],
                 noise_multiplier=None,
             )

@@ -158,11 +158,13 @@ def measure(rounds: int, devices: str) -> None:
         plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=clock)
         engine = plan.round.collector
         assert isinstance(engine, Engine)
-        aggregation = plan.round.strategy.aggregation
-        assert isinstance(aggregation, WeightedMean)
-        timed = Stopwatches(engine.population, engine.executor, aggregation, clock)
-        engine = replace(engine, population=timed, executor=timed, summing=timed)
-        plan = replace(plan, round=replace(plan.round, collector=engine))
+        strategy = plan.round.strategy
+        assert isinstance(strategy, Algorithm)
+        assert isinstance(strategy.aggregation, WeightedMean)
+        timed = Stopwatches(engine.population, engine.executor, strategy.aggregation, clock)
+        engine = replace(engine, population=timed, executor=timed)
+        strategy = replace(strategy, aggregation=timed)
+        plan = replace(plan, round=replace(plan.round, strategy=strategy, collector=engine))
         with Database.open(sqlite_url(runs_dir / "runs.db"), runs_dir=runs_dir) as database:
             stored = database.create_named(new_record(resolved, extra={}), seed=Seed(0))
             progress.start(stored.record, stored.path, resolved.notes)

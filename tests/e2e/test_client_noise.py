@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.build import deployment
@@ -126,6 +127,26 @@ def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> No
         spent = ledger_of(stored, section_of(stored.record)).spent()
     (event,) = spent
     assert event.cohorts == FixedCohorts(POPULATION, POPULATION)
+
+
+class BySize(fl.WeightedMean):
+    """Says that it weighs alike, and weighs by the number of examples; notes the numbers."""
+
+    seen: ClassVar[set[float]] = set()
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        self.seen.update(num_examples_B.tolist())
+        return num_examples_B
+
+
+@everywhere
+def test_an_own_rule_hears_no_numbers_of_examples_that_have_no_noise(
+    engine: dict[str, object],
+) -> None:
+    """Clients of a deployment say 1, and so do those that an engine plays."""
+    BySize.seen.clear()
+    run(replace(STILL, aggregation=BySize(by_examples=False)), engine=engine, **LOCALLY)
+    assert BySize.seen == {1.0}
 
 
 @pytest.mark.slow

@@ -8,20 +8,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.algorithms.strategy import Wrapped
 from fedlearn.cli.app import main
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.core.collecting import Status
-from fedlearn.errors import BudgetExhausted, ConfigError
+from fedlearn.core.params import Params
+from fedlearn.errors import BudgetExhausted, ConfigError, RoundError
 from fedlearn.experiment.comparison import Summary
 from fedlearn.experiment.spending import ledger_of, section_of
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
@@ -39,6 +41,19 @@ PRIVACY = {"mode": "central", "clip_norm": 0.6, "noise_multiplier": 1.5, "target
 
 class Trimmed(fl.WeightedMean):
     """A mean of the user's own, which a bounded sum must not silently take the place of."""
+
+
+@dataclass(frozen=True)
+class Later(Wrapped):
+    """Combines by a mean of the user's own once there is a state."""
+
+    own = frozenset({"begun"})
+
+    def init(self, params: Params) -> Mapping[str, Tensor]:
+        return {**self.inner.init(params), "begun": torch.tensor(1)}
+
+    def at(self, state: Mapping[str, Tensor]) -> fl.Strategy:
+        return replace(self, inner=replace(STILL, aggregation=Trimmed(by_examples=False)))
 
 
 class Told:
@@ -393,6 +408,12 @@ def test_samplings_without_a_common_guarantee_are_not_mixed() -> None:
         run(privacy={"population": "all"}, cohort=uniform)
     other = run(privacy={"population": "all", "other_data_because": "a test"}, cohort=uniform)
     assert [each.count(Status.REPORTED) for each in other.history] == [15, 15]
+
+
+def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
+    """What the strategy has in that round is refused as it would have been in the first."""
+    with pytest.raises(RoundError, match="Trimmed is not WeightedMean itself"):
+        run(Later(STILL))
 
 
 # ---- What would make ε false --------------------------------------------------------------

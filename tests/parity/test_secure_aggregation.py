@@ -1,6 +1,7 @@
 """A secure round equals the same round in the clear, but for fixed point."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,16 @@ import torch
 from torch import Tensor
 
 from fedlearn import build
-from fedlearn.algorithms.recipes import FedMedian
+from fedlearn.algorithms.aggregations import LaneSums, SumAggregation, WeightedMean
+from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
+from fedlearn.algorithms.recipes import FedAvg, FedMedian
+from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, Wrapped
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
-from fedlearn.errors import ConfigError
+from fedlearn.core.params import Layout, Params
+from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.rounds.round import run_round
 from fedlearn.simulation.cluster import Alone
@@ -120,6 +126,121 @@ def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
         build.simulation(load(None, overrides=[ON]), data_dir=Path())
     pieces = build.simulation(load(None, overrides=[ON, MODULAR]), data_dir=Path())
     assert pieces.secure is not None
+
+
+class Weighs(WeightedMean):
+    """Weighs by the root of the number of examples."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        return num_examples_B.sqrt()
+
+
+class Begins(WeightedMean):
+    """Sums in float64."""
+
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        return LaneSums.empty(lanes, layout, dtype=torch.float64, device=device)
+
+
+class Adds(WeightedMean):
+    """Adds with half the weight."""
+
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+        halved = replace(updates, weights_B=updates.weights_B / 2)
+        return super().accumulate(state, halved)
+
+
+class Ends(WeightedMean):
+    """Clips the mean."""
+
+    def finalize(self, state: LaneSums) -> Aggregate:
+        mean = super().finalize(state)
+        return replace(mean, lanes={name: lane.clamp(-1, 1) for name, lane in mean.lanes.items()})
+
+
+class Inherits(Ends):
+    """Overrides nothing by itself."""
+
+
+@dataclass(frozen=True)
+class Delegates:
+    """Is no WeightedMean, and asks one."""
+
+    mean: WeightedMean
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        return self.mean.weigh(num_examples_B)
+
+    def init(self, lanes: Sequence[LaneSpec], layout: Layout, *, device: torch.device) -> LaneSums:
+        return self.mean.init(lanes, layout, device=device)
+
+    def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
+        return self.mean.accumulate(state, updates)
+
+    def finalize(self, state: LaneSums) -> Aggregate:
+        return self.mean.finalize(state)
+
+
+OWN_RULES = [Weighs, Begins, Adds, Ends, Inherits]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [*(kind(by_examples=True) for kind in OWN_RULES), Delegates(WeightedMean(by_examples=True))],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", [[MODULAR], [MEMORY]], ids=["modular", "memory"])
+def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
+    rule: SumAggregation[LaneSums], where: list[str]
+) -> None:
+    """Its methods would not be called, whether it is the strategy's or that of one inside."""
+    config = load(None, overrides=[ON, *where])
+    pieces = build.simulation(config, data_dir=Path())
+    assert pieces.secure is not None, "the control"
+    plain = FedAvg(pieces.algorithm.local)
+    own = replace(plain, aggregation=rule)
+    for strategy in (own, Bounded(own, UpdateBounds(max_norm=1.0, max_examples=10))):
+        with pytest.raises(ConfigError, match=f"{type(rule).__name__} is not WeightedMean itself"):
+            _ = replace(pieces, algorithm=strategy).secure
+
+
+@dataclass(frozen=True)
+class Turns(Wrapped):
+    """Combines by another rule from the second round on."""
+
+    later: Strategy
+
+    own = frozenset({"rounds"})
+
+    def init(self, params: Params) -> State:
+        return {**self.inner.init(params), "rounds": torch.tensor(0)}
+
+    def at(self, state: State) -> Strategy:
+        return replace(self, inner=self.later) if int(state["rounds"]) else self
+
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+        stepped = super().step(params, aggregate, state)
+        return replace(stepped, state={**stepped.state, "rounds": state["rounds"] + 1})
+
+
+@pytest.mark.parametrize("where", [[MODULAR], [MEMORY]], ids=["modular", "memory"])
+def test_a_rule_that_changes_in_a_later_round_ends_the_run(where: list[str]) -> None:
+    """It is not computed as if it were the first one."""
+    config = load(None, overrides=[ON, *where, *EVERYONE])
+    pieces = build.simulation(config, data_dir=Path())
+    plain = FedAvg(pieces.algorithm.local)
+    unweighted = FedAvg(pieces.algorithm.local, weight_by_examples=False)
+    for later in (
+        replace(plain, aggregation=Ends(by_examples=True)),
+        unweighted,
+        FedMedian(plain.local),
+    ):
+        pieces = replace(pieces, algorithm=Turns(plain, later))
+        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
+        state = run_round(plan.round.init(params), plan.round, attempt=0).state
+        with pytest.raises(RoundError, match="secure aggregation"):
+            run_round(state, plan.round, attempt=0)
 
 
 def test_a_rule_that_must_see_each_update_is_refused() -> None:

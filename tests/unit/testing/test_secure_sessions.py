@@ -2,15 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlearn import build
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.recipes import FedAvg, FedMedian
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.config import load
 from fedlearn.core.messages import EvaluateReply, Failure, TrainReply
 from fedlearn.errors import ConfigError, EnrolmentRefused
 from fedlearn.testing import FakeCoordinator
@@ -83,6 +90,40 @@ def test_too_few_for_a_session_is_an_error(
         fake_coordinator.wait_for(1)
         with pytest.raises(ConfigError):
             fake_coordinator.train_securely(MODEL, SETTINGS)
+
+
+@dataclass(frozen=True)
+class RootMean(WeightedMean):
+    """Weighs by the root of the number of examples."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        return num_examples_B.sqrt()
+
+
+LOCAL = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FedMedian(LOCAL),
+        replace(FedAvg(LOCAL), aggregation=RootMean(by_examples=True)),
+        PerClient(FedAvg(LOCAL), lambda client: replace(LOCAL, epochs=client + 1)),
+        Bounded(FedMedian(LOCAL), UpdateBounds(max_norm=1.0, max_examples=10)),
+    ],
+    ids=["median", "own weights", "each another", "a median inside"],
+)
+def test_what_a_coordinator_refuses_is_refused_before_anybody_is_asked(
+    fake_coordinator: FakeCoordinator, strategy: Strategy
+) -> None:
+    """By the same rule, with the same words. Control: the tests above."""
+    with pytest.raises(ConfigError) as refused:
+        fake_coordinator.train_securely(MODEL, strategy)
+    config = load(None, overrides=["secure_aggregation.mode=complete", "engine.transport=memory"])
+    policy = build.simulation(config, data_dir=Path()).policy
+    with pytest.raises(ConfigError) as real:
+        build.secure_plan(config, policy, strategy)
+    assert str(refused.value) in str(real.value)
 
 
 def test_stand_ins_answer_whatever_a_client_may_be_asked(
