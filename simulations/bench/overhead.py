@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
+from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.build import Simulation, around
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.params import Layout

@@ -181,14 +181,13 @@ class Delegates:
         return self.mean.finalize(state)
 
 
-OWN_RULES = [Weighs, Begins, Adds, Ends, Inherits]
+OWN_RULES: list[SumAggregation[LaneSums]] = [
+    *(kind(by_examples=True) for kind in (Weighs, Begins, Adds, Ends, Inherits)),
+    Delegates(WeightedMean(by_examples=True)),
+]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [*(kind(by_examples=True) for kind in OWN_RULES), Delegates(WeightedMean(by_examples=True))],
-    ids=repr,
-)
+@pytest.mark.parametrize("rule", OWN_RULES, ids=repr)
 @pytest.mark.parametrize("where", [[MODULAR], [MEMORY]], ids=["modular", "memory"])
 def test_a_rule_of_ones_own_is_refused_when_the_run_is_built(
     rule: SumAggregation[LaneSums], where: list[str]
