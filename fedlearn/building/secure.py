@@ -47,8 +47,9 @@ def require_summable(strategy: Strategy) -> WeightedMean:
     """
     if _tells_each(strategy):
         raise ConfigError(
-            f"its terms name one training for all, and {type(strategy).__name__} tells clients "
-            "each what to do (locals_for); leave that out, or switch secure aggregation off"
+            "its terms name one training for all, and clients are told each what to do; leave "
+            f"local_of out (or {type(strategy).__name__}.locals_for), or switch secure aggregation "
+            "off"
         )
     return require_weighted_mean(strategy.aggregation)
 

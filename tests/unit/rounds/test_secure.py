@@ -245,8 +245,9 @@ def test_a_session_looks_at_the_directory_once() -> None:
 
 def test_clients_that_count_the_same_send_no_weight() -> None:
     """The examples are summed in a lane of their own."""
-    plan = replace(PLAN, by_examples=False)
-    collected = Federation.of(plan=plan).collect()
+    collector = Federation.of(plan=replace(PLAN, by_examples=False)).collector
+    alike = replace(REQUEST, strategy=FedAvg(LOCAL, weight_by_examples=False))
+    collected = collector.collect(COHORT, alike)
     expected = expected_mean(range(6), by_examples=False)
     assert torch.allclose(mean_of(collected), torch.tensor(expected), atol=1e-5)
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
