@@ -17,7 +17,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.building.secure import secure_plan
 from fedlearn.config.pieces import built
 from fedlearn.config.tree import Config, EarlyStoppingSection
-from fedlearn.core.distribution import Direction, split
+from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
 from fedlearn.core.randomness import Seed
 from fedlearn.door.eligibility import Requirements
 from fedlearn.errors import ConfigError
@@ -123,6 +123,11 @@ class Pieces:
             part = "mean"
         if self.config.privacy.is_on and part is not None:
             return self._watching_nobody(section)
+        if part == NUM_CLIENTS:
+            raise ConfigError(
+                f'early_stopping.metric is "{watched}", which counts clients: no model is better '
+                f'for it; watch "clients/{name}_mean"'
+            )
         measured = central if part is None else of_clients
         if name not in measured:
             spread = [f"clients/{each}_mean" for each in of_clients]

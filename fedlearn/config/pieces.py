@@ -7,6 +7,7 @@ adds the defaults that matter, which no piece has.
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from enum import Enum
@@ -31,6 +32,9 @@ from fedlearn.errors import ConfigError
 PieceT = TypeVar("PieceT")
 #: A class or function that is called with the values of a table.
 Make: TypeAlias = Callable[..., Any]  # Any: each returns a piece of its own
+
+#: ``sys.flags.optimize`` from which Python has no docstrings.
+NO_DOCSTRINGS = 2
 
 
 def built(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
@@ -161,7 +165,9 @@ def _fields(
             default = defaults.get(name, parameter.default)
             is_needed = default is parameter.empty
             hint = hints[name] | None if default is None else hints[name]
-            described = Field(... if is_needed else default, description=meanings[name])
+            # Python drops docstrings under -OO: keys then have no description.
+            meaning = meanings[name] if sys.flags.optimize < NO_DOCSTRINGS else None
+            described = Field(... if is_needed else default, description=meaning)
             fields[name] = (_as_toml(hint), described)
     return fields
 

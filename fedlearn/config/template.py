@@ -1,5 +1,6 @@
 """A tree as a TOML file that explains itself: every key with its description above it."""
 
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from typing import get_args
@@ -8,8 +9,10 @@ from pydantic.fields import FieldInfo
 
 from fedlearn.config.cohort import OTHER_DATA
 from fedlearn.config.keys import ANY_NAME, is_named, kinds_of, members_of
+from fedlearn.config.pieces import NO_DOCSTRINGS
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import dotted, toml, toml_key
+from fedlearn.errors import ConfigError
 
 _WIDTH = 98
 
@@ -24,6 +27,9 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
         omit: Keys and tables that are left out; one within a table by its dotted path.
         heading: What stands above all, without comment signs.
 
+    Raises:
+        ConfigError: Python dropped the docstrings that explain the keys.
+
     Example:
         >>> from fedlearn.config import Config
         >>> text = template(Config(seed=3), omit=["data", "name"], heading="An example.")
@@ -33,6 +39,11 @@ def template(config: Section, *, omit: Collection[str], heading: str) -> str:
         # Seed of all that is random, 0 to 2**63 - 1.
         seed = 3
     """
+    if sys.flags.optimize >= NO_DOCSTRINGS:
+        raise ConfigError(
+            "keys are explained by docstrings, which Python drops under -OO; run this command "
+            "without -OO"
+        )
     lines = [*_comment(heading), *_table(config, (), frozenset(omit))]
     return "\n".join(lines).strip("\n") + "\n"
 

@@ -12,7 +12,10 @@ Direction: TypeAlias = Literal["max", "min"]
 """Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
 
 #: What is recorded of each metric over clients, as ``clients/NAME_PART``.
-PARTS = ("mean", "p10", "p50", "p90", "worst_decile", "by_examples")
+PARTS = ("mean", "p10", "p50", "p90", "worst_decile", "by_examples", "num_clients")
+
+#: The part that counts the clients behind the others. No model is better for more of it.
+NUM_CLIENTS = "num_clients"
 
 _OVER_CLIENTS = re.compile(rf"clients/(.+)_({'|'.join(PARTS)})")
 
@@ -70,8 +73,9 @@ def distribution(
 ) -> dict[str, float]:
     """Return how each metric is spread over clients.
 
-    Non-finite values are left out. The worst decile is the mean of the worst tenth of the
-    clients (at least one): the lowest values where more is better, else the highest.
+    Non-finite values are left out: an AUC, say, of a client with one class. ``num_clients`` is
+    how many values are left. The worst decile is the mean of the worst tenth of them (at least
+    one): the lowest values where more is better, else the highest.
 
     Args:
         per_client: By metric one value per client.
@@ -79,7 +83,8 @@ def distribution(
             decile: its tails are p10 and p90.
 
     Returns:
-        ``clients/NAME_mean``, ``_p10``, ``_p50``, ``_p90``, ``_worst_decile`` per metric.
+        ``clients/NAME_mean``, ``_p10``, ``_p50``, ``_p90``, ``_worst_decile``, ``_num_clients``
+        per metric.
 
     Example:
         >>> import numpy as np
@@ -102,5 +107,6 @@ def distribution(
             tenth = max(1, finite.size // 10)
             worst = finite[:tenth] if directions[name] == "max" else finite[-tenth:]
             parts["worst_decile"] = worst.mean()
+        parts[NUM_CLIENTS] = np.float64(finite.size)
         metrics |= {f"clients/{name}_{part}": float(value) for part, value in parts.items()}
     return metrics

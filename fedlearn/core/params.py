@@ -21,10 +21,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedlearn.core.messages import sent_apart
 
@@ -73,8 +75,9 @@ class Layout:
 
         Raises:
             ValueError: No parameter trains, one that trains is not a real float of 16 to 64 bits,
-                or a tensor shares memory with one that changes.
+                a tensor shares memory with one that changes, or a module is lazy.
         """
+        _require_shapes(module)
         parameters, saved = dict(module.named_parameters()), module.state_dict(keep_vars=True)
         buffers = {name: value for name, value in module.named_buffers() if name in saved}
         trains = {name: value for name, value in parameters.items() if value.requires_grad}
@@ -167,6 +170,16 @@ class Layout:
         return vector
 
 
+def _require_shapes(module: nn.Module) -> None:
+    """Raise ValueError if a parameter or buffer of a lazy module has no shape yet."""
+    for name, value in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(value):
+            raise ValueError(
+                f"{name!r} has no shape yet, since its module is lazy; put one batch through the "
+                "model where it is built, so that its shapes are known"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Params:
     """A global model: the vector, its layout, and the frozen tensors.
@@ -183,7 +196,11 @@ class Params:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Return a copy of the parameters and buffers of ``module``."""
+        """Return a copy of the parameters and buffers of ``module``.
+
+        Raises:
+            ValueError: As :meth:`Layout.of`, or a tensor is on the meta device.
+        """
         layout = Layout.of(module)
         saved = module.state_dict()
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())

@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
+from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -28,6 +29,9 @@ Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 
 _LARGEST_INTEGER = 2**63 - 1  # of the libraries below
 _Limit = Ge | Gt | Le | Lt | MultipleOf
+#: Python's and numpy's numbers alike.
+_Kind: TypeAlias = type
+_NOUNS: Mapping[_Kind, str] = {Integral: "a whole number", Real: "a number"}
 
 
 class Ranged:
@@ -54,23 +58,41 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
         >>> out_of_range(Step(0.5)), out_of_range(Step(0.5, 1.0))
         (None, 'decay is 1.0; give a finite number >= 0 and < 1')
     """
-    for name, limits in _limits_of(piece.__class__).items():
+    for name, (kind, limits) in _limits_of(piece.__class__).items():
         value = getattr(piece, name)
+        range_ = " and ".join(map(_words, limits))
+        if value is None:
+            continue
+        if not _is_number(value, kind):
+            return f"{name} is {value!r}; give {_NOUNS[kind]} {range_}{_hint(value)}"
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             return f"{name} is {value!r}; give a number below 2^63"
-        if value is not None and not (
-            math.isfinite(value) and all(_holds(each, value) for each in limits)
-        ):
+        if not (math.isfinite(value) and all(_holds(each, value) for each in limits)):
             noun = "a finite number" if isinstance(value, float) else "a number"
-            return f"{name} is {value!r}; give {noun} {' and '.join(map(_words, limits))}"
+            return f"{name} is {value!r}; give {noun} {range_}"
     return None
 
 
+def _is_number(value: object, kind: _Kind) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _hint(value: object) -> str:
+    """Return what else to say of a value that is no number."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    return f", not text: {number!r} (YAML reads a number such as 1e-3 as text; write 1.0e-3)"
+
+
 @cache
-def _limits_of(kind: Hashable) -> Mapping[str, tuple[_Limit, ...]]:
-    hints = get_type_hints(kind, include_extras=True)
-    found = {name: tuple(_limits_in(hint)) for name, hint in hints.items()}
-    return {name: limits for name, limits in found.items() if limits}
+def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...]]]:
+    hints = get_type_hints(owner, include_extras=True)
+    found = {name: (_kind_in(hint), tuple(_limits_in(hint))) for name, hint in hints.items()}
+    return {name: (kind, limits) for name, (kind, limits) in found.items() if limits}
 
 
 def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
@@ -79,6 +101,13 @@ def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its for
     elif get_origin(hint) in (Union, UnionType):  # of a number and None
         for option in get_args(hint):
             yield from _limits_in(option)
+
+
+def _kind_in(hint: Any) -> _Kind:  # Any: as above
+    """Return what values of a type are: whole numbers, or any real ones."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    bare = {get_args(each)[0] if get_origin(each) is Annotated else each for each in options}
+    return Integral if bare - {type(None)} == {int} else Real
 
 
 #: How each limit is said, the name of its number, and what it asks of a value.

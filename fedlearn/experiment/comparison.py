@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 from pydantic_core import to_jsonable_python
 
 from fedlearn.core.collecting import Participation, Status
-from fedlearn.core.distribution import Direction, sign, split
+from fedlearn.core.distribution import NUM_CLIENTS, Direction, sign, split
 from fedlearn.core.messages import ClientId
 from fedlearn.core.words import printable
 from fedlearn.privacy.spending import Spending
@@ -365,7 +365,7 @@ class Summary:
         for key, value in self.metrics.items():
             name, part = split(key)
             if part is not None:
-                spread.setdefault(name, {})[part] = value
+                spread.setdefault(name, {})[part] = int(value) if part == NUM_CLIENTS else value
         return spread
 
     def central_metrics(self) -> dict[str, float]:

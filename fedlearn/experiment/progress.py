@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedlearn.core.collecting import Status
-from fedlearn.core.distribution import sign
+from fedlearn.core.distribution import NUM_CLIENTS, sign
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
 from fedlearn.experiment.comparison import (
@@ -406,7 +406,9 @@ def measured(summary: Summary) -> Iterator[tuple[str, str]]:
     if central := summary.central_metrics():
         yield "final", _listed(central)
     for name, spread in summary.client_metrics().items():
-        yield "clients", f"{printable(name)}: {_listed(spread)}"
+        counted = spread.pop(NUM_CLIENTS, None)  # which runs of earlier versions do not have
+        over = "" if counted is None else f" of {counted} clients"
+        yield "clients", f"{printable(name)}{over}: {_listed(spread)}"
 
 
 def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:

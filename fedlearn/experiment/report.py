@@ -48,7 +48,10 @@ _PART_TITLES: Mapping[str, str] = {
     "p90": "90th percentile",
     "worst_decile": "worst tenth, mean",
     "by_examples": "mean by examples",
+    "num_clients": "clients measured",
 }
+#: Parts that not every run has.
+_SOMETIMES = ("by_examples", "num_clients")
 _SHOWN_REASONS = 20
 
 
@@ -110,7 +113,7 @@ def _client_parts(summary: Summary) -> dict[str, str]:
     return {
         part: title
         for part, title in _PART_TITLES.items()
-        if part in measured or part != "by_examples"
+        if part in measured or part not in _SOMETIMES
     }
 
 

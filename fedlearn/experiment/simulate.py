@@ -24,6 +24,7 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.build import Pieces, Simulation, around, simulation
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import Devices
@@ -31,6 +32,12 @@ from fedlearn.config.pieces import built
 from fedlearn.core.clock import SystemClock, utc_now
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
+from fedlearn.experiment.arguments import (
+    require_algorithm,
+    require_callable,
+    require_data,
+    require_factory,
+)
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
 from fedlearn.experiment.privacy import gone_on, known, promise
@@ -115,7 +122,7 @@ def simulate(
     data: FederatedData,
     algorithm: Strategy | Buffered,
     *,
-    objective: Objective | None = None,
+    objective: Objective | nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
     trainer: MakeTrainer | None = None,
     local_of: Callable[[ClientId], LocalUpdate] | None = None,
@@ -135,7 +142,8 @@ def simulate(
         algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``, or
             an asynchronous one such as ``FedBuff(..., buffer_size=10, concurrency=20,
             max_staleness=20)``.
-        objective: Loss and metrics; ``None`` is softmax cross-entropy.
+        objective: Loss and metrics, or a loss module of torch such as ``nn.HuberLoss()``;
+            ``None`` is softmax cross-entropy.
         metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
         trainer: Makes a client's trainer of its features and labels; ``None``: fedlearn's own. With
             ``FedAvg(OwnTraining())`` it is asked for no optimiser.
@@ -167,6 +175,11 @@ def simulate(
     Raises:
         FedlearnError: As :func:`run_config`.
     """
+    require_factory(make_model)
+    require_data(data)
+    require_algorithm(algorithm)
+    require_callable(sampler=sampler, callbacks=callbacks, trainer=trainer, progress=progress)
+    loss = CrossEntropy() if objective is None else as_objective(objective)
     algorithm, settings = _unbuffered(algorithm, settings)
     own_devices = None if devices is None or isinstance(devices, Mapping) else devices
     if devices is not None:
@@ -174,7 +187,6 @@ def simulate(
     config = config_around(settings, source="simulate()")
     if sampler is not None:
         _require_free(config, settings)
-    _require_callable(sampler, callbacks)
     addresses = resolve_addresses(config, environ=os.environ)
     told = progress or progress_to(sys.stdout, as_json=False)
     site = Site(addresses, os.environ, SystemClock(), told)
@@ -183,7 +195,7 @@ def simulate(
         pieces = around(
             config,
             make_model=make_model,
-            objective=objective or CrossEntropy(),
+            objective=loss,
             data=data,
             metrics=metrics,
             algorithm=algorithm if local_of is None else PerClient(algorithm, local_of),
@@ -235,20 +247,6 @@ def _unbuffered(
         )
     table = {"mode": "buffered", **asdict(algorithm.asynchrony)}
     return algorithm.strategy, {**settings, "asynchronous": table}
-
-
-def _require_callable(sampler: CohortSampler | None, callbacks: Sequence[RoundCallback]) -> None:
-    """Refuse code of the user's that could not be called when its time comes."""
-    if sampler is not None and not _has_method(sampler, "sample"):
-        raise ConfigError(f"simulate(): sampler is {sampler!r}, not an object with a method sample")
-    for each in callbacks:
-        if not _has_method(each, "after_round"):
-            text = f"has {each!r}, not an object with a method after_round"
-            raise ConfigError(f"simulate(): callbacks {text}")
-
-
-def _has_method(value: object, name: str) -> bool:
-    return not isinstance(value, type) and callable(getattr(value, name, None))
 
 
 def _require_free(config: Config, settings: Mapping[str, object]) -> None:

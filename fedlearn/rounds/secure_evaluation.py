@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import structlog
 
+from fedlearn.core.distribution import NUM_CLIENTS
 from fedlearn.core.messages import ClientId, EvaluateRequest, SecureEvaluateRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import AggregationAborted, ConfigError
@@ -50,7 +51,7 @@ class SecureEvaluator:
     deadline_s: float
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        """Return ``clients/NAME_mean`` of each measure that any client has."""
+        """Return ``clients/NAME_mean`` and ``_num_clients`` of each measure that a client has."""
         num_clients, cohort = self.invited(round_num)
         try:
             plan = self.plan(num_clients)
@@ -76,7 +77,11 @@ class SecureEvaluator:
             means = plan.means(outcome.total)
         except (AggregationAborted, ValueError) as error:
             return _nothing(round_num, str(error))
-        return {f"clients/{name}_mean": value for name, value in means.items()}
+        found = dict[str, float]()
+        for name, mean in means.items():
+            found[f"clients/{name}_mean"] = mean.value
+            found[f"clients/{name}_{NUM_CLIENTS}"] = float(mean.num_clients)
+        return found
 
 
 def _nothing(round_num: int, reason: str) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ coordinator would otherwise compute from values in the clear.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fedlearn.core.ranges import Positive, out_of_range
 from fedlearn.errors import ConfigError
@@ -18,6 +19,17 @@ from fedlearn.secagg.terms import Terms, Total, propose
 _BITS = 40
 #: Of a mean, relative to its bound, over what rounding makes of it.
 _TOLERANCE = 1e-3
+
+
+class ClientMean(NamedTuple):
+    """The mean of one measure over the clients that have a value of it.
+
+    Attributes:
+        num_clients: How many have one, >= 1.
+    """
+
+    value: float
+    num_clients: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +81,20 @@ class EvaluationPlan:
             lanes=self.lanes,
         )
 
-    def means(self, total: Total) -> dict[str, float]:
-        """Return the mean over the clients that have one, of each measure that any has.
+    def means(self, total: Total) -> dict[str, ClientMean]:
+        """Return the mean of each measure over the clients that have a value of it.
+
+        A measure of which no client has a value is absent.
 
         Raises:
             ValueError: The sum cannot be that of honest clients.
         """
-        found = dict[str, float]()
+        found = dict[str, ClientMean]()
         for lane in self.lanes:
             value, counted = total.sums[lane.name].tolist()
             num_clients, error = round(counted), lane.largest_error(self.parameters.num_clients)
             if abs(value) > (lane.bound * num_clients + error) * (1.0 + _TOLERANCE):
                 raise ValueError(f"the mean of {lane.name!r} lies outside its bound")
             if num_clients > 0:
-                found[lane.name] = value / num_clients
+                found[lane.name] = ClientMean(value / num_clients, num_clients)
         return found

@@ -4,18 +4,22 @@ Each rule is a frozen piece with ``split``; its result is a function of the labe
 seed alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import rel_entr
 
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import DataError
 
 _MAX_DRAWS = 1000
+#: A probability that is taken for 0.
+_NEXT_TO_NOTHING = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +140,8 @@ class Dirichlet(Ranged):
 
     Per class k, :math:`p_k \sim \mathrm{Dir}_C(\alpha)`, and client c gets the share
     :math:`p_{k,c}` of that class. All classes are drawn again until every client has
-    ``min_examples``, at most 1000 times.
+    ``min_examples``, at most 1000 times. A split that has next to no chance is refused after
+    a few draws.
 
     Attributes:
         num_clients: Clients :math:`C` in the population, >= 1.
@@ -158,7 +163,8 @@ class Dirichlet(Ranged):
         """Return clients with skewed labels and sizes.
 
         Raises:
-            DataError: Labels are no classes, too few, or no draw gave all ``min_examples``.
+            DataError: Labels are no classes, too few, no draw gave all ``min_examples``, or none
+                is likely to.
         """
         _require_classes(labels)
         needed = self.num_clients * self.min_examples
@@ -174,21 +180,45 @@ class Dirichlet(Ranged):
         return Partition.of_owners(owners, num_clients=self.num_clients)
 
     def _draw_sizes(self, counts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-        concentration, best = np.full(self.num_clients, self.alpha), 0
-        for _ in range(_MAX_DRAWS):
+        concentration, best, num_served = np.full(self.num_clients, self.alpha), 0, 0
+        for num_draws in range(1, _MAX_DRAWS + 1):
             shares_KC = rng.dirichlet(concentration, counts.size)
             cuts = (np.cumsum(shares_KC, axis=1) * counts[:, None]).astype(np.int64)
             cuts[:, -1] = counts
             sizes_KC = np.diff(cuts, prepend=0, axis=1)
-            smallest = int(sizes_KC.sum(axis=0).min())
-            if smallest >= self.min_examples:
+            sizes_C = sizes_KC.sum(axis=0)
+            if (smallest := int(sizes_C.min())) >= self.min_examples:
                 return sizes_KC
             best = max(best, smallest)
+            num_served += int((sizes_C >= self.min_examples).sum())
+            if self._is_hopeless(num_served, num_draws=num_draws):
+                break
+        share = num_served / (num_draws * self.num_clients)
         raise DataError(
-            f"in {_MAX_DRAWS} draws of Dirichlet({self.alpha:g}) over {self.num_clients} clients "
-            f"the smallest client had at most {best} of the {self.min_examples} examples asked; "
-            "raise `alpha`, lower `min_examples`, or use fewer clients"
+            f"{num_draws} draws of Dirichlet({self.alpha:g}) over {self.num_clients} clients: "
+            f"{share:.1%} of clients had the {self.min_examples} examples asked, and the smallest "
+            f"client had at most {best}; raise `alpha`, lower `min_examples`, or use fewer clients"
         )
+
+    def _is_hopeless(self, num_served: int, *, num_draws: int) -> bool:
+        """Return whether the draws that are left have next to no chance to serve every client.
+
+        Let q be the probability that a client gets its ``min_examples``. Dirichlet shares are
+        negatively associated, so one draw serves all C clients with probability q ** C at most.
+        Chernoff's bound says when the clients drawn so far rule out every q for which
+        ``_MAX_DRAWS`` draws have a chance.
+
+        References:
+            Joag-Dev and Proschan, 1983, "Negative Association of Random Variables with
+            Applications".
+        """
+        num_sampled = num_draws * self.num_clients
+        needed = (_NEXT_TO_NOTHING / _MAX_DRAWS) ** (1 / self.num_clients)
+        found = num_served / num_sampled
+        if found >= needed:
+            return False
+        divergence = float(rel_entr(found, needed) + rel_entr(1 - found, 1 - needed))
+        return num_sampled * divergence > -math.log(_NEXT_TO_NOTHING)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
+from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.core.features import Features
 from fedlearn.core.messages import Settings
 from fedlearn.core.params import Params
@@ -125,7 +126,7 @@ class TorchTrainer:
         labels: Tensor | None = None,
         *,
         test: tuple[Features, Tensor] | Pairs | None = None,
-        objective: Objective | None = None,
+        objective: Objective | nn.Module | None = None,
         metrics: Mapping[str, Metric] | None = None,
         device: str = "auto",
         precision: str = "float32",
@@ -147,7 +148,7 @@ class TorchTrainer:
             labels: Shape [n, ...], with features; none with a dataset.
             test: What the global model is evaluated on when the coordinator asks, as
                 (features, labels) or as a dataset; without it, the training examples.
-            objective: What is minimised; without one, cross-entropy.
+            objective: What is minimised, or a loss module of torch; without one, cross-entropy.
             metrics: What else the model is measured by when it is evaluated, by name: see
                 :class:`~fedlearn.algorithms.metrics.Metric`.
             device: "auto" (a GPU where there is one), or a name such as "cpu" or "cuda:1".
@@ -187,7 +188,7 @@ class TorchTrainer:
             test_data = _data(place, *test) if isinstance(test, tuple) else _data(place, test)
         model = ResidentModel(
             make_model,
-            CrossEntropy() if objective is None else objective,
+            CrossEntropy() if objective is None else as_objective(objective),
             device=place,
             precision=Precision(precision),
             metrics=metrics,

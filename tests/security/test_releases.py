@@ -565,7 +565,9 @@ def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) 
     ).evaluate(PARAMS, round_num=1)
     assert found["clients/loss_mean"] == pytest.approx(wanted["clients/loss_mean"], abs=1e-6)
     assert found["clients/recall_mean"] == pytest.approx(0.3, abs=1e-6), "of clients 1, 3 and 5"
-    assert set(found) == {"clients/loss_mean", "clients/recall_mean"}
+    parts = ("mean", "num_clients")
+    assert set(found) == {f"clients/{name}_{part}" for name in ("loss", "recall") for part in parts}
+    assert found["clients/recall_num_clients"] == 3
 
 
 def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_the_worst_decile_is_that_of_the_declared_direction() -> None:
 def test_a_metric_that_nobody_declared_has_both_tails_and_no_worst_decile() -> None:
     """Which end is the worse one cannot be known."""
     spread = distribution({"novelty": np.arange(100.0)}, directions={"accuracy": "max"})
-    assert sorted(spread) == [f"clients/novelty_{part}" for part in ("mean", "p10", "p50", "p90")]
+    parts = ("mean", "num_clients", "p10", "p50", "p90")
+    assert sorted(spread) == [f"clients/novelty_{part}" for part in parts]
 
 
 def test_a_diverged_client_does_not_hide_the_others() -> None:
@@ -42,6 +43,7 @@ def test_a_diverged_client_does_not_hide_the_others() -> None:
         directions={"loss": "min", "none": "max"},
     )
     assert spread["clients/loss_mean"] == 1.0
+    assert spread["clients/loss_num_clients"] == 1.0
     assert not any("none" in name for name in spread)
 
 

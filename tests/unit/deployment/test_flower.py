@@ -216,7 +216,8 @@ def test_nodes_evaluate_in_a_sum_what_they_evaluate_in_the_clear(tmp_path: Path)
         run_of(federation(of_three(tmp_path), **settings), tmp_path / name, heard)
         metrics = heard.rounds[-1].metrics
         found[name] = {each: value for each, value in metrics.items() if "clients/" in each}
-    assert set(found["sum"]) == {"clients/loss_mean", "clients/accuracy_mean"}
+    parts = ("loss_mean", "loss_num_clients", "accuracy_mean", "accuracy_num_clients")
+    assert set(found["sum"]) == {f"clients/{part}" for part in parts}
     assert found["sum"].keys() < found["clear"].keys()
     for each, value in found["sum"].items():
         assert value == pytest.approx(found["clear"][each], abs=1e-3)

@@ -39,7 +39,7 @@ def test_dirichlet_redraws_until_every_client_has_enough() -> None:
 
 def test_dirichlet_gives_up_with_the_best_it_found() -> None:
     """A minimum that skew never meets is an error naming the remedy."""
-    with pytest.raises(DataError, match=r"at most \d+ of the 45 examples asked; raise `alpha`"):
+    with pytest.raises(DataError, match=r"45 examples asked, .* at most \d+; raise `alpha`"):
         Dirichlet(20, 0.05, 45).split(_LABELS, seed=Seed(0))
 
 
@@ -121,3 +121,12 @@ def test_values_out_of_range_are_refused() -> None:
         Dirichlet(2, 1.0, 0)
     with pytest.raises(ValueError, match="shards_per_client is 0"):
         Shards(2, 0)
+
+
+def test_a_hopeless_dirichlet_is_refused_after_a_few_draws() -> None:
+    """One with a chance keeps being drawn."""
+    hopeless = Dirichlet(num_clients=250, alpha=0.05, min_examples=3)
+    with pytest.raises(DataError, match=r"^\d draws of Dirichlet\(0\.05\) over 250 clients: \d"):
+        hopeless.split(_LABELS, seed=Seed(0))
+    with pytest.raises(DataError, match=r"^1000 draws .* smallest client had at most"):
+        Dirichlet(num_clients=6, alpha=0.05, min_examples=160).split(_LABELS, seed=Seed(0))

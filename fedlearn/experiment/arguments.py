@@ -1,0 +1,177 @@
+"""Check the arguments of :func:`fedlearn.simulate` before anything is built from them.
+
+A wrong kind of argument gets a sentence that says what to give, not an error from deep inside.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from fedlearn.algorithms import recipes
+from fedlearn.algorithms.asynchronous import Buffered
+from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.errors import ConfigError
+from fedlearn.rounds.run import RoundCallback
+from fedlearn.simulation.federated_data import FederatedData
+
+_FROM_ARRAYS = "fl.from_arrays(x, y, partition=fl.Iid(num_clients=10), test_fraction=0.2, seed=0)"
+_FROM_DATASET = "fl.from_dataset(dataset, labels=..., partition=..., test=..., seed=0)"
+_LOCAL = "fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)"
+
+
+def require_factory(make_model: object) -> None:
+    """Refuse a ``make_model`` that is no function without parameters.
+
+    Raises:
+        ConfigError: It is a model, or cannot be called without arguments.
+    """
+    if isinstance(make_model, nn.Module):
+        name = type(make_model).__name__
+        raise ConfigError(
+            f"simulate(): make_model is a {name}, not a function that builds one; give a function, "
+            f"such as `lambda: {name}(...)`, or `lambda: copy.deepcopy(model)` to start from the "
+            "weights of this model"
+        )
+    if not callable(make_model):
+        raise ConfigError(
+            f"simulate(): make_model is {make_model!r}; give a function that builds the network, "
+            "such as `lambda: nn.Linear(64, 10)`"
+        )
+    try:
+        inspect.signature(make_model).bind()
+    except ValueError:
+        return  # a built-in function without a signature: it is called, and may work
+    except TypeError as error:
+        raise ConfigError(
+            f"simulate(): make_model is called without arguments, but takes some ({error}); give a "
+            "function without parameters, such as `lambda: make_model(...)`"
+        ) from error
+
+
+def require_data(data: object) -> None:
+    """Refuse data that are not divided among clients.
+
+    Raises:
+        ConfigError: They are no :class:`~fedlearn.simulation.federated_data.FederatedData`.
+    """
+    if isinstance(data, FederatedData):
+        return
+    raise ConfigError(
+        f"simulate(): data is {_describe(data)}, which is not divided among clients; give "
+        f"{_divided(data)}"
+    )
+
+
+def _divided(data: object) -> str:
+    """Return the call that divides data among clients."""
+    match data:
+        case DataLoader() | Dataset():
+            return _FROM_DATASET
+        case list() | dict() if any(isinstance(each, Dataset) for each in _values(data)):
+            return _FROM_DATASET
+        case str() | Path():
+            return "fl.from_npz(path, ...) or fl.from_parquet(path, ...)"
+        case _:
+            return _FROM_ARRAYS
+
+
+def _values(data: list[object] | dict[object, object]) -> Sequence[object]:
+    return list(data.values()) if isinstance(data, dict) else data
+
+
+def _describe(value: object) -> str:
+    """Return what a value is, without its contents where it may be data."""
+    if isinstance(value, str | Path):
+        return f'"{value}"'
+    if isinstance(value, np.ndarray | Tensor):
+        return f"an array of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def require_algorithm(algorithm: object) -> None:
+    """Refuse an algorithm that is no strategy.
+
+    Raises:
+        ConfigError: It is a name, a recipe that was not called, what one client does, or else.
+    """
+    if isinstance(algorithm, Buffered):
+        return
+    if isinstance(algorithm, str):
+        wanted = algorithm.lower().replace("_", "").replace("-", "")
+        name = next((each for each in _RECIPES if each.lower() == wanted), "FedAvg")
+        raise ConfigError(
+            f'simulate(): algorithm is "{algorithm}", a name; give an object, such as '
+            f"{_example(name)}"
+        )
+    if isinstance(algorithm, type) or inspect.isfunction(algorithm):
+        name = algorithm.__name__
+        raise ConfigError(
+            f"simulate(): algorithm is {name} itself; call it, such as {_example(name)}"
+        )
+    if hasattr(algorithm, "step") and not hasattr(algorithm, "aggregation"):
+        raise ConfigError(
+            f"simulate(): algorithm is {algorithm!r}, which is what one client does; say how "
+            f"updates are aggregated as well, such as fl.FedAvg({type(algorithm).__name__}(...))"
+        )
+    if not all(hasattr(algorithm, name) for name in ("local", "aggregation", "step")):
+        raise ConfigError(
+            f"simulate(): algorithm is {algorithm!r}; give a strategy, such as {_example('FedAvg')}"
+        )
+
+
+_RECIPES = [name for name, _ in inspect.getmembers(recipes, inspect.isfunction) if name[0] != "_"]
+
+
+def _example(name: str) -> str:
+    """Return a call of a recipe, or of a class of the user's."""
+    recipe: Callable[..., object] | None = getattr(recipes, name, None)
+    if recipe is None:
+        return f"{name}(...)"
+    needed = [
+        each.name
+        for each in inspect.signature(recipe).parameters.values()
+        if each.default is each.empty
+    ]
+    given = [_LOCAL if each == "local" else f"{each}=..." for each in needed]
+    return f"fl.{name}({', '.join(given)})"
+
+
+def require_callable(
+    *,
+    sampler: CohortSampler | None,
+    callbacks: Sequence[RoundCallback],
+    trainer: object,
+    progress: object,
+) -> None:
+    """Refuse code of the user's that could not be called when its time comes.
+
+    Raises:
+        ConfigError: An argument lacks a method, or is no function.
+    """
+    if sampler is not None and not _has_method(sampler, "sample"):
+        raise ConfigError(f"simulate(): sampler is {sampler!r}, not an object with a method sample")
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"simulate(): callbacks is {callbacks!r}; give a list of callbacks")
+    for each in callbacks:
+        if not _has_method(each, "after_round"):
+            text = f"has {each!r}, not an object with a method after_round"
+            raise ConfigError(f"simulate(): callbacks {text}")
+    if trainer is not None and not callable(trainer):
+        raise ConfigError(
+            f"simulate(): trainer is {trainer!r}; give a function that makes a client's trainer of "
+            "its features and labels"
+        )
+    methods = ("start", "round", "end")
+    if progress is not None and not all(_has_method(progress, each) for each in methods):
+        raise ConfigError(
+            f"simulate(): progress is {progress!r}; give an object with the methods "
+            f"{', '.join(methods)}, or leave it out to print lines"
+        )
+
+
+def _has_method(value: object, name: str) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, name, None))
