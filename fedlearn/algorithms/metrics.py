@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.objectives import Objective, positive, require_one_each
+from fedlearn.algorithms.objectives import IGNORED, Objective, positive, require_one_each
 from fedlearn.core.distribution import Direction
 from fedlearn.errors import ConfigError
 
@@ -237,15 +237,21 @@ class BinaryAuc:
 
     It is the share of the pairs (positive, negative) that the scores order rightly; a tie is half.
 
+    Attributes:
+        ignore_index: Label of examples that do not count.
+
     Example:
         >>> BinaryAuc()(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0, 0, 1, 1])).item()
         0.875
     """
 
+    ignore_index: int = IGNORED
+
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return it: the Mann-Whitney U over the number of pairs; raises as :class:`BinaryF1`."""
         require_one_each(outputs, labels, who="BinaryAuc")
-        scores, is_positive = outputs.flatten(), positive(labels, who="BinaryAuc")
+        scores, labels = _without_ignored(outputs, labels, self.ignore_index)
+        is_positive = positive(labels, who="BinaryAuc")
         _, places, counts = scores.unique(return_inverse=True, return_counts=True)
         ranks = counts.cumsum(0) - (counts - 1) / 2  # from 1; the mean of its ties
         num_pos = is_positive.sum().double()
@@ -258,10 +264,15 @@ class BinaryAuc:
 class BinaryF1:
     """Harmonic mean of precision and recall at the logit 0; NaN without a positive or with NaN.
 
+    Attributes:
+        ignore_index: Label of examples that do not count.
+
     Example:
         >>> BinaryF1()(torch.tensor([2.0, 1.0, -1.0, -1.0]), torch.tensor([1, 0, 1, 0])).item()
         0.5
     """
+
+    ignore_index: int = IGNORED
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return 2 TP / (2 TP + FP + FN).
@@ -270,6 +281,13 @@ class BinaryF1:
             ValueError: There is not one output an example, or a label is neither 0 nor 1.
         """
         require_one_each(outputs, labels, who="BinaryF1")
-        said, true = outputs.flatten() > 0, positive(labels, who="BinaryF1")
+        scores, labels = _without_ignored(outputs, labels, self.ignore_index)
+        said, true = scores > 0, positive(labels, who="BinaryF1")
         f1: Tensor = 2.0 * (said & true).sum() / (said.sum() + true.sum())
-        return f1.where(~outputs.isnan().any(), torch.nan)
+        return f1.where(~scores.isnan().any(), torch.nan)
+
+
+def _without_ignored(outputs: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return scores and labels, shape [n] each, of the examples that count."""
+    counts = labels.flatten() != ignored
+    return outputs.flatten()[counts], labels.flatten()[counts]

@@ -4,16 +4,24 @@ Most return one number per example. The caller takes means: it knows which examp
 and adds up over batches and clients.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedlearn.core.distribution import Direction
+from fedlearn.core.ranges import Probability, Ranged
+
+#: The label of what is to be ignored, as in torch.
+IGNORED = -100
+
+#: Divides a sum that is zero by something.
+_TINY = torch.finfo(torch.float32).tiny
 
 _ACCURACY: Mapping[str, Direction] = MappingProxyType({"accuracy": "max"})
 _NOTHING: Mapping[str, Direction] = MappingProxyType({})
@@ -41,34 +49,136 @@ class Objective(Protocol):
         """Return further per-example measures by name: shape [batch] each."""
 
 
+@runtime_checkable
+class WeightedExamples(Protocol):
+    """An objective whose means do not give every example the same weight."""
+
+    def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return by measure what each example weighs in its mean: shape [batch], >= 0.
+
+        Examples weigh the same in the mean of a measure that is not named.
+        """
+
+
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Ranged):
     """Softmax cross-entropy over classes, with accuracy.
 
-    ``outputs`` are logits [batch, classes] with labels int64 [batch], or for sequences
-    [batch, length, classes] with labels [batch, length]: an example's loss and accuracy are
-    then means over its positions.
+    Layouts are those of ``torch.nn.functional.cross_entropy``: ``outputs`` are logits
+    [batch, classes] with labels int64 [batch], or with several labels an example
+    [batch, classes, d1, ...] with labels [batch, d1, ...].
+
+    The loss of a batch is torch's: the mean over all its positions whose label is not
+    ``ignore_index``, weighted by ``class_weights``. It is 0 if no position is left. An example's
+    loss is the same mean over its own positions.
+
+    Attributes:
+        ignore_index: Label of positions that count nowhere: neither in the loss nor in the
+            accuracy.
+        class_weights: Weight of each class in the loss, >= 0; ``None``: all weigh the same.
+        label_smoothing: Share of a label that is spread evenly over all classes, in [0, 1].
+
+    Raises:
+        ValueError: A weight is negative or not finite, all are zero, or one is zero and labels are
+            smoothed; or the smoothing is not in its range.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> CrossEntropy().metrics(logits, torch.tensor([0, -100]))["accuracy"].tolist()
+        [1.0, 0.0]
+        >>> CrossEntropy().example_weights(torch.tensor([0, -100]))["accuracy"].tolist()
+        [1.0, 0.0]
     """
+
+    ignore_index: int = IGNORED
+    class_weights: tuple[float, ...] | None = None
+    label_smoothing: Probability = 0.0
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _ACCURACY
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = self.class_weights
+        if weights is None:
+            return
+        if not all(math.isfinite(each) and each >= 0.0 for each in weights) or not any(weights):
+            raise ValueError(
+                f"class_weights are {weights}; give finite numbers >= 0, one a class, and not "
+                "all of them 0"
+            )
+        if self.label_smoothing and not all(weights):
+            raise ValueError(
+                f"class_weights are {weights}, but with label_smoothing {self.label_smoothing:g} "
+                "an example of a class of weight 0 would have a loss and no weight; give weights "
+                "> 0, or set label_smoothing to 0"
+            )
+
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return it; raises ValueError unless labels are a class number for each row of logits."""
-        _require_classes(outputs, labels)
-        losses = F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="none")
-        return losses if labels.dim() == 1 else losses.view(labels.shape).flatten(1).mean(1)
+        """Return it; raises ValueError unless labels are a class number for each position."""
+        losses = self._cross_entropy(outputs, labels, reduction="none")
+        if labels.dim() == 1 and self.class_weights is None:
+            return losses
+        total = self.example_weights(labels)["loss"].to(losses.dtype)
+        sums = _by_position(losses).sum(1)
+        return torch.where(total > 0.0, sums / total.clamp(min=_TINY), 0.0)
+
+    def mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a batch, a scalar; raises as :meth:`losses`."""
+        loss = self._cross_entropy(outputs, labels, reduction="mean")
+        # torch returns NaN, with a gradient of zero, for a batch in which nothing counts.
+        is_empty = self.example_weights(labels)["loss"].sum() == 0.0
+        return torch.where(is_empty, torch.zeros_like(loss), loss)
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return ``accuracy``; raises as :meth:`losses`."""
         _require_classes(outputs, labels)
-        correct = (outputs.argmax(-1) == labels).to(outputs.dtype)
-        return {"accuracy": correct if labels.dim() == 1 else correct.flatten(1).mean(1)}
+        is_right = (outputs.argmax(1) == labels) & (labels != self.ignore_index)
+        num_right = _by_position(is_right).sum(1).to(outputs.dtype)
+        return {"accuracy": num_right / self.example_weights(labels)["accuracy"].clamp(min=1.0)}
+
+    def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return each example's positions that count; in the loss, the sum of their weights."""
+        counts = _by_position(labels != self.ignore_index)
+        accuracy = loss = counts.sum(1).to(torch.float32)
+        if self.class_weights is not None:
+            weights = torch.tensor(self.class_weights, device=labels.device)
+            # An index that is ignored may lie outside of the classes.
+            classes = torch.where(counts, _by_position(labels), 0)
+            loss = torch.where(counts, weights[classes], 0.0).sum(1)
+        return {"loss": loss, "accuracy": accuracy}
+
+    def _cross_entropy(self, outputs: Tensor, labels: Tensor, *, reduction: str) -> Tensor:
+        _require_classes(outputs, labels)
+        weight = None
+        if self.class_weights is not None:
+            if len(self.class_weights) != outputs.shape[1]:
+                raise ValueError(
+                    f"class_weights has {len(self.class_weights)} numbers, but the outputs have "
+                    f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}; give one a class"
+                )
+            weight = torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
+        return F.cross_entropy(
+            outputs,
+            labels,
+            weight=weight,
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1."""
+    """Logistic loss, with accuracy at the threshold 1/2. One logit an example; labels 0 or 1.
+
+    Attributes:
+        ignore_index: Label of examples that count nowhere: neither in the loss nor in the
+            accuracy.
+    """
+
+    ignore_index: int = IGNORED
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _ACCURACY
@@ -76,15 +186,24 @@ class BinaryCrossEntropy:
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return it; raises ValueError unless there is one logit and one label an example."""
         require_one_each(outputs, labels, who="BinaryCrossEntropy")
-        logits = outputs.flatten()
-        targets = labels.flatten().to(logits.dtype)
-        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        logits, targets = outputs.flatten(), labels.flatten()
+        counts = targets != self.ignore_index
+        targets = torch.where(counts, targets, 0).to(logits.dtype)
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return torch.where(counts, losses, 0.0)
 
     def metrics(self, outputs: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         """Return ``accuracy``; raises as :meth:`losses`, or if a label is neither 0 nor 1."""
         require_one_each(outputs, labels, who="BinaryCrossEntropy")
-        correct = (outputs.flatten() > 0) == positive(labels, who="BinaryCrossEntropy")
+        counts = labels.flatten() != self.ignore_index
+        is_positive = positive(torch.where(counts, labels.flatten(), 0), who="BinaryCrossEntropy")
+        correct = ((outputs.flatten() > 0) == is_positive) & counts
         return {"accuracy": correct.to(outputs.dtype)}
+
+    def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
+        """Return 0 for the examples that are ignored, else 1."""
+        counts = (labels.flatten() != self.ignore_index).to(torch.float32)
+        return {"loss": counts, "accuracy": counts}
 
 
 @dataclass(frozen=True)
@@ -161,9 +280,54 @@ def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
         ... )
         True
     """
-    if isinstance(objective, CrossEntropy) and labels.dim() == 1 and labels.dtype == torch.int64:
-        return F.cross_entropy(outputs, labels)
-    return objective.losses(outputs, labels).mean()
+    if isinstance(objective, CrossEntropy) and labels.dtype == torch.int64:
+        return objective.mean_loss(outputs, labels)
+    losses = objective.losses(outputs, labels)
+    weights = example_weights(objective, labels).get("loss")
+    if weights is None:
+        return losses.mean()
+    return (losses * weights).sum() / weights.sum().clamp(min=_TINY)
+
+
+def example_weights(objective: Objective, labels: Tensor) -> Mapping[str, Tensor]:
+    """Return by measure what each example weighs in its mean; without a name, all the same."""
+    if isinstance(objective, WeightedExamples):
+        return objective.example_weights(labels)
+    return {}
+
+
+def batch_weights(
+    objective: Objective, labels: Tensor, *, rows_TKB: Tensor, weights_TKB: Tensor
+) -> Tensor:
+    """Return what each example weighs in the mean loss of its batch: shape [T, K, B].
+
+    Args:
+        objective: The loss.
+        labels: Of all examples, shape [N, ...].
+        rows_TKB: Which of them are in each batch.
+        weights_TKB: The weights where all examples of a batch weigh the same; 0 for padding.
+    """
+    own = example_weights(objective, labels).get("loss")
+    if own is None or bool((own == own[0]).all() & (own[0] > 0.0)):
+        return weights_TKB
+    own_TKB = torch.where(weights_TKB > 0.0, own.to(weights_TKB)[rows_TKB], 0.0)
+    totals_TK1 = own_TKB.sum(-1, keepdim=True)
+    return torch.where(totals_TK1 > 0.0, own_TKB / totals_TK1.clamp(min=_TINY), 0.0)
+
+
+def why_not_by_example(objective: Objective) -> str | None:
+    """Return why the examples of a batch have no gradients of their own to clip, if so."""
+    if not objective.per_example:
+        return (
+            "the loss couples the examples of a batch, so that none has a gradient of its own "
+            "to clip; take a loss that is a mean over examples"
+        )
+    if isinstance(objective, CrossEntropy) and objective.class_weights is not None:
+        return (
+            "class_weights divide the loss of a batch by the weights of all its labels, so that "
+            "an example's gradient depends on the others; leave class_weights out"
+        )
+    return None
 
 
 def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> None:
@@ -217,11 +381,25 @@ def positive(labels: Tensor, *, who: str) -> Tensor:
     return flat > 0
 
 
+def _by_position(values: Tensor) -> Tensor:
+    """Return values [batch, d1, ...] as [batch, positions]."""
+    return values.reshape(len(values), values.shape[1:].numel())
+
+
 def _require_classes(outputs: Tensor, labels: Tensor) -> None:
-    if labels.is_floating_point() or labels.shape != outputs.shape[:-1]:
-        raise ValueError(
-            f"softmax cross-entropy takes logits [batch, ..., classes] and as labels integers "
-            f"[batch, ...], not outputs of shape {tuple(outputs.shape)} and labels of shape "
-            f"{tuple(labels.shape)}, {labels.dtype}; to regress on numbers give an objective, such "
-            "as fl.MeanSquaredError()"
-        )
+    shape = outputs.shape
+    if outputs.dim() > 1 and not labels.is_floating_point():
+        if labels.shape == shape[:1] + shape[2:]:
+            return
+        if labels.shape == shape[:-1]:
+            raise ValueError(
+                f"softmax cross-entropy takes classes in dimension 1, as torch does, but outputs "
+                f"of shape {tuple(shape)} with labels of shape {tuple(labels.shape)} have them in "
+                "the last; return outputs.movedim(-1, 1) from the model"
+            )
+    raise ValueError(
+        f"softmax cross-entropy takes logits [batch, classes, ...] and as labels integers "
+        f"[batch, ...], not outputs of shape {tuple(shape)} and labels of shape "
+        f"{tuple(labels.shape)}, {labels.dtype}; to regress on numbers give an objective, such "
+        "as fl.MeanSquaredError()"
+    )

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from fedlearn.algorithms.objectives import why_not_by_example
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
 from fedlearn.building.pieces import Deployment, Pieces, PiecesT
 from fedlearn.config.privacy import PrivacySection
@@ -84,11 +85,8 @@ def _privacy_plan(pieces: Pieces, num_users: int) -> PrivacyPlan:
         mean_size = round(num_users / cohorts.num_groups)
         return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
     if section.mode == "example":
-        if not pieces.objective.per_example:
-            raise ValueError(
-                "the loss couples the examples of a batch, so that none has a gradient of its own "
-                "to clip; take a loss that is a mean over examples"
-            )
+        if (reason := why_not_by_example(pieces.objective)) is not None:
+            raise ValueError(reason)
         return ExampleLevelPlan(**common, epochs=pieces.algorithm.local.work.epochs)
     if section.clip_quantile is None:
         return CentralPlan(**common)

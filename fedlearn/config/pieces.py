@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from enum import Enum
+from types import UnionType
 from typing import (
     Annotated,
     Any,
@@ -19,6 +20,7 @@ from typing import (
     NamedTuple,
     TypeAlias,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -175,8 +177,10 @@ def _fields(
 def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
     """Return a type whose values TOML has: arrays are lists there, and names are texts."""
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    is_written_otherwise = get_origin(plain) is tuple or (
-        isinstance(plain, type) and issubclass(plain, Enum)
+    options = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
+    is_written_otherwise = any(
+        get_origin(each) is tuple or (isinstance(each, type) and issubclass(each, Enum))
+        for each in options
     )
     return Annotated[hint, Field(strict=False)] if is_written_otherwise else hint
 

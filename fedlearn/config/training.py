@@ -95,10 +95,22 @@ class PythonLoss(Called, Loss):
         return CustomLoss(made, per_example=self.per_example)
 
 
+class CrossEntropyLoss(Loss):
+    """Softmax cross-entropy over classes, with accuracy."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse what the loss refuses."""
+        yield from refused(self.build)
+
+    def build(self, **given: object) -> CrossEntropy:
+        """Return it."""
+        return built(CrossEntropy, self, **given)
+
+
 LOSSES = kinds(
     "kind",
     Loss,
-    kind("cross_entropy", CrossEntropy),
+    kind("cross_entropy", CrossEntropyLoss, CrossEntropy),
     kind("mse", MeanSquaredError),
     kind("bce_with_logits", BinaryCrossEntropy),
     kind("python", PythonLoss),

@@ -188,8 +188,8 @@ class Distilling(Wrapped):
         watch: Who is told of its distillation, and may call it off.
 
     Raises:
-        ConfigError: The aggregation is no mean, the objective no cross-entropy, or the mesh of
-            several processes.
+        ConfigError: The aggregation is no mean, the objective no plain cross-entropy, or the
+            mesh of several processes.
     """
 
     task: Task
@@ -207,10 +207,11 @@ class Distilling(Wrapped):
                 f"distil_steps is {self.num_steps}, whose student begins at the mean, but updates "
                 f"are combined by {type(rule).__name__}; set one of them aside"
             )
-        if not isinstance(self.task.objective, CrossEntropy):
+        loss = self.task.objective
+        if not isinstance(loss, CrossEntropy) or loss.class_weights or loss.label_smoothing:
             raise ConfigError(
                 f"distil_steps is {self.num_steps}, which teaches the probabilities of classes, "
-                f"but the loss is {type(self.task.objective).__name__}; set distil_steps to 0"
+                f"but the loss is {loss}, not plain cross-entropy; set distil_steps to 0"
             )
         if mesh.world_size > 1:
             raise ConfigError(

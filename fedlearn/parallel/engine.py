@@ -179,6 +179,7 @@ class Engine:
             share=lambda step: plan.positions(step, self._share),
             num_workers=task.num_readers,
             device=self.device,
+            check=task.require_labels,
         ) as self._batches:
             yield
 

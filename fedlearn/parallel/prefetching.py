@@ -44,6 +44,7 @@ def read_ahead(
     share: Callable[[int], range],
     num_workers: int,
     device: torch.device,
+    check: Callable[[Tensor], None],
 ) -> Iterator[Iterator[Batch]]:
     """Read batches ahead while the context lasts; no process that reads outlives it.
 
@@ -60,6 +61,7 @@ def read_ahead(
             more, behind those of the steps before.
         num_workers: How many processes read, >= 0; 0: this one, when a batch is asked for.
         device: Where batches go; on their way to a GPU they lie in pinned memory.
+        check: Called with the labels of each batch, before they go there.
 
     Yields:
         The batches of the steps.
@@ -86,12 +88,17 @@ def read_ahead(
     read = _read(readings, has_workers=num_workers > 0)
     try:
         yield (
-            (moved(features, device), labels.to(device))
+            (moved(features, device), _checked(labels, check).to(device))
             for features, labels in _batches(stream, read, for_batches, share)
         )
     finally:
         if num_workers:  # at once: an error that is on its way holds what would end them
             readings._shutdown_workers()  # noqa: SLF001 - torch has no public name for it
+
+
+def _checked(labels: Tensor, check: Callable[[Tensor], None]) -> Tensor:
+    check(labels)
+    return labels
 
 
 class _Request(NamedTuple):

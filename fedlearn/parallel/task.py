@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.objectives import CrossEntropy, Objective, example_weights
 from fedlearn.core.features import only
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.parallel.parts import require_whole
@@ -40,7 +40,14 @@ class Task:
             ConfigError: The model cannot be cut as the mesh asks, or batches must not be cut.
         """
         spread, mesh = self.plan.spread, self.plan.spread.mesh
-        num_parts = mesh.data * spread.num_micro_batches
+        num_parts = self._num_parts
+        loss = self.objective
+        if num_parts > 1 and isinstance(loss, CrossEntropy) and loss.class_weights is not None:
+            raise ConfigError(
+                "class_weights divide the loss of a batch by the weights of its labels, and of a "
+                f"batch in {num_parts} parts it would be another loss; leave class_weights out, or "
+                "set replicate, shard and num_micro_batches to 1"
+            )
         if num_parts > 1 and not self.objective.per_example:
             raise ConfigError(
                 "the loss couples the examples of a batch, and of a batch in "
@@ -54,6 +61,30 @@ class Task:
             require_whole(module, mesh)
             if mesh.pipeline > 1:
                 self._require_one_input()
+
+    @property
+    def _num_parts(self) -> int:
+        """In how many parts a batch is computed."""
+        return self.plan.spread.mesh.data * self.plan.spread.num_micro_batches
+
+    def require_labels(self, labels: Tensor) -> None:
+        """Refuse labels to ignore where a batch is computed in parts.
+
+        Each part's loss is divided by the number of its own labels that count, so the mean over
+        parts would be another loss than that of the batch.
+
+        Raises:
+            DataError: There are such labels.
+        """
+        weights = example_weights(self.objective, labels).get("loss")
+        if self._num_parts == 1 or weights is None or not len(labels):
+            return
+        if bool((weights < labels.shape[1:].numel()).any()):
+            raise DataError(
+                f"a batch has labels to ignore, and in {self._num_parts} parts its loss would be "
+                "another one; leave such examples out, or set replicate, shard and "
+                "num_micro_batches to 1"
+            )
 
     def _refuse_statistics(self, layer: str, num_parts: int) -> None:
         spread = self.plan.spread

@@ -138,7 +138,7 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     if kind is ExecutorKind.SEQUENTIAL:
         return SequentialExecutor(job.resident_model())
     if kind is ExecutorKind.FUSED:
-        return FusedExecutor(_chain(job))
+        return FusedExecutor(_chain(job), objective=job.objective)
     reason = why_not_compiled() if kind is ExecutorKind.COMPILED else None
     if reason is not None:
         raise EngineError(f'engine.executor "compiled": {reason}; use "vmap"')

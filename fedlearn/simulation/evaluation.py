@@ -42,12 +42,13 @@ class CentralEvaluator:
         found = self.model.measure(
             params, cut(self.features, mine), self.labels[mine], batch_size=self.batch_size
         )
-        values = {name: each.sum(dtype=torch.float64) for name, each in found.by_example.items()}
+        weighted = found.weighted()
         means = dict[str, float]()
-        if values:
-            sums = torch.stack(list(values.values())).cpu()
+        if weighted:
+            # Of each measure the sum of weight times value, and that of the weights.
+            sums = torch.stack([each.sum() for pair in weighted.values() for each in pair]).cpu()
             self.cluster.all_reduce([sums])
-            means = dict(zip(values, (sums / len(self.labels)).tolist(), strict=True))
+            means = dict(zip(weighted, (sums[::2] / sums[1::2]).tolist(), strict=True))
         return means | self._whole(found.outputs, mine)
 
     def _whole(self, outputs: Tensor, mine: slice) -> dict[str, float]:
@@ -103,10 +104,15 @@ class ClientEvaluator:
         found = self.model.measure(params, features, labels, batch_size=self.batch_size)
         sizes = np.diff(rows.offsets)
         owner = np.repeat(np.arange(len(client_ids)), sizes)
-        means = {
-            name: np.bincount(owner, each.double().cpu().numpy(), minlength=len(client_ids)) / sizes
-            for name, each in found.by_example.items()
-        }
+        means = dict[str, NDArray[np.float64]]()
+        for name, pair in found.weighted().items():
+            sums, weights = (
+                np.bincount(owner, each.cpu().numpy(), minlength=len(client_ids)) for each in pair
+            )
+            # NaN for a client of whose examples none counts: it is left out of the spread.
+            means[name] = np.where(
+                weights > 0.0, sums / np.where(weights > 0.0, weights, 1.0), np.nan
+            )
         return means | self._whole(found, sizes.tolist())
 
     def _whole(self, found: Measured, sizes: list[int]) -> dict[str, NDArray[np.float64]]:

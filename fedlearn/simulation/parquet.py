@@ -27,7 +27,7 @@ from fedlearn.simulation.population import (
     row_name,
     sizes_of,
 )
-from fedlearn.simulation.sources import Examples
+from fedlearn.simulation.sources import Examples, classes_up_to
 from fedlearn.training.tables import ExampleColumns, RowGroup, RowGroups, Table, columns_of_file
 
 
@@ -163,7 +163,7 @@ def num_classes_in(path: Path, *, columns: Columns) -> int | None:
     pieces = [pc.max(rows.column(0)).as_py() for _, rows in groups]
     largest: list[int] = [label for label in pieces if label is not None]
     table.require_rows(len(largest))
-    return max(largest) + 1
+    return classes_up_to(max(largest))
 
 
 class _ClientIndex(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.objectives import IGNORED
 from fedlearn.core.features import (
     Features,
     named,
@@ -267,7 +268,8 @@ def check_examples(
     Raises:
         DataError: There is no input, the lengths differ, features are complex, or boolean and
             not one of several inputs (a mask), labels are neither int64 nor (without classes)
-            floats, a value is not finite, or a label is outside ``0..num_classes - 1``.
+            floats, a value is not finite, or a label is neither in
+            ``0..num_classes - 1`` nor -100, which is to be ignored.
     """
     require_one_label_each(features, labels)
     for name, tensor in named(features).items():
@@ -289,12 +291,15 @@ def _require_classes(labels: Tensor, *, num_classes: int, place: Callable[[int],
     low, high = (int(extreme) for extreme in labels.aminmax())
     if low >= 0 and high < num_classes:
         return
-    bad = ((labels < 0) | (labels >= num_classes)).reshape(len(labels), -1)
+    bad = ((labels < 0) & (labels != IGNORED)) | (labels >= num_classes)
+    if not bool(bad.any()):
+        return
+    bad = bad.reshape(len(labels), -1)
     row = int(bad.any(1).nonzero()[0])
     value = int(labels.reshape(len(labels), -1)[row][bad[row]][0])
     raise DataError(
         f"{place(row)} has the label {value}, outside 0..{num_classes - 1}; correct the label or "
-        "`num_classes`; numbers to regress on are floats"
+        f"`num_classes`; a label to ignore is {IGNORED}, and numbers to regress on are floats"
     )
 
 

@@ -148,12 +148,27 @@ class TrainTest:
 def num_classes_of(labels: Tensor) -> int | None:
     """Return one more than the largest label; ``None`` for floats, which are not classes.
 
+    Labels of -100 are to be ignored.
+
     Raises:
         DataError: There are no labels.
     """
     if not labels.numel():
         raise DataError("there are no examples; give at least one")
-    return None if labels.is_floating_point() else int(labels.max()) + 1
+    return None if labels.is_floating_point() else classes_up_to(int(labels.max()))
+
+
+def classes_up_to(largest: int) -> int:
+    """Return the number of classes where this is the largest label.
+
+    Raises:
+        DataError: It is negative: all labels are to be ignored, or are no classes.
+    """
+    if largest < 0:
+        raise DataError(
+            f"no label is a class: the largest is {largest}; give at least one label >= 0"
+        )
+    return largest + 1
 
 
 def larger(train: int | None, test: int | None) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.objectives import Objective, why_not_by_example
 from fedlearn.core.features import Features, arguments, cut, mapped, one_tensor
 from fedlearn.core.randomness import global_generators_kept
 from fedlearn.errors import SettingsRefused
@@ -48,11 +48,8 @@ def require_separable(module: nn.Module, objective: Objective) -> None:
     Raises:
         SettingsRefused: The loss does, or a layer, which is named.
     """
-    if not objective.per_example:
-        raise SettingsRefused(
-            "the loss couples the examples of a batch, so that none has a gradient of its own to "
-            "clip; take a loss that is a mean over examples"
-        )
+    if (reason := why_not_by_example(objective)) is not None:
+        raise SettingsRefused(reason)
     if (layer := batch_statistics(module)) is not None:
         raise SettingsRefused(
             f"{layer} computes with all examples of a batch, so that none has a gradient of its "

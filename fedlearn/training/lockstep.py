@@ -80,8 +80,8 @@ class Lockstep:
     def __init__(self, processes: Processes, like: Sequence[Tensor], *, dtype: torch.dtype) -> None:
         self.processes, self._like = processes, like
         self._sizes = [value.numel() for value in like]
-        # The gradients, which of them there are, the loss, and whether a process leaves.
-        num_values = sum(self._sizes) + len(like) + 2
+        # Gradients, which of them there are, loss, weight, and whether a process leaves.
+        num_values = sum(self._sizes) + len(like) + 3
         self._sums = like[0].new_zeros(num_values if processes.world_size > 1 else 0, dtype=dtype)
 
     def __enter__(self) -> Self:
@@ -101,9 +101,9 @@ class Lockstep:
             self.processes.all_reduce(self._sums)
 
     def summed(
-        self, grads: Sequence[Tensor | None], loss: Tensor
-    ) -> tuple[Sequence[Tensor | None], Tensor]:
-        """Return gradients and a loss, added up over the processes.
+        self, grads: Sequence[Tensor | None], loss: Tensor, *, weight: Tensor | float
+    ) -> tuple[Sequence[Tensor | None], Tensor, Tensor | float]:
+        """Return gradients, a loss and a weight, added up over the processes.
 
         There is a gradient of a parameter if there is one in any process. Each has the dtype that
         it has here, or else the parameter's.
@@ -112,14 +112,14 @@ class Lockstep:
             ProcessesParted: Another process has left, or is gone.
         """
         if self.processes.world_size == 1:
-            return grads, loss
-        *parts, is_there, rest = self._sums.split([*self._sizes, len(self._sizes), 2])
+            return grads, loss, weight
+        *parts, is_there, rest = self._sums.split([*self._sizes, len(self._sizes), 3])
         self._sums.zero_()
         for number, (part, grad) in enumerate(zip(parts, grads, strict=True)):
             if grad is not None:
                 part.copy_(grad.reshape(-1))
                 is_there[number] = 1.0
-        rest[0] = loss
+        rest[0], rest[1] = loss, weight
         self._add_up()
         sums = [
             part.view(like.shape).to((like if own is None else own).dtype, copy=True)
@@ -129,7 +129,7 @@ class Lockstep:
                 parts, self._like, grads, is_there.tolist(), strict=True
             )
         ]
-        return sums, rest[0].to(loss.dtype, copy=True)
+        return sums, rest[0].to(loss.dtype, copy=True), rest[1].clone()
 
     def _add_up(self) -> None:
         self.processes.all_reduce(self._sums)

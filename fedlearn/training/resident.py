@@ -35,7 +35,13 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.metrics import Measures, Metric
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
-from fedlearn.algorithms.objectives import Objective, mean_loss, require_fitting
+from fedlearn.algorithms.objectives import (
+    Objective,
+    WeightedExamples,
+    example_weights,
+    mean_loss,
+    require_fitting,
+)
 from fedlearn.core.features import Features, arguments, called, cut, in_dtype, mapped, one_tensor
 from fedlearn.core.params import Layout, Params
 from fedlearn.training import memory_format
@@ -90,18 +96,53 @@ class Part(NamedTuple):
     first: int = 0
 
 
+class Gradients(NamedTuple):
+    """Gradients of a batch's loss, or of those of its parts that one process has.
+
+    Attributes:
+        by_parameter: Along the trainable parameters; ``None`` where the loss depends on none of it.
+        loss: The mean loss of the batch, or the share that the parts have in it.
+        weight: What the parts weigh, where an example of weight 1 weighs 1. If that of the whole
+            batch is not its number of examples n, gradients and loss must be multiplied by
+            n / weight.
+    """
+
+    by_parameter: Sequence[Tensor | None]
+    loss: Tensor
+    weight: Tensor | float
+
+
 class Measured(NamedTuple):
     """What a pass over a set gave.
 
     Attributes:
         by_example: By measure that is a mean over examples the value of each: shape [N].
+        weights: By measure what each example weighs in its mean: shape [N]. All weigh the same
+            in the mean of a measure that is not named.
         outputs: Of all examples, [N, ...]; empty unless some measure is of the whole set.
         labels: Beside them, [N, ...].
     """
 
     by_example: dict[str, Tensor]
+    weights: dict[str, Tensor]
     outputs: Tensor
     labels: Tensor
+
+    def weighted(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return by measure each example's weight times value, and weight: float64 [N] each."""
+        found = {}
+        for name, values in self.by_example.items():
+            own = values.double()
+            weights = self.weights[name].double() if name in self.weights else torch.ones_like(own)
+            # What weighs nothing may have any value.
+            found[name] = torch.where(weights > 0.0, own * weights, 0.0), weights
+        return found
+
+    def means(self) -> dict[str, float]:
+        """Return by measure the mean over the examples; NaN where none of them counts."""
+        return {
+            n: float(value.sum() / weight.sum()) for n, (value, weight) in self.weighted().items()
+        }
 
 
 class ResidentModel:
@@ -114,6 +155,7 @@ class ResidentModel:
         trainable: The parameters that training changes.
         device: Where to compute.
         measures: The objective, and what else the model is measured by.
+        weighs_examples: Whether the loss gives some examples another weight than others.
 
     Args:
         make_model: Builds the module.
@@ -169,6 +211,7 @@ class ResidentModel:
         self._trainable_stack: list[Tensor] = []
         self._untried = memory_format.convolution_weights(self.module, device=device)
         self._is_objective_tried = False
+        self.weighs_examples = isinstance(objective, WeightedExamples)
         self._by_example: ExampleGradients | None = None
 
     def load(self, params: Params) -> None:
@@ -218,12 +261,8 @@ class ResidentModel:
         finally:
             self._rejoin()
 
-    def gradients(
-        self, parts: Iterable[Part], *, num_examples: int
-    ) -> tuple[Sequence[Tensor | None], Tensor]:
-        """Return the gradients of one batch, along the trainable parameters, and its mean loss.
-
-        Of a parameter that the loss does not depend on there is none.
+    def gradients(self, parts: Iterable[Part], *, num_examples: int) -> Gradients:
+        """Return the gradients of one batch's mean loss, and that loss.
 
         The gradient is the sum over the parts, each weighted by its share of the examples:
         that of the batch's mean loss, however it was cut.
@@ -235,19 +274,25 @@ class ResidentModel:
             num_examples: Examples of the whole batch.
         """
         grads: Sequence[Tensor | None] = ()
-        losses: list[Tensor] = []
+        losses, weight = list[Tensor](), 0.0
         for part in parts:
             self._choose_formats(part.features, part.labels)
             self._seed_masks(part)
             loss = self._loss(part.features, part.labels)
+            weighs: Tensor | float = float(len(part.labels))
             if len(part.labels) < num_examples:
-                loss = loss * (len(part.labels) / num_examples)
+                own = example_weights(self._objective, part.labels).get("loss")
+                if own is not None:  # an example of several positions weighs their mean
+                    weighs = own.sum() / part.labels.shape[1:].numel()
+                loss = loss * (weighs / num_examples)
+            weight = weight + weighs
             further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             grads = list(map(_sum, grads, further)) if grads else further
             losses.append(loss.detach())
         if not losses:
-            return [None] * len(self.trainable), self.vector_P.new_zeros(())
-        return grads, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            return Gradients([None] * len(self.trainable), self.vector_P.new_zeros(()), 0.0)
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return Gradients(grads, loss, weight)
 
     def noised_gradients(
         self,
@@ -312,13 +357,13 @@ class ResidentModel:
         if together is None:
             noised = rule.noised(sums, [num_examples], like=self.trainable_stack)
             return [grad[0] for grad in noised], total / num_examples
-        whole, total = together.summed([each[0] for each in sums], total)
+        whole, total, _ = together.summed([each[0] for each in sums], total, weight=0.0)
         own: Sequence[Tensor | None] = [None] * len(whole)
         if together.processes.rank == 0:
             clipped = [each.unsqueeze(0) for each in whole if each is not None]  # all are there
             noised = rule.noised(clipped, [num_examples], like=self.trainable_stack)
             own = [grad[0] for grad in noised]
-        told, _ = together.summed(own, torch.zeros_like(total))
+        told, *_ = together.summed(own, torch.zeros_like(total), weight=0.0)
         return [grad for grad in told if grad is not None], total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -435,6 +480,7 @@ class ResidentModel:
         """
         self.load(params)
         parts: dict[str, list[Tensor]] = {}
+        weights: dict[str, list[Tensor]] = {}
         kept: list[tuple[Tensor, Tensor]] = []
         try:
             for features, labels in batches:
@@ -445,13 +491,18 @@ class ResidentModel:
                     self._try_objective(outputs, labels)
                 for name, values in self.measures.by_example(outputs, labels).items():
                     parts.setdefault(name, []).append(values)
+                for name, own in example_weights(self._objective, labels).items():
+                    weights.setdefault(name, []).append(own)
                 # Of a set that is measured by example the outputs are not kept.
                 size = None if self.measures.needs_whole_sets else 0
                 kept.append((outputs[:size], labels[:size]))
         finally:  # a client whose evaluation failed trains again
             self.module.train()
         whole = [torch.cat(column) for column in zip(*kept, strict=True)]
-        return Measured({name: torch.cat(values) for name, values in parts.items()}, *whole)
+        by_example, by_weight = (
+            {name: torch.cat(values) for name, values in each.items()} for each in (parts, weights)
+        )
+        return Measured(by_example, by_weight, *whole)
 
 
 class Training:
@@ -527,10 +578,14 @@ class Training:
                 )
                 self._update(noised)
         else:
-            grads, loss = self._model.gradients(parts, num_examples=num_examples)
+            grads, loss, weight = self._model.gradients(parts, num_examples=num_examples)
             with torch.no_grad():
                 if self._together is not None:
-                    grads, loss = self._together.summed(grads, loss)
+                    grads, loss, weight = self._together.summed(grads, loss, weight=weight)
+                if isinstance(weight, Tensor) and self._model.weighs_examples:
+                    factor = torch.where(weight > 0.0, num_examples / weight, 0.0).to(loss.dtype)
+                    grads = [None if grad is None else grad * factor for grad in grads]
+                    loss = loss * factor
                 self._update(grads)
         self.num_steps += 1
         return loss

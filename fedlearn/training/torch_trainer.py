@@ -331,8 +331,7 @@ class TorchTrainer:
         """
         measures = self._model.measures
         found = self._model.measure_batches(self._params(tensors), self._test_batches(control))
-        means = {n: float(each.mean(dtype=torch.float64)) for n, each in found.by_example.items()}
-        values = means | measures.whole(found.outputs, found.labels)
+        values = found.means() | measures.whole(found.outputs, found.labels)
         return LocalEvaluation(num_examples=len(self._test), metrics=values)
 
     def try_out(self) -> None:

@@ -161,7 +161,12 @@ def test_batches_that_are_read_ahead_come_to_the_gpu(num_workers: int, gpu: torc
         return range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
 
     with read_ahead(
-        examples, steps=steps, share=positions, num_workers=num_workers, device=gpu
+        examples,
+        steps=steps,
+        share=positions,
+        num_workers=num_workers,
+        device=gpu,
+        check=lambda _: None,
     ) as batches:
         for step in steps:
             features, labels = next(batches)

@@ -157,7 +157,7 @@ def fused_executor(model: str, work: Work) -> FusedExecutor:
     chain = chain_of(make().to(work.params.layout.dtype))
     fits = misfit(chain, objective=CrossEntropy(), features=work.features, labels=work.labels)
     assert fits is None
-    return FusedExecutor(chain)
+    return FusedExecutor(chain, objective=CrossEntropy())
 
 
 def difference(one: Trained, other: Trained) -> float:
@@ -488,7 +488,7 @@ def test_examples_of_a_wrong_shape_do_not_train() -> None:
     work = work_for("mlp", PLAIN, num_examples=[3], dtype=torch.float32)
     wrong = replace(work, features=only(work.features)[:, :11])
     with pytest.raises(ValueError, match=r"does not take examples of shape \(11,\)"):
-        FusedExecutor(chain_of(mlp())).train(wrong)
+        FusedExecutor(chain_of(mlp()), objective=CrossEntropy()).train(wrong)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from fedlearn.algorithms.local import (
     report_of,
 )
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
+from fedlearn.algorithms.objectives import batch_weights
 from fedlearn.core.features import mapped
 from fedlearn.core.params import Layout
 from fedlearn.errors import EngineError
@@ -161,6 +162,13 @@ class StackedExecutor:
     def _start(self, work: Work) -> _Run:
         """Give every client the global model, and what it kept."""
         rows_TKB, weights_TKB = self._padded(work)
+        if not self._gradient.by_example:  # else the weights are those of clipped gradients
+            weights_TKB = batch_weights(
+                self._gradient.objective,
+                work.labels,
+                rows_TKB=rows_TKB,
+                weights_TKB=weights_TKB,
+            )
         num_steps, height, _ = rows_TKB.shape
         self._reserve(height, work.local)
         stack, views = self._prefix(height), self._layout.views(work.params.vector)

@@ -216,7 +216,7 @@ class BlockGradient:
         self.module.to(device=device).train()
         self.dropouts = KeyedDropouts(self.module)
         batch_hidden_states(self.module)
-        self._objective, self.device, self._precision = objective, device, precision
+        self.objective, self.device, self._precision = objective, device, precision
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
         self.statistics = [spec.name for spec in self.layout.statistics]
@@ -317,7 +317,7 @@ class BlockGradient:
                 {**trainable, **frozen, **statistics, **constants}, features, labels
             )
         # A loss that couples examples is one number; its batches come without padding.
-        is_mean = self._objective.per_example
+        is_mean = self.objective.per_example
         loss = (losses * weights).sum() if is_mean else losses
         return loss, (statistics, constants)
 
@@ -341,7 +341,7 @@ class BlockGradient:
         if self.layout.common_dtype is not None:  # as the reference does
             features = in_dtype(features, self.layout.common_dtype)
         outputs = one_tensor(functional_call(self.module, tensors, *arguments(features)))
-        return outputs, self._objective.losses(outputs, labels)
+        return outputs, self.objective.losses(outputs, labels)
 
     # --- what the model does with a batch -----------------------------------------------
 
@@ -358,7 +358,7 @@ class BlockGradient:
 
         As in BatchNorm or a Cox likelihood: a padded batch would then train another model.
         """
-        if not self._objective.per_example:
+        if not self.objective.per_example:
             return True
         rows = spread(len(labels), 8, like=labels)
         generator, results = global_generator(self.device), []

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedlearn.algorithms.metrics import BinaryAuc, BinaryF1
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
     CrossEntropy,
     CustomLoss,
     MeanSquaredError,
     Objective,
+    example_weights,
     mean_loss,
     require_fitting,
 )
@@ -34,12 +36,96 @@ def test_the_cross_entropy_of_a_batch_is_the_mean_of_its_examples() -> None:
 
 def test_a_sequence_counts_as_one_example() -> None:
     """Its loss and accuracy are means over its positions."""
-    outputs, labels = logits(3, 5, 4), torch.randint(0, 4, (3, 5))
+    outputs, labels = logits(3, 4, 5), torch.randint(0, 4, (3, 5))
     losses = CrossEntropy().losses(outputs, labels)
-    expected = torch.stack([F.cross_entropy(x, y) for x, y in zip(outputs, labels, strict=True)])
+    expected = torch.stack([F.cross_entropy(x.T, y) for x, y in zip(outputs, labels, strict=True)])
     torch.testing.assert_close(losses, expected)
     accuracy = CrossEntropy().metrics(outputs, labels)["accuracy"]
-    torch.testing.assert_close(accuracy, (outputs.argmax(-1) == labels).float().mean(1))
+    torch.testing.assert_close(accuracy, (outputs.argmax(1) == labels).float().mean(1))
+
+
+WEIGHTS = (0.5, 2.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 4), (4, 4), (3, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("weights", "smoothing"),
+    [(None, 0.0), (WEIGHTS, 0.0), (None, 0.2), ((*WEIGHTS[:3], 3.0), 0.2)],
+)
+@pytest.mark.parametrize("ignored", [-100, 255, 2])
+def test_the_loss_of_a_batch_is_torchs(
+    shape: tuple[int, ...], weights: tuple[float, ...] | None, smoothing: float, ignored: int
+) -> None:
+    """Value and gradient, however many classes and positions; its examples' losses make it up."""
+    objective = CrossEntropy(ignore_index=ignored, class_weights=weights, label_smoothing=smoothing)
+    outputs = logits(shape[0], 4, *shape[1:]).requires_grad_()
+    labels = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(1))
+    labels.flatten()[::3] = ignored
+    if len(shape) > 1:
+        labels[0] = ignored
+    torchs = F.cross_entropy(
+        outputs,
+        labels,
+        weight=None if weights is None else torch.tensor(weights),
+        ignore_index=ignored,
+        label_smoothing=smoothing,
+    )
+    (expected,) = torch.autograd.grad(torchs, outputs)
+    counts = example_weights(objective, labels)["loss"]
+    by_example = (objective.losses(outputs, labels) * counts).sum() / counts.sum()
+    for loss in (mean_loss(objective, outputs, labels), by_example):
+        torch.testing.assert_close(loss, torchs)
+        (found,) = torch.autograd.grad(loss, outputs, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    counts = labels != ignored
+    hits = example_weights(objective, labels)["accuracy"]
+    accuracy = (objective.metrics(outputs, labels)["accuracy"] * hits).sum() / hits.sum()
+    right = (outputs.argmax(1) == labels)[counts].float().mean()
+    torch.testing.assert_close(accuracy, right)
+
+
+@pytest.mark.parametrize("objective", [CrossEntropy(), CrossEntropy(class_weights=WEIGHTS)])
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient(
+    objective: CrossEntropy,
+) -> None:
+    """Where torch's loss is NaN."""
+    outputs, labels = logits(3, 4, 2).requires_grad_(), torch.full((3, 2), -100)
+    assert F.cross_entropy(outputs, labels).isnan()
+    for loss in (mean_loss(objective, outputs, labels), objective.losses(outputs, labels).sum()):
+        assert loss == 0.0
+        assert not torch.autograd.grad(loss, outputs, retain_graph=True)[0].any()
+    diverged = (outputs * torch.nan).detach()
+    assert mean_loss(objective, diverged, labels.clamp(min=0)).isnan()  # that one is not hidden
+
+
+def test_ignored_examples_of_two_classes_count_nowhere() -> None:
+    """Loss, accuracy, AUC and F1 are those of the others."""
+    outputs, labels = logits(8, 1), torch.tensor([0, 1, -100, 0, 1, -100, 1, 0])
+    rest = labels != -100
+    loss = BinaryCrossEntropy()
+    assert mean_loss(loss, outputs, labels) == pytest.approx(
+        float(mean_loss(loss, outputs[rest], labels[rest]))
+    )
+    hits = loss.metrics(outputs, labels)["accuracy"]
+    assert hits.sum() == loss.metrics(outputs[rest], labels[rest])["accuracy"].sum()
+    for measure in (BinaryAuc(), BinaryF1()):
+        assert measure(outputs, labels) == measure(outputs[rest], labels[rest])
+
+
+@pytest.mark.parametrize("weights", [(1.0, -1.0), (0.0, 0.0), (1.0, float("nan")), ()])
+def test_class_weights_are_numbers_of_which_one_counts(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="class_weights"):
+        CrossEntropy(class_weights=weights)
+
+
+def test_a_class_without_weight_is_not_smoothed() -> None:
+    with pytest.raises(ValueError, match="a loss and no weight"):
+        CrossEntropy(class_weights=WEIGHTS, label_smoothing=0.1)
+
+
+def test_class_weights_are_one_a_class() -> None:
+    with pytest.raises(ValueError, match="has 4 numbers, but the outputs have 3 classes"):
+        CrossEntropy(class_weights=WEIGHTS).losses(logits(5, 3), torch.zeros(5).long())
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
@@ -127,6 +213,8 @@ def test_a_loss_that_writes_to_its_outputs_is_tried_out_on_copies() -> None:
         # One label column broadcasts against all outputs: an accuracy over n x n pairs.
         (CrossEntropy(), logits(4, 2), torch.ones(4, 1).long(), r"shape \(4, 1\)"),
         (CrossEntropy(), logits(4, 2), torch.eye(2).repeat(2, 1), "not outputs of shape"),
+        (CrossEntropy(), logits(4, 5, 2), torch.ones(4, 5).long(), "movedim"),
+        (CrossEntropy(), logits(4, 3, 3, 2), torch.ones(4, 3, 3).long(), "movedim"),
         (CrossEntropy(), logits(4, 1), torch.rand(4), "to regress on numbers give an objective"),
         (BinaryCrossEntropy(), logits(4, 1), torch.tensor([1, 2, 1, 2]), "labels 0 and 1, not 2"),
         (BinaryCrossEntropy(), logits(4), torch.tensor([-1, 1, 1, 1]), "labels 0 and 1, not -1"),

@@ -76,6 +76,10 @@ def _shuffled(*, bad: int | None = None) -> Shuffled:
     return Shuffled(DatasetData(_Noisy(bad=bad), device=_CPU), seed=Seed(5))
 
 
+def _take_any(_labels: Tensor) -> None:
+    """Check nothing."""
+
+
 def _second_half(step: int) -> range:
     """Return the share of the second of two processes."""
     return range(step * _BATCH + _BATCH // 2, (step + 1) * _BATCH)
@@ -83,7 +87,12 @@ def _second_half(step: int) -> range:
 
 def _read(stream: Stream, *, num_workers: int, steps: range) -> list[tuple[Tensor, Tensor]]:
     with read_ahead(
-        stream, steps=steps, share=_second_half, num_workers=num_workers, device=_CPU
+        stream,
+        steps=steps,
+        share=_second_half,
+        num_workers=num_workers,
+        device=_CPU,
+        check=_take_any,
     ) as batches:
         return [(only(features).clone(), labels.clone()) for features, labels in batches]
 
@@ -159,7 +168,12 @@ def test_an_error_arrives_with_its_reason_where_it_is_met(tmp_path: Path, num_wo
             DataError, match=rf"{number}\.parquet, row group \d cannot be read"
         ) as caught,
         read_ahead(
-            fresh, steps=range(80), share=_second_half, num_workers=num_workers, device=_CPU
+            fresh,
+            steps=range(80),
+            share=_second_half,
+            num_workers=num_workers,
+            device=_CPU,
+            check=_take_any,
         ) as batches,
     ):
         seen.extend(labels for _, labels in batches)
@@ -180,7 +194,7 @@ def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
     """By a break, and by an exception where batches are used."""
     stream = _stream(tmp_path)
     with read_ahead(
-        stream, steps=range(10**6), share=_second_half, num_workers=2, device=_CPU
+        stream, steps=range(10**6), share=_second_half, num_workers=2, device=_CPU, check=_take_any
     ) as batches:
         next(batches)
         assert len(multiprocessing.active_children()) == 2
@@ -188,7 +202,12 @@ def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
 
     def fail() -> None:
         with read_ahead(
-            stream, steps=range(10**6), share=_second_half, num_workers=1, device=_CPU
+            stream,
+            steps=range(10**6),
+            share=_second_half,
+            num_workers=1,
+            device=_CPU,
+            check=_take_any,
         ) as batches:
             next(batches)
             raise ZeroDivisionError
@@ -202,7 +221,7 @@ def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
 def test_a_reader_that_was_killed_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     stream = _stream(tmp_path)
     with read_ahead(
-        stream, steps=range(10**6), share=_second_half, num_workers=1, device=_CPU
+        stream, steps=range(10**6), share=_second_half, num_workers=1, device=_CPU, check=_take_any
     ) as batches:
         next(batches)
         (child,) = multiprocessing.active_children()
@@ -245,6 +264,7 @@ if __name__ == "__main__":
         share=lambda step: range(step, step + 1),
         num_workers=2,
         device=torch.device("cpu"),
+        check=_take_any,
     ) as batches:
         next(batches)
         print(*(each.pid for each in multiprocessing.active_children()), flush=True)

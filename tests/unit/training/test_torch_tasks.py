@@ -252,12 +252,13 @@ def test_parts_of_a_batch_make_the_step_of_the_whole(num_parts: int, name: str) 
     """To float tolerance, unequal parts and batches smaller than the parts among them."""
 
     def make_model() -> nn.Module:
-        return MODELS["mlp"]() if name == "mlp" else nn.Linear(5, 3)
+        return MODELS["mlp"]() if name == "mlp" else nn.Conv1d(5, 3, 1)
 
     features, labels = examples()
     if name == "sequences":
-        features = torch.stack([features, features.flip(0)], 1)
+        features = torch.stack([features, features.flip(0)], 2)
         labels = torch.stack([labels, labels.flip(0)], 1)
+        labels[::3, 0], labels[1], labels[-1] = -100, -100, -100
     whole = trained(TorchTrainer.of(make_model, features, labels), make_model, local=MOMENTUM)
     cut = TorchTrainer.of(make_model, features, labels, gradient_accumulation=num_parts)
     found = trained(cut, make_model, local=MOMENTUM)

@@ -23,7 +23,7 @@ from fedlearn.algorithms.local import (
     report_of,
     short_cut,
 )
-from fedlearn.algorithms.objectives import CrossEntropy, Objective
+from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
 from fedlearn.core.features import Features, only
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
@@ -62,6 +62,8 @@ def misfit(chain: Chain, *, objective: Objective, features: Features, labels: Te
     """
     if type(objective) is not CrossEntropy:
         return f"the objective is {type(objective).__name__}, not CrossEntropy"
+    if objective.label_smoothing:
+        return f"the objective has label_smoothing {objective.label_smoothing}, not 0"
     if labels.dim() != 1 or labels.dtype != torch.int64:
         return f"labels are {labels.dtype} {list(labels.shape)}, not one int64 class an example"
     try:
@@ -86,13 +88,14 @@ class FusedExecutor:
 
     Args:
         chain: The model.
+        objective: The loss; see :func:`misfit`.
     """
 
     #: Each client's model is a row, so each may be another one's at first.
     takes_apart = True
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain, *, objective: Objective) -> None:
+        self._chain, self._objective = chain, objective
         self._last: Workspace | None = None
 
     @torch.no_grad()
@@ -112,7 +115,9 @@ class FusedExecutor:
         work.local.begin(params, memory, told=told)
         workspace.stack.refresh(num_clients)
         rules = _rules(work)
-        losses_K = _train(work, workspace, memory, told=told, rules=rules)
+        losses_K = _train(
+            work, workspace, memory, told=told, rules=rules, objective=self._objective
+        )
         report = report_of(
             work.local,
             params,
@@ -154,11 +159,17 @@ def _train(
     *,
     told: Memory,
     rules: Sequence[Affine] | None,
+    objective: Objective,
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace``; return their mean losses, each before its step."""
     plan, stack = work.schedule, workspace.stack
     features_NF = only(work.features).flatten(1)
+    weights_TKB = batch_weights(
+        objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
+    )
     labels_TKB = work.labels.index_select(0, plan.rows_TKB.flatten()).view(plan.rows_TKB.shape)
+    if weights_TKB is not plan.weights_TKB:  # what weighs nothing may have a label of no class
+        labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
     likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # logarithms, of the labels
     sizes = zip(plan.active_T.tolist(), plan.counts_TK.max(1).tolist(), strict=True)
     for step, (num_clients, batch_size) in enumerate(sizes):
@@ -167,7 +178,7 @@ def _train(
             features_NF,
             rows_KB=plan.rows_TKB[part],
             labels_KB=labels_TKB[part],
-            weights_KB=plan.weights_TKB[part],
+            weights_KB=weights_TKB[part],
             likelihoods_KB=likelihoods_TKB[part],
             rule=_WRITE_DOWN if rules is None else rules[step],
         )
@@ -180,8 +191,12 @@ def _train(
                 moment=Moment(work.round_num, step),
             )
             stack.refresh(num_clients)
-    is_real_TKB = plan.weights_TKB > 0.0
-    sums_K = torch.where(is_real_TKB, likelihoods_TKB, 0.0).sum((0, 2), dtype=torch.float64)
+    own_TKB = likelihoods_TKB
+    if weights_TKB is not plan.weights_TKB:
+        counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)
+        own_TKB = likelihoods_TKB * weights_TKB * counts_TK1
+    is_real_TKB = weights_TKB > 0.0
+    sums_K = torch.where(is_real_TKB, own_TKB, 0.0).sum((0, 2), dtype=torch.float64)
     losses_K: NDArray[np.float64] = -sums_K.cpu().numpy() / plan.counts_TK.sum(0)
     return losses_K
 
