@@ -34,6 +34,7 @@ class RoundRequest:
         seed: Public seed of client-side randomness.
         kept: What clients kept, for a collector that plays them.
         durations: What clients took in the last rounds, where a deadline follows it.
+        counted: As clients are told; see :class:`~fedlearn.core.messages.TrainRequest`.
     """
 
     round_num: int
@@ -44,6 +45,7 @@ class RoundRequest:
     seed: int
     kept: Kept = field(default_factory=dict)
     durations: Durations = ()
+    counted: Mapping[ClientId, int] | None = None
 
     def message(self) -> TrainRequest:
         """Return the request as clients are sent it that do not differ."""
@@ -55,11 +57,18 @@ class RoundRequest:
             settings=settings_of(self.strategy.local, self.strategy.transforms),
             seed=self.seed,
             told=self.told,
+            counted=self.counted,
         )
 
     def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
-        """Return the request to each client; those that do the same are sent the same object."""
+        """Return the request to each client; those that do the same are sent the same object.
+
+        Clients are told of the cohort alone whose updates counted.
+        """
         usual, transforms = self.message(), self.strategy.transforms
+        if self.counted is not None:
+            mine = {each: self.counted[each] for each in cohort if each in self.counted}
+            usual = replace(usual, counted=mine)
         known = [(self.strategy.local, usual)]
         found = dict[ClientId, TrainRequest]()
         for client_id, local in zip(cohort, self.strategy.locals_for(cohort), strict=True):
@@ -105,6 +114,8 @@ class Collected:
         flight: Of such a round, who is in flight when it has closed.
         durations: What clients took in the last rounds, where a deadline follows it.
         culprits: By whose fault nothing is released; another attempt is better off without them.
+        counted: By client in the aggregate the round whose model its update is based on; ``None``:
+            all who reported, and this round.
     """
 
     aggregate: Aggregate | None
@@ -116,6 +127,7 @@ class Collected:
     flight: Flight = ()
     durations: Durations = ()
     culprits: frozenset[ClientId] = frozenset()
+    counted: Mapping[ClientId, int] | None = None
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from fedlearn.algorithms.local import LocalWork, Memory, Moment, Tensors
+from fedlearn.algorithms.local import (
+    LocalUpdate,
+    LocalWork,
+    Memory,
+    Moment,
+    Tensors,
+    pieces_of,
+)
 from fedlearn.core.ranges import Count
 
 
@@ -34,3 +41,16 @@ class OwnTraining(LocalWork):
             "OwnTraining says not how to train: give clients a trainer of their own "
             "(fl.simulate(trainer=...), client.trainer, join --task), or a LocalSgd"
         )
+
+
+def keeps_something(local: LocalUpdate) -> bool:
+    """Return whether clients may keep something from one of their rounds to the next.
+
+    A trainer of the user's own may, and nobody else knows.
+
+    Example:
+        >>> keeps_something(OwnTraining())
+        True
+    """
+    is_own = any(isinstance(each, OwnTraining) for each in pieces_of(local))
+    return is_own or any(spec.is_kept for spec in local.memory.values())

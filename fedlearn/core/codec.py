@@ -106,6 +106,10 @@ _MODELS = {
     _FORMS[each][0]
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
+#: Fields that a header has only where they are not ``None``.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    _FORMS[each][0]: ("counted",) for each in (TrainRequest, SecureTrainRequest)
+}
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
 }
@@ -123,6 +127,9 @@ def encode(message: Request | Reply) -> bytes:
     fields = {name: _as_json(values[name]) for name in names}
     if values.get(_LACKS_CONSTANTS):
         fields[_LACKS_CONSTANTS] = True
+    fields |= {
+        name: _as_json(values[name]) for name in _OPTIONAL.get(kind, ()) if values[name] is not None
+    }
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION, len(header))
@@ -421,7 +428,8 @@ def _read(header: Any) -> tuple[str, dict[str, Any]]:
         raise ProtocolError(f"unknown message kind {kind!r}")
     if missing := [name for name in _FIELDS[kind] if name not in fields]:
         raise _malformed(f"the fields {missing} are missing")
-    values = {name: _READERS[name](fields[name], name) for name in _FIELDS[kind]}
+    there = [name for name in _OPTIONAL.get(kind, ()) if name in fields]
+    values = {name: _READERS[name](fields[name], name) for name in (*_FIELDS[kind], *there)}
     if fields.get(_LACKS_CONSTANTS) is True and kind in _MODELS:
         values[_LACKS_CONSTANTS] = True
     if unknown := sorted(fields.keys() - values.keys()):
@@ -592,7 +600,19 @@ def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
     return found
 
 
+def _rounds(value: Any, name: str) -> dict[ClientId, int]:
+    table = _table(value, name, of=int)
+    try:
+        found = {ClientId(int(client)): _integer(each, name) for client, each in table.items()}
+    except ValueError as error:
+        raise _malformed(f"{name}: {error}") from error
+    if len(found) != len(table) or not all(0 <= client < 1 << 63 for client in found):
+        raise _malformed(f"{name} has impossible clients")
+    return found
+
+
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "counted": _rounds,
     "round_num": _integer,
     "attempt": _integer,
     "seed": _integer,

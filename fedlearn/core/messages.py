@@ -53,6 +53,9 @@ class TrainRequest:
         told: What the strategy tells beside the model, by name: one vector each.
         lacks_constants: Whether ``tensors`` has what is averaged alone: the rest of the model stays
             the same in a run, and was sent apart.
+        counted: By client, the round whose model the last of its updates that counted was based
+            on; clients without any are missing. A client keeps what it changed in that training,
+            and undoes what it changed in another one since. ``None``: clients are not told.
     """
 
     kind: ClassVar[str] = TRAIN_KIND
@@ -65,6 +68,7 @@ class TrainRequest:
     seed: int
     told: "Mapping[str, Tensor]" = field(default_factory=dict)
     lacks_constants: bool = False
+    counted: Mapping[ClientId, int] | None = None
 
     @property
     def constants(self) -> "dict[str, Tensor]":

@@ -219,6 +219,8 @@ class _Round:
         ahead, most = self.collector.ahead, self.collector.asynchrony.max_staleness
         if ahead is None or most < _LEAST_STALENESS or self.is_sent_ahead:
             return
+        if self.requests[self.buffer.round_num].counted is not None:
+            return  # what a client kept is known to count only once its update is in a buffer
         self.is_sent_ahead = True
         flight, round_num = self.buffer.flight, self.buffer.round_num
         available = self.collector.available()
@@ -294,6 +296,7 @@ class _Round:
             train_metrics=self.metrics.close(),
             staleness=self.buffer.histogram(),
             flight=self.buffer.flight_after(self.now_s),
+            counted={each: taken.based_on for each, taken in self.buffer.taken.items()},
         )
 
     @property

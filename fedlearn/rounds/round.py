@@ -26,8 +26,10 @@ from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
+from fedlearn.algorithms.own_training import keeps_something
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
+from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
@@ -43,11 +45,13 @@ class Version:
         params: The model.
         told: What they were told beside it.
         state: The strategy's state of that round, where what clients do depends on it; else empty.
+        counted: Of which clients which update was the last that counted then.
     """
 
     params: Params
     told: Lanes
     state: State
+    counted: Mapping[ClientId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class ServerState:
             in earlier rounds and are awaited.
         versions: What they were sent, by the round that they are based on.
         durations: What clients took in the last rounds, where a deadline follows it.
+        counted: By client, where clients keep something, the round whose model the last of its
+            updates that counted was based on.
     """
 
     round_num: int
@@ -74,6 +80,7 @@ class ServerState:
     flight: Flight = ()
     versions: Mapping[int, Version] = field(default_factory=dict)
     durations: Durations = ()
+    counted: Mapping[ClientId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +167,8 @@ class Ran(NamedTuple):
     """A round that was run.
 
     Attributes:
-        state: After the round. Below the minimum of reports nothing is released, so it is the one
-            that came in, its ``round_num`` included; only clients that trained keep what they do.
+        state: After the round. Below the minimum of reports nothing is released and no update
+            counts, so it is the one that came in, its ``round_num`` included.
         collected: Who took part, and what was aggregated.
         metrics: What the strategy says of its step.
     """
@@ -220,6 +227,7 @@ def run_buffered_round(
             round_num=based_on,
             params=sent.params,
             told=sent.told,
+            counted=None if request.counted is None else sent.counted,
             strategy=strategy_at(plan.strategy, sent.state) if sent.state else usual,
         )
         for based_on, sent in state.versions.items()
@@ -231,6 +239,7 @@ def run_buffered_round(
         params=request.params,
         told=request.told,
         state={} if strategy is plan.strategy else state.strategy_state,
+        counted=request.counted or {},
     )
     sent_in = {**state.versions, state.round_num: newest}
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.flight})}
@@ -251,7 +260,16 @@ def _request(
         seed=plan.seed.value,
         kept=state.kept,
         durations=state.durations,
+        counted=state.counted if keeps_something(strategy.local) else None,
     )
+
+
+def _counted(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
+    """Return by client in an aggregate the round whose model its update is based on."""
+    if collected.counted is not None:
+        return collected.counted
+    rows = collected.participations
+    return {each.client_id: round_num for each in rows if each.status is Status.REPORTED}
 
 
 def _stepped(
@@ -259,10 +277,13 @@ def _stepped(
 ) -> Ran:
     """Release what was collected, if it is enough, and take the strategy's step."""
     strategy, attempt = request.strategy, request.attempt
-    state = replace(state, kept=collected.kept, durations=collected.durations)
+    state = replace(state, durations=collected.durations)
     aggregate = collected.aggregate
-    if aggregate is None:
+    if aggregate is None:  # no update counted, so clients keep what they kept before
         return Ran(state, collected, {})
+    state = replace(state, kept=collected.kept)
+    if request.counted is not None:
+        state = replace(state, counted={**state.counted, **_counted(collected, state.round_num)})
     strategy_state = state.strategy_state
     if plan.release is not None:
         aggregate, strategy_state = plan.release(

@@ -318,7 +318,9 @@ def _checkpoint(state: RunState) -> Checkpoint:
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
     tensors |= {f"flight/{name}": t for name, t in flight_tensors(server.flight).items()}
     tensors |= {f"durations/{name}": t for name, t in durations_tensors(server.durations).items()}
+    tensors |= _rounds_tensors("counted/", server.counted)
     for based_on, sent in server.versions.items():
+        tensors |= _rounds_tensors(f"{_VERSION}{based_on}/counted/", sent.counted)
         tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.told.items()}
         tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
@@ -331,6 +333,22 @@ def _checkpoint(state: RunState) -> Checkpoint:
         **{_BEGUN + name: value for name, value in server.begun.items()},
     }
     return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
+
+
+def _rounds_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Tensor]:
+    """Return rounds by client for a checkpoint; nothing where there are none."""
+    if not rounds:
+        return {}
+    ids, values = torch.tensor(list(rounds)), torch.tensor(list(rounds.values()))
+    return {f"{prefix}ids": ids, f"{prefix}rounds": values}
+
+
+def _rounds_from(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
+    """Return what :func:`_rounds_tensors` was given."""
+    if not tensors:
+        return {}
+    pairs = zip(tensors["ids"].tolist(), tensors["rounds"].tolist(), strict=True)
+    return {ClientId(client_id): round_num for client_id, round_num in pairs}
 
 
 def _exact(params: Params) -> dict[str, Tensor]:
@@ -369,10 +387,12 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
                 params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
                 told=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
                 state=_part(checkpoint, f"{_VERSION}{based_on}/state/", device),
+                counted=_rounds_from(checkpoint.under(f"{_VERSION}{based_on}/counted/")),
             )
             for based_on in sorted({each.based_on for each in flight})
         },
         durations=durations_from(checkpoint.under("durations/")),
+        counted=_rounds_from(checkpoint.under("counted/")),
     )
     best = _part(checkpoint, "best/", device)
     return RunState(

@@ -259,6 +259,7 @@ class _Round:
                 for each in sorted(in_flight, key=lambda each: each.asked_s)
             ),
             durations=durations,
+            counted={each.asked.client_id: each.asked.based_on for each in self.taken},
         )
 
     def _aggregate(self) -> Aggregate:

@@ -18,7 +18,7 @@ from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
 
 
-def trained(
+def train_reply(
     trainer: LocalTrainer, request: TrainRequest, *, context: TrainContext
 ) -> tuple[TrainReply, dict[str, Tensor]]:
     """Have a trainer answer a request; return the reply, and what the client keeps.

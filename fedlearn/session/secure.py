@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
+    ClientId,
     EvaluateReply,
     EvaluationNotice,
     SecureEvaluateRequest,
@@ -20,6 +21,7 @@ from fedlearn.core.messages import (
     SecureTermsRequest,
     SecureTrainRequest,
     TrainReply,
+    TrainRequest,
 )
 from fedlearn.errors import ProtocolError
 from fedlearn.secagg import messages
@@ -41,6 +43,7 @@ from fedlearn.session.pins import Pins
 #: Among a trainer's tensors; a model's names have no such prefix.
 _SESSION = "fedlearn/secagg"
 _PINS = "fedlearn/pins"
+_BASED_ON, _BEFORE = "fedlearn/based_on", "fedlearn/before/"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +54,9 @@ class KeptState:
         trainer: What the trainer keeps.
         session: Its part in sessions of secure aggregation; ``None``: it has never had any.
         pins: Identity keys of other clients, unless they are kept where they outlive the run.
+        based_on: The round of the last training, as long as it is not known whether its update
+            counted; ``None``: nothing is open.
+        before: What the trainer kept before that training.
 
     Example:
         >>> KeptState.of(b"").to_bytes()
@@ -60,21 +66,50 @@ class KeptState:
     trainer: Mapping[str, Tensor]
     session: ClientState | None
     pins: Pins = field(default_factory=Pins)
+    based_on: int | None = None
+    before: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: bytes) -> "KeptState":
         """Return what :meth:`to_bytes` wrote; ProtocolError where it is of another version."""
         tensors = safetensors.torch.load(data) if data else {}
         kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
+        based_on = tensors.pop(_BASED_ON, None)
+        before = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BEFORE)}
         return cls(
+            based_on=None if based_on is None else int(based_on),
+            before={name.removeprefix(_BEFORE): value for name, value in before.items()},
             trainer=tensors,
             session=None if kept is None else ClientState.from_bytes(kept.numpy().tobytes()),
             pins=Pins() if pins is None else Pins.from_bytes(pins.numpy().tobytes()),
         )
 
+    def settled(self, request: TrainRequest, client_id: ClientId) -> "KeptState":
+        """Return what this client begins a training with: it knows now which update counted.
+
+        What it changed in its last training stays if that update counted, and is undone if not:
+        it was refused, came late, or its attempt was thrown away.
+        """
+        if self.based_on is None:
+            return self
+        counts = request.counted is None or request.counted.get(client_id) == self.based_on
+        trainer = self.trainer if counts else self.before
+        return replace(self, trainer=trainer, based_on=None, before={})
+
+    def after(self, request: TrainRequest, trainer: Mapping[str, Tensor]) -> "KeptState":
+        """Return what is kept after a training, of which it is not known yet whether it counts."""
+        if request.counted is None or not (trainer or self.trainer):
+            return replace(self, trainer=trainer)
+        return replace(self, trainer=trainer, based_on=request.round_num, before=self.trainer)
+
     def to_bytes(self) -> bytes:
         """Return this as bytes; with a session they hold secret keys."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.trainer.items()}
+        if self.based_on is not None:
+            tensors[_BASED_ON] = torch.tensor(self.based_on)
+            for name, value in self.before.items():
+                # A copy: tensors that share their memory cannot be written.
+                tensors[_BEFORE + name] = value.detach().cpu().clone().contiguous()
         if self.session is not None:
             tensors[_SESSION] = _octets(self.session.to_bytes())
         if self.pins.clients:

@@ -48,7 +48,7 @@ from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import described
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.results import evaluate_reply, trained
+from fedlearn.session.results import evaluate_reply, train_reply
 from fedlearn.session.secure import KeptState, after_failure, contribution, measured, message_in
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 
@@ -134,9 +134,9 @@ class ClientSession:
         try:
             match decode(data, personal=personal, constants=constants):
                 case TrainRequest() as request:
-                    kept = KeptState.of(state)
+                    kept = KeptState.of(state).settled(request, self.client_id)
                     reply, tensors = self._train(request, kept.trainer, control)
-                    return encode(reply), replace(kept, trainer=tensors).to_bytes()
+                    return encode(reply), kept.after(request, tensors).to_bytes()
                 case EvaluateRequest() as request:
                     return encode(self._evaluate(request, control)), state
                 case (
@@ -175,14 +175,15 @@ class ClientSession:
                 stage=Stage.ADVERTISE,
                 reason="this client was enrolled without the coordinator's key; invite it anew",
             )
-        trainer_state = dict(kept.trainer)
+        trained = kept
 
         def contribute(terms: Terms) -> Contribution:
             match request:
                 case SecureTrainRequest(train=train) if request_hash(train) == terms.request_hash:
-                    update, trainer = self._train(train, kept.trainer, control)
-                    trainer_state.clear()
-                    trainer_state.update(trainer)
+                    nonlocal trained
+                    begun = kept.settled(train, self.client_id)
+                    update, trainer = self._train(train, begun.trainer, control)
+                    trained = begun.after(train, trainer)
                     return contribution(terms, update)
                 case SecureEvaluateRequest(evaluate=evaluate) if (
                     request_hash(evaluate) == terms.request_hash
@@ -207,7 +208,7 @@ class ClientSession:
         )
         reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
         if self.pin_file is None:
-            kept = replace(kept, pins=pins)
+            trained = replace(trained, pins=pins)
         elif pins != before:
             self.pin_file.write(pins)
         if self.history_file is not None and history is not None:
@@ -215,7 +216,7 @@ class ClientSession:
             if after != history:
                 self.history_file.write(after)  # before the answer leaves
             session = replace(session, releases=PastReleases())  # it stands in one place
-        return reply, replace(kept, trainer=trainer_state, session=session)
+        return reply, replace(trained, session=session)
 
     def _draw(self, pins: Pins) -> Draw | None:
         """Return who may be asked by the roster that the pins are from, if they are."""
@@ -242,7 +243,7 @@ class ClientSession:
             told=request.told,
             control=control,
         )
-        return trained(self.trainer, request, context=context)
+        return train_reply(self.trainer, request, context=context)
 
 
 def _failure(error: Exception) -> Failure:

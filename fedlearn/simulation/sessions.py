@@ -21,6 +21,7 @@ from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
+from fedlearn.core.collecting import Status
 from fedlearn.core.features import Features
 from fedlearn.core.messages import (
     ClientId,
@@ -140,9 +141,13 @@ class SessionsKept:
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
     def added_to(self, collected: Collected, *, before: Kept) -> Collected:
-        """Return a round with what everybody's trainer keeps after it: no keys of sessions."""
-        asked = {each.client_id for each in collected.participations}
-        states = {each: self.channel.states.get(each, b"") for each in asked}
+        """Return a round with what the trainers keep of clients whose updates are in it.
+
+        The others keep what they kept before, as their sessions do once they hear of it.
+        """
+        rows = collected.participations
+        counted = {each.client_id for each in rows if each.status is Status.REPORTED}
+        states = {each: self.channel.states.get(each, b"") for each in counted}
         changes: Kept = {each: KeptState.of(state).trainer for each, state in states.items()}
         return replace(collected, kept=updated(before, changes))
 

@@ -274,7 +274,8 @@ class ResidentModel:
             num_examples: Examples of the whole batch.
         """
         grads: Sequence[Tensor | None] = ()
-        losses, weight = list[Tensor](), 0.0
+        losses = list[Tensor]()
+        weight: Tensor | float = 0.0
         for part in parts:
             self._choose_formats(part.features, part.labels)
             self._seed_masks(part)

@@ -61,6 +61,7 @@ def _read(files: TableFiles, *, num_workers: int, clock: SystemClock) -> float:
         share=lambda step: range(step * _BATCH, (step + 1) * _BATCH),
         num_workers=num_workers,
         device=torch.device("cpu"),
+        check=lambda _labels: None,
     ) as batches:
         for _ in islice(batches, num_steps // 4):
             pass

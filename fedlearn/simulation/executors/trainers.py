@@ -14,7 +14,7 @@ from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import taken
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged
-from fedlearn.session.results import trained
+from fedlearn.session.results import train_reply
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.training.trainer import LocalTrainer, TrainContext
 
@@ -57,7 +57,7 @@ class TrainerExecutor:
             told=request.told,
         )
         try:
-            reply, kept = trained(trainer, request, context=context)
+            reply, kept = train_reply(trainer, request, context=context)
         except Diverged:
             return Trained(
                 deltas_KP=torch.full_like(like, math.nan)[None],

@@ -1,0 +1,259 @@
+"""What clients keep moves when their update counts, and at no other time.
+
+Histories are random: clients fail, come late, are refused by a bound, attempts are thrown away and
+rounds skipped, the coordinator is restarted. Engine, sessions in memory and Flower agree.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.sampling import UniformSampler
+from fedlearn.algorithms.scaffold import Scaffold
+from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.core.messages import ClientId, TrainRequest
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
+from fedlearn.session.secure import KeptState
+from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.executors.sequential import SequentialExecutor
+from fedlearn.simulation.sessions import (
+    SessionCollector,
+    SessionsKept,
+    SimulatedSessions,
+    trainers_on,
+)
+from fedlearn.transport.memory import Handler
+from tests.parity import test_flower as flower
+
+NUM_CLIENTS, NUM_ROUNDS = len(flower.SIZES), 6
+SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.2)
+POLICY = StragglerPolicy(
+    num_wanted=3,
+    over_selection=1.7,
+    deadline_s=5.0,
+    min_reports=2,
+    below_minimum=BelowMinimum.SKIP,
+    max_retries=0,
+)
+SCAFFOLD = Scaffold(sgd=SGD, num_clients=NUM_CLIENTS, server_learning_rate=1.0)
+MOMENTUM = FedAvg(replace(SGD, momentum=0.9, keep_momentum=True))
+
+
+@dataclass(frozen=True)
+class Unreliable:
+    """Devices of which in each attempt some are late and some fail."""
+
+    history: int
+
+    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+        return self._rng(asked, 0).uniform(0.0, 7.0, NUM_CLIENTS)[asked.client_ids]
+
+    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+        return (self._rng(asked, 1).uniform(size=NUM_CLIENTS) < 0.3)[asked.client_ids]
+
+    def _rng(self, asked: DeviceRound, what: int) -> np.random.Generator:
+        return np.random.default_rng((self.history, asked.round_num, asked.attempt, what))
+
+
+def by_the_engine(history: int, strategy: Strategy) -> Collector:
+    return Engine(
+        population=flower.population(),
+        behaviour=Unreliable(history),
+        executor=SequentialExecutor(flower.resident()),
+        policy=POLICY,
+        cluster=Alone(),
+        block_size=1,
+    )
+
+
+def in_memory(
+    history: int, strategy: Strategy, sessions_of: type[SimulatedSessions]
+) -> SessionCollector:
+    channel = sessions_of(
+        flower.population(),
+        Unreliable(history),
+        trainers_on(flower.resident()),
+        work=strategy.local.work,
+    ).channel()
+    plain = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
+    return SessionCollector(inner=plain, sessions=SessionsKept(channel))
+
+
+@dataclass(frozen=True)
+class LosingReplies(SimulatedSessions):
+    """Sessions of which those that fail do so after training: they keep what they have changed."""
+
+    def __getitem__(self, client_id: ClientId) -> Handler:
+        fails, trains = super().__getitem__(client_id), reliable(self)[client_id]
+
+        def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
+            reply, after = fails(data, state)
+            return (reply, trains(data, state)[1]) if after == state else (reply, after)
+
+        return handle
+
+
+def reliable(sessions: SimulatedSessions) -> SimulatedSessions:
+    """Return sessions on the same examples of which none fails."""
+    return SimulatedSessions(
+        sessions.population, flower.Spread(), sessions.make_trainer, work=sessions.work
+    )
+
+
+@dataclass(frozen=True)
+class ThrowingAway:
+    """A collector whose first attempt at some rounds comes to nothing, whoever reported."""
+
+    inner: Collector
+    rounds: tuple[int, ...] = (1, 2)
+
+    def available(self) -> Sequence[ClientId]:
+        return self.inner.available()
+
+    def collect(self, cohort: Sequence[ClientId], request: RoundRequest) -> Collected:
+        collected = self.inner.collect(cohort, request)
+        if request.attempt == 0 and request.round_num in self.rounds:
+            return replace(collected, aggregate=None)
+        return collected
+
+
+def one_round(strategy: Strategy, collector: Collector, state: ServerState) -> ServerState:
+    """Try a round twice, and else skip it, as a run does."""
+    opening = SampledOpening(
+        sampler=UniformSampler(), available=collector.available, policy=POLICY, seed=Seed(5)
+    )
+    plan = RoundPlan(
+        opening=opening, policy=POLICY, collector=collector, strategy=strategy, seed=Seed(5)
+    )
+    for attempt in range(2):
+        ran = run_round(state, plan, attempt=attempt)
+        if ran.collected.aggregate is not None:
+            return ran.state
+        state = ran.state
+    return replace(state, round_num=state.round_num + 1)
+
+
+def begun(strategy: Strategy) -> ServerState:
+    torch.manual_seed(0)
+    params = Params.of(flower.make_model())
+    return ServerState(round_num=0, params=params, strategy_state=strategy.init(params))
+
+
+def assert_same(found: ServerState, expected: ServerState) -> None:
+    assert torch.equal(found.params.vector, expected.params.vector)
+    assert found.counted == expected.counted
+    assert found.kept.keys() == expected.kept.keys()
+    for client_id, own in expected.kept.items():
+        for name, value in own.items():
+            assert torch.equal(found.kept[client_id][name], value)
+
+
+def assert_controls_agree(state: ServerState) -> None:
+    """The server's control variate is the mean of the clients': zero of one that keeps none."""
+    control = state.strategy_state["control"]
+    total = sum((own["control"] for own in state.kept.values()), torch.zeros_like(control))
+    torch.testing.assert_close(total / NUM_CLIENTS, control, rtol=0.0, atol=1e-7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A history, and what it happens to."""
+
+    history: int
+    max_norm: float
+    restarts: frozenset[int]
+    base: Strategy
+    is_losing: bool
+
+
+cases = st.builds(
+    Case,
+    history=st.integers(0, 2**16),
+    max_norm=st.sampled_from([1e9, 1.0, 0.5]),
+    restarts=st.frozensets(st.integers(1, NUM_ROUNDS - 1), max_size=2),
+    base=st.sampled_from([SCAFFOLD, MOMENTUM]),
+    is_losing=st.booleans(),
+)
+
+
+@settings(max_examples=3, deadline=None)
+@given(case=cases)
+def test_clients_keep_what_counted_whatever_happens(case: Case) -> None:
+    """Engine and sessions agree to the bit; SCAFFOLD's controls sum up after every round."""
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(case=cases)
+def test_many_histories_of_what_clients_keep(case: Case) -> None:
+    """The same, more often."""
+    check(case)
+
+
+def check(case: Case) -> None:
+    strategy = Bounded(case.base, UpdateBounds(max_norm=case.max_norm, max_examples=1000))
+    sessions_of = LosingReplies if case.is_losing else SimulatedSessions
+    engine = by_the_engine(case.history, strategy)
+    sessions = in_memory(case.history, strategy, sessions_of)
+    expected = found = begun(strategy)
+    for round_num in range(NUM_ROUNDS):
+        if round_num in case.restarts:
+            sessions = in_memory(case.history, strategy, sessions_of)
+        expected = one_round(strategy, engine, expected)
+        found = one_round(strategy, sessions, found)
+        assert_same(found, expected)
+        if case.base is SCAFFOLD:
+            assert_controls_agree(expected)
+
+
+def test_an_attempt_that_is_thrown_away_is_undone_on_flower_too() -> None:
+    """And an update that its bound refuses, of which Flower tells no client."""
+    strategy = Bounded(SCAFFOLD, UpdateBounds(max_norm=0.75, max_examples=1000))
+    states = list[ServerState]()
+    for collector in (flower.by_the_engine(strategy), flower.over_flower(strategy)):
+        state, throwing = begun(strategy), ThrowingAway(collector)
+        for _ in range(NUM_ROUNDS):
+            state = one_round(strategy, throwing, state)
+        states.append(state)
+    expected, found = states
+    assert torch.equal(found.params.vector, expected.params.vector)
+    assert found.counted == expected.counted
+    assert_controls_agree(expected)
+
+
+def test_a_client_that_is_told_nothing_keeps_its_last_training() -> None:
+    """The control: without word of what counted, an update that was lost moves what it keeps."""
+    tensors = {"c": torch.ones(2)}
+    request = TrainRequest(
+        round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0, counted={}
+    )
+    me, kept = ClientId(4), KeptState(trainer={}, session=None).after(request, tensors)
+    kept = KeptState.of(kept.to_bytes())
+
+    def begins_with(counted: Mapping[ClientId, int] | None) -> Mapping[str, Tensor]:
+        later = replace(request, round_num=5, counted=counted)
+        return kept.settled(later, me).trainer
+
+    assert begins_with({me: 3}).keys() == tensors.keys()
+    assert begins_with(None).keys() == tensors.keys()
+    for counted in ({}, {me: 2}, {ClientId(5): 3}):
+        assert begins_with(counted) == {}
