@@ -17,6 +17,7 @@ from fedlearn.building.pieces import ALONE, Simulation
 from fedlearn.building.private import with_privacy
 from fedlearn.building.server_training import set_apart
 from fedlearn.building.training import training_of
+from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
 from fedlearn.errors import ConfigError
@@ -142,13 +143,25 @@ def around(
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )
     if not config.privacy.is_on:
-        return complete(pieces)
+        return _agreed(complete(pieces))
     if config.privacy.num_users not in (None, population):
         raise ConfigError(
             f"privacy.num_users is {config.privacy.num_users}, but the data have {population} "
             "clients; leave it out"
         )
-    return complete(with_privacy(pieces, population))
+    return _agreed(complete(with_privacy(pieces, population)))
+
+
+def _agreed(pieces: Simulation) -> Simulation:
+    """Return the pieces; refuse sums to which clients that are deployed would not agree."""
+    plan, limit = pieces.secure, SecureAggregationPolicy().max_clip
+    if plan is not None and (clip := max(plan.clip_norm, plan.statistics_norm)) > limit:
+        raise ConfigError(
+            f"secure_aggregation: the clip is {clip:g}, and deployed clients refuse one above "
+            f"{limit:g} unless their policy says otherwise (max_clip); lower clip_norm or "
+            "statistics_norm"
+        )
+    return pieces
 
 
 def _refuse_more_than(population: int, asynchrony: Asynchrony) -> None:

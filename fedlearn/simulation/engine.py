@@ -89,7 +89,11 @@ class Engine:
                 verdicts=trained.verdicts,
             )
         participations = timeline.participations(self.policy, bounds=self.bounds(request))
-        is_enough = participations.num(Status.REPORTED) >= self.policy.min_reports
+        least = self.policy.min_reports
+        if self.summing is not None:
+            participations = self.summing.recorded(participations)
+            least = max(least, self.summing.min_survivors)
+        is_enough = participations.num(Status.REPORTED) >= least
         return Collected(
             aggregate=reduction.close() if is_enough else None,
             participations=participations,

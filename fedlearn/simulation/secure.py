@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
+from fedlearn.core.collecting import STATUSES, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
@@ -115,6 +116,42 @@ class ModularSum:
     plan: SecurePlan
     layout: Layout
     seed: Seed
+
+    @property
+    def min_survivors(self) -> int:
+        """Fewest clients in a sum that is opened."""
+        return self.plan.min_survivors
+
+    def recorded(self, rows: Participations) -> Participations:
+        """Return what a coordinator knows of the clients of a round, as the protocol records it.
+
+        Each client in the sum has the means of all that are in it. Of sums with noise the clients
+        tell nothing else. In a sum that is not opened nobody has reported.
+        """
+        reported = rows.codes == STATUSES.index(Status.REPORTED)
+        count, least = int(reported.sum()), self.min_survivors
+        if count < least:
+            reason = f"the sum is not opened: {count} clients are in it, of at least {least}"
+            failed = dict.fromkeys(np.flatnonzero(reported).tolist(), reason)
+            codes = np.where(reported, STATUSES.index(Status.FAILED), rows.codes)
+            examples, losses = np.zeros_like(rows.num_examples), np.full(len(rows), math.nan)
+            reasons = {**rows.reasons, **failed}
+            return replace(rows, codes=codes, num_examples=examples, losses=losses, reasons=reasons)
+        if self.plan.noise_multiplier is not None:
+            num_examples, loss = 0, math.nan
+        else:
+            examples_B = rows.num_examples[reported].clip(max=self.plan.max_examples)
+            losses_B = rows.losses[reported]
+            weights_B = (examples_B if self.plan.by_examples else 1) * ~np.isnan(losses_B)
+            sent_B = np.nan_to_num(losses_B).clip(0.0, self.plan.max_loss)
+            total = int(weights_B.sum())
+            loss = float(sent_B @ weights_B) / total if total else math.nan
+            num_examples = max(1, round(int(examples_B.sum()) / count))
+        return replace(
+            rows,
+            num_examples=np.where(reported, num_examples, rows.num_examples),
+            losses=np.where(reported, loss, rows.losses),
+        )
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the example counts, none above W; or ones."""

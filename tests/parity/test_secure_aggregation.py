@@ -1,6 +1,8 @@
 """A secure round equals the same round in the clear, but for fixed point."""
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,12 +18,15 @@ from fedlearn.algorithms.recipes import FedAvg, FedMedian
 from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, Wrapped
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
+from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.assemble import assemble, resolve
 from fedlearn.rounds.round import run_round
 from fedlearn.simulation.cluster import Alone
+from fedlearn.simulation.secure import ModularSum
 
 MEMORY = "engine.transport=memory"
 ON = "secure_aggregation.mode=complete"
@@ -118,6 +123,60 @@ def test_the_clip_is_felt_alike_by_the_protocol_and_by_the_modular_sum() -> None
         found.append(after.params.vector - before.params.vector)
     assert float(torch.linalg.vector_norm(found[0])) <= 0.1 + 1e-4
     assert torch.allclose(found[0], found[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("by_examples", ["true", "false"])
+def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> None:
+    """Of each client the means of all in the sum: a coordinator knows no more."""
+    found = []
+    for variant in ([MEMORY], [MODULAR, "engine.executor=sequential"]):
+        weighting = f"algorithm.weight_by_examples={by_examples}"
+        config = load(None, overrides=[ON, *variant, *PRECISE, *EVERYONE, weighting])
+        pieces = build.simulation(config, data_dir=Path())
+        resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+        plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
+        rows = run_round(plan.round.init(params), plan.round, attempt=0).collected.participations
+        found.append(rows)
+    protocol, modular = found
+    assert sorted(modular.client_ids) == sorted(protocol.client_ids)
+    assert modular.num_examples.tolist() == protocol.num_examples.tolist()
+    assert len(set(modular.losses)) == 1
+    assert modular.mean_loss() == pytest.approx(protocol.mean_loss(), abs=1e-4)
+
+
+def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
+    """They are failures, as where a session ends; control: enough are reports."""
+    config = load(None, overrides=[ON, MODULAR, *EVERYONE])
+    pieces = build.simulation(config, data_dir=Path())
+    resolved = resolve(pieces, clock=SystemClock(), environ={}, cache_dir=Path())
+    assert resolved.secure is not None
+    layout = Layout.of(resolved.make_model())
+    summing = ModularSum(plan=resolved.secure, layout=layout, seed=Seed(0))
+    least = summing.min_survivors
+
+    def recorded(num_reported: int) -> Participations:
+        done = [
+            Participation(ClientId(each), Status.REPORTED, 1.0, 10 + each, 0.5)
+            for each in range(num_reported)
+        ]
+        late = Participation(ClientId(99), Status.LATE, math.nan)
+        return summing.recorded(Participations.of([*done, late]))
+
+    assert recorded(least).num(Status.REPORTED) == least
+    below = recorded(least - 1)
+    assert below.num(Status.FAILED) == least - 1
+    assert below.num(Status.LATE) == 1
+    assert math.isnan(below.mean_loss())
+    assert "not opened" in below[0].reason
+
+
+def test_a_clip_that_deployed_clients_refuse_is_refused() -> None:
+    """By their default policy; control: the largest that they take is built."""
+    for clip, is_refused in ((1000.0, False), (1001.0, True)):
+        config = load(None, overrides=[ON, MODULAR, f"secure_aggregation.clip_norm={clip}"])
+        context = pytest.raises(ConfigError, match="max_clip") if is_refused else nullcontext()
+        with context:
+            build.simulation(config, data_dir=Path())
 
 
 def test_the_engine_without_a_choice_is_refused_with_the_remedy() -> None:
