@@ -1,6 +1,9 @@
 """Several labels an example, some of them to ignore: every way to train and to measure agrees."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -9,7 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedlearn as fl
+from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import DataError, SettingsRefused
+from fedlearn.simulation.sources import Examples
+from fedlearn.training.lockstep import ALONE, Processes
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import LocalResult, TrainContext
 
 NUM_CLASSES, LENGTH, NUM_CLIENTS = 3, 3, 4
 WEIGHTS = (0.5, 2.0, 1.0)
@@ -113,3 +126,93 @@ def test_a_round_is_torchs(
         for each, mine in zip(*(t.chunk(NUM_CLIENTS) for t in (outputs, labels)), strict=True)
     ]
     assert metrics["clients/loss_mean"] == pytest.approx(float(np.mean(own[1:])), rel=1e-5)
+
+
+DENSE_OBJECTIVE = CrossEntropy(class_weights=WEIGHTS)
+
+
+def trained_by(
+    trainer: TorchTrainer, start: dict[str, Tensor], local: LocalUpdate, processes: Processes
+) -> LocalResult:
+    context = TrainContext(
+        client_id=ClientId(0), round_num=0, settings=settings_of(local, ()), seed=Seed(0), state={}
+    )
+    return trainer.train_with(processes, start, context=context)
+
+
+class Threads:
+    """One of two processes that share a training, as a thread."""
+
+    def __init__(self, rank: int, barrier: Barrier, sent: dict[int, Tensor]) -> None:
+        self.rank, self.world_size = rank, 2
+        self._barrier, self._sent = barrier, sent
+
+    def all_reduce(self, values: Tensor) -> None:
+        self._sent[self.rank] = values.clone()
+        self._barrier.wait()
+        total = self._sent[0] + self._sent[1]
+        self._barrier.wait()
+        values.copy_(total)
+
+
+def test_a_batch_that_is_cut_or_shared_is_the_same_batch() -> None:
+    """By accumulation and by two processes, whose shares do not weigh the same."""
+    data, start = examples(16, LENGTH), dense().state_dict()
+    barrier, sent = Barrier(2), dict[int, Tensor]()
+    whole = trained_by(
+        TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE), start, LOCAL, ALONE
+    )
+    cut = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE, gradient_accumulation=3)
+
+    def share(rank: int) -> LocalResult:
+        trainer = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE)
+        return trained_by(trainer, start, LOCAL, Threads(rank, barrier, sent))
+
+    with ThreadPoolExecutor(2) as pool:
+        shared = list(pool.map(share, range(2)))
+    for found in (trained_by(cut, start, LOCAL, ALONE), *shared):
+        for name, value in whole.tensors.items():
+            torch.testing.assert_close(found.tensors[name], value)
+            assert not torch.equal(value, start[name])
+
+
+def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions() -> None:
+    """One without any that counts has none; class weights have no meaning there."""
+    features, labels = examples(16, LENGTH)
+    model, clip_norm = dense(), 0.3
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    local = replace(LOCAL, epochs=1)
+    rule = NoisedGradients(inner=local, example_clip_norm=clip_norm, example_noise_multiplier=1e-9)
+    found = trained_by(TorchTrainer.of(dense, features, labels), start, rule, ALONE)
+    parameters = list(model.parameters())
+    for x, y in zip(features.split(4), labels.split(4), strict=True):
+        totals = [torch.zeros_like(each) for each in parameters]
+        for one, label in zip(x, y, strict=True):
+            if (label == -100).all():
+                continue
+            grads = torch.autograd.grad(F.cross_entropy(model(one[None]), label[None]), parameters)
+            norm = torch.cat([grad.flatten() for grad in grads]).norm()
+            for total, grad in zip(totals, grads, strict=True):
+                total.add_(grad * min(1.0, clip_norm / float(norm)))
+        with torch.no_grad():
+            for parameter, total in zip(parameters, totals, strict=True):
+                parameter.sub_(local.learning_rate * total / 4)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=1e-6)
+    weighted = TorchTrainer.of(dense, features, labels, objective=DENSE_OBJECTIVE)
+    with pytest.raises(SettingsRefused, match="leave class_weights out"):
+        trained_by(weighted, start, rule, ALONE)
+
+
+@pytest.mark.parametrize("label", [-1, -99, NUM_CLASSES])
+def test_data_have_classes_and_labels_to_ignore(label: int) -> None:
+    """A label that is neither is refused where a number of classes is known."""
+    features, labels = examples(8)
+    held_out = labels.clone().clamp(min=0)
+    data = Examples(features=features, labels=labels, groups=None, num_classes=NUM_CLASSES)
+    assert data.num_classes == NUM_CLASSES
+    held_out[3] = label
+    with pytest.raises(DataError, match=rf"row 3 has the label {label}, outside 0..2.*-100"):
+        Examples(features=features, labels=held_out, groups=None, num_classes=NUM_CLASSES)
+    with pytest.raises(DataError, match="no label is a class"):
+        Examples.of(features=features, labels=torch.full((8,), -100))
