@@ -62,7 +62,8 @@ class PrivacySection(Section):
     population: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "auto",
         description="Name of the clients whose ledger is charged; runs of one name share a "
-        'budget. "auto" knows simulated clients again by their examples; deployed, "enrolled".',
+        'budget. "auto" knows simulated examples again by their values, however they are divided; '
+        'deployed, "enrolled".',
     )
     num_users: Count | None = Field(
         None,

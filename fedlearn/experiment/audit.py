@@ -160,7 +160,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
         )
     if not 0.0 < confidence < 1.0:
         raise ConfigError(f"the confidence is {confidence}; give a number between 0 and 1")
-    section = section.model_copy(update={"num_users": None, "population": "audit"})
+    section = section.model_copy(update={"num_users": None, "other_data_because": "an audit"})
     planted = Planted(num_canaries)
     pieces = simulation(
         config.model_copy(update={"privacy": section, "name": None}),

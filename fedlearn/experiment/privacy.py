@@ -1,58 +1,106 @@
 """What a run's privacy comes to as it begins: who it charges, and what was spent before."""
 
-import hashlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from fedlearn.build import Pieces, Simulation, deployment, simulation
 from fedlearn.config import Config
 from fedlearn.config.data import NoData
 from fedlearn.core.clock import Clock
-from fedlearn.core.features import named
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import ledger_of
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
 from fedlearn.privacy.plan import BandedPlan
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.fingerprint import Fingerprint, fingerprint_of
+from fedlearn.store.charged_examples import ChargedExamples, charged_examples, remember_examples
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
 
 PiecesT = TypeVar("PiecesT", bound=Pieces)
 
-#: Clients whose examples tell a population from others.
-_LOOKED_AT = 16
 
+def with_ledger(pieces: Simulation, database: Database | None, *, writes: bool) -> Simulation:
+    """Return a simulation with the name of the ledger that it charges.
 
-def known_by_examples(population: Population) -> str:
-    """Return a name by which clients are known again: a digest of some of their examples."""
-    num_clients = population.num_clients
-    sample = np.unique(np.linspace(0, num_clients - 1, _LOOKED_AT).astype(np.int64))
-    digest = hashlib.blake2b(repr(num_clients).encode(), digest_size=8)
-    for client_id in sample:
-        features, labels = population.load(np.asarray([client_id])).gathered()
-        for tensor in (*named(features).values(), labels):
-            digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return f"examples-{digest.hexdigest()}"
+    With ``privacy.population = "auto"`` that is the ledger of any earlier run on some of the same
+    examples, however they were divided, ordered or stored; of none, a new one.
 
+    Args:
+        pieces: The simulation.
+        database: Of the earlier runs; ``None``: there are none.
+        writes: Whether the examples are remembered for later runs.
 
-def known(pieces: Simulation) -> Simulation:
-    """Return the simulation with a name for the clients whose ledger it charges."""
+    Raises:
+        ConfigError: No one ledger is right, and the population needs a name.
+        DataError: Examples cannot be read.
+        StoreError: The database cannot be read or written.
+    """
     privacy = pieces.config.privacy
-    if not privacy.is_on or privacy.population != "auto":
+    is_auto = privacy.population == "auto"
+    if not privacy.is_on or privacy.reproducible:
         return pieces
-    named = privacy.model_copy(update={"population": known_by_examples(pieces.population)})
-    return replace(pieces, config=pieces.config.model_copy(update={"privacy": named}))
+    if privacy.other_data_because is not None:
+        return _with_population(pieces, "other data") if is_auto else pieces
+    if not is_auto and not writes:
+        return pieces
+    found = fingerprint_of(pieces.population)
+    name = privacy.population
+    if is_auto:
+        charged = [] if database is None else charged_examples(database)
+        name = _ledger_for(found, charged, by_user=privacy.mode != "example")
+    if writes and database is not None and found.is_stable:
+        sketch = found.sketch.astype("<u8").tobytes()
+        remember_examples(database, ChargedExamples(name, found.users, found.name, sketch))
+    return _with_population(pieces, name)
+
+
+def _with_population(pieces: Simulation, name: str) -> Simulation:
+    section = pieces.config.privacy.model_copy(update={"population": name})
+    return replace(pieces, config=pieces.config.model_copy(update={"privacy": section}))
+
+
+def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: bool) -> str:
+    """Return the ledger of examples: that of those which they have in common with earlier runs.
+
+    Raises:
+        ConfigError: They differ each time they are read, or earlier runs charged several ledgers,
+            or other users.
+    """
+    if not found.is_stable:
+        raise ConfigError(
+            'privacy.population is "auto", which knows examples again by their values, but these '
+            "are others each time they are read, as with random augmentation; name the population, "
+            'as in privacy.population = "ward 5", the same in each run on these examples'
+        )
+    same = [one for one in charged if found.overlaps(np.frombuffer(one.sketch, "<u8"))]
+    ledgers = sorted({one.population for one in same})
+    if not ledgers:
+        return found.name
+    if len(ledgers) > 1:
+        raise ConfigError(
+            "privacy.population: some of the examples were charged to each of the ledgers "
+            f"{', '.join(ledgers)}, and none of them has the whole cost; leave out the examples of "
+            "all but one, or name the population in privacy.population, and so decide which counts"
+        )
+    (ledger,) = ledgers
+    if by_user and all(one.users != found.users for one in same):
+        raise ConfigError(
+            f"privacy.population: the ledger {ledger} was charged for some of these examples, but "
+            "they were divided among other clients, and what is promised to one user then does not "
+            "add up; divide them as before (the same data, partition and seed). If the clients "
+            f"stand for the same users, name the population: privacy.population = {ledger!r}. If "
+            "the data are others', say so in privacy.other_data_because"
+        )
+    return ledger
 
 
 def built_on(config: Config, *, data_dir: Path) -> Pieces:
-    """Return the pieces of a run, with a name for its clients; none is trained.
+    """Return the pieces of a run; none is trained.
 
     Those of a simulation, or, of a configuration without data, of a deployment.
 
@@ -62,15 +110,18 @@ def built_on(config: Config, *, data_dir: Path) -> Pieces:
     """
     if isinstance(config.data, NoData):
         return deployment(config, data_dir=data_dir)
-    return known(simulation(config, data_dir=data_dir))
+    return simulation(config, data_dir=data_dir)
 
 
 def spent_before(pieces: Pieces, database: Database) -> dict[Event, int]:
     """Return what earlier runs have charged to the clients of a run that is to come.
 
     Raises:
+        ConfigError: No one ledger is right, and the population needs a name.
         StoreError: The ledger cannot be read.
     """
+    if isinstance(pieces, Simulation):
+        pieces = with_ledger(pieces, database, writes=False)
     section = pieces.config.privacy
     if section.other_data_because is not None:
         return {}

@@ -40,7 +40,7 @@ from fedlearn.experiment.arguments import (
 )
 from fedlearn.experiment.assemble import assemble, device_of, resolve
 from fedlearn.experiment.comparison import Summary, leaves, summarize
-from fedlearn.experiment.privacy import gone_on, known, promise
+from fedlearn.experiment.privacy import gone_on, promise, with_ledger
 from fedlearn.experiment.progress import Progress, progress_to
 from fedlearn.experiment.recorded import ARGUMENT_DATA, PYTHON_PIECES, config_of
 from fedlearn.experiment.run import Run, begin
@@ -314,7 +314,6 @@ def _same_on_resume(pieces: Simulation) -> dict[str, object]:
 
 
 def _resolved(pieces: Simulation, site: Site) -> Simulation:
-    pieces = known(pieces)
     with one_thread():  # as the workers will compute, so that a probe measures that
         return resolve(
             pieces, clock=site.clock, environ=site.environ, cache_dir=site.cache_dir / "executors"
@@ -388,6 +387,9 @@ def new_record(pieces: Pieces, *, extra: Mapping[str, object]) -> RunRecord:
 
 
 def _run_new(pieces: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
+    if pieces.config.privacy.is_on and _is_rank_0(site):
+        with site.database() as database:
+            pieces = with_ledger(pieces, database, writes=True)
     record = new_record(pieces, extra=extra)
     begun = partial(begin, record, seed=pieces.config.seed)
     return _execute(pieces, site, begun, is_described=not extra)

@@ -305,6 +305,17 @@ class ChargeRow(Base):
     charged_utc: Mapped[str] = mapped_column(String(32))
 
 
+class ExamplesRow(Base):
+    """Examples that a ledger was charged for, and how they were divided among clients."""
+
+    __tablename__ = "privacy_examples"
+
+    population: Mapped[str] = mapped_column(String(160), primary_key=True)
+    users: Mapped[str] = mapped_column(String(16), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(32), primary_key=True)
+    sketch: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 def as_row(kind: type[RowT], record: object, **columns: object) -> RowT:
     """Return a row with the values of ``record`` that it has columns for, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()

@@ -1,0 +1,115 @@
+"""Recognize the examples of a simulation again, however they are divided, ordered or stored.
+
+Each example has a 64-bit hash of its feature values. The smallest hashes of a data set are a sketch
+of it: two sets with examples in common have hashes in common (Broder, 1997).
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlearn.core.features import tensors_of
+from fedlearn.core.randomness import global_generators_kept
+from fedlearn.simulation.population import (
+    BootstrapPopulation,
+    ClientRows,
+    Population,
+)
+from fedlearn.training.keyed_dropout import untouched
+
+#: Hashes in a sketch. Smaller sets have all of theirs in it.
+SKETCH_SIZE = 4096
+#: Examples that are read at a time.
+_AT_ONCE = 8192
+#: Examples that are read twice, to see whether they stay the same.
+_READ_TWICE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprint:
+    """What identifies the examples of a population, and their division among clients.
+
+    Attributes:
+        sketch: Smallest hashes of the examples, ascending: uint64 [<= SKETCH_SIZE].
+        users: Digest of which examples each client holds; clients and examples in any order.
+        is_stable: Whether examples were the same when they were read again.
+    """
+
+    sketch: NDArray[np.uint64]
+    users: str
+    is_stable: bool
+
+    @property
+    def name(self) -> str:
+        """A name for the examples: the same for the same examples, whoever holds them."""
+        digest = hashlib.blake2b(self.sketch.astype("<u8").tobytes(), digest_size=8)
+        return f"examples-{digest.hexdigest()}"
+
+    def overlaps(self, sketch: NDArray[np.uint64]) -> bool:
+        """Return whether a sketch shows an example in common."""
+        return bool(np.isin(self.sketch, sketch).any())
+
+
+def fingerprint_of(population: Population) -> Fingerprint:
+    """Return the fingerprint of a population; every example is read once.
+
+    An example is its feature values in float32: neither dtype, shape, label, input name nor place
+    counts. The caller's random generators stay as they were.
+
+    Raises:
+        DataError: Examples cannot be read.
+    """
+    sketch = np.zeros(0, np.uint64)
+    users: list[int] = []
+    with untouched(torch.default_generator), global_generators_kept():
+        is_stable = _reads_alike(population)
+        for rows in _blocks(population):
+            hashes = example_hashes(rows)
+            sketch = np.unique(np.concatenate([sketch, hashes]))[:SKETCH_SIZE]
+            users += [_digest(np.sort(own)) for own in np.split(hashes, rows.offsets[1:-1])]
+    if isinstance(population, BootstrapPopulation):
+        users = [_digest(np.array([population.num_clients, population.examples_per_client]))]
+    return Fingerprint(sketch, f"{_digest(np.sort(np.array(users, np.uint64))):016x}", is_stable)
+
+
+def example_hashes(rows: ClientRows) -> NDArray[np.uint64]:
+    """Return the hash of each example, in the order of ``rows.rows``: uint64 [n]."""
+    features, labels = rows.gathered()
+    num = len(labels)
+    # Zero is added, since -0.0 and 0.0 are one value in two patterns of bits.
+    inputs = [each.reshape(num, -1).float().cpu() + 0.0 for each in tensors_of(features)]
+    values = np.ascontiguousarray(torch.cat(inputs, 1).numpy().astype("<f4"))
+    return np.array([_digest(row) for row in values], np.uint64)
+
+
+def _digest(values: NDArray[np.generic]) -> int:
+    return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=8).digest(), "little")
+
+
+def _blocks(population: Population) -> Iterator[ClientRows]:
+    """Yield the examples of all clients, a few clients at a time."""
+    if isinstance(population, BootstrapPopulation):  # any number of clients, of the same examples
+        everything = np.arange(len(population.labels))
+        offsets = np.array([0, len(everything)])
+        yield ClientRows(population.features, population.labels, everything, offsets)
+        return
+    first = 0
+    while first < population.num_clients:
+        client_ids = np.arange(first, min(first + _AT_ONCE, population.num_clients))
+        ends = np.cumsum(population.num_examples(client_ids))
+        count = max(1, int(np.searchsorted(ends, _AT_ONCE, side="right")))
+        yield population.load(client_ids[:count])
+        first += count
+
+
+def _reads_alike(population: Population) -> bool:
+    """Return whether the first examples are the same the second and third time."""
+    client_ids = np.arange(min(_READ_TWICE, population.num_clients))
+    ends = np.cumsum(population.num_examples(client_ids))
+    some = client_ids[: max(1, int(np.searchsorted(ends, _READ_TWICE, side="right")))]
+    first, *others = (example_hashes(population.load(some)) for _ in range(3))
+    return all(np.array_equal(first, again) for again in others)

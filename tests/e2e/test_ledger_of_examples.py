@@ -1,0 +1,109 @@
+"""A ledger belongs to examples: the same ones never get a fresh one without a word."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import fedlearn as fl
+from fedlearn.errors import ConfigError
+from fedlearn.experiment.progress import progress_to
+from fedlearn.simulation.federated_data import Division
+
+NUM = 120
+FEATURES = np.random.default_rng(0).normal(size=(NUM, 4)).astype(np.float32)
+LABELS = np.arange(NUM) % 2
+EXAMPLE = {"mode": "example", "clip_norm": 1.0, "noise_multiplier": 2.0, "target_delta": 1e-3}
+CENTRAL = EXAMPLE | {"mode": "central"}
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+def divided(
+    partition: Division | None = None,
+    *,
+    seed: int = 0,
+    rows: slice = slice(None),
+    test_fraction: float = 0.2,
+) -> fl.FederatedData:
+    return fl.from_arrays(
+        FEATURES[rows],
+        LABELS[rows],
+        partition=partition or fl.Iid(4),
+        test_fraction=test_fraction,
+        seed=seed,
+    )
+
+
+def spent(data: fl.FederatedData, privacy: dict[str, object], **settings: object) -> float:
+    """Return ε after a round on all clients."""
+    done = fl.simulate(
+        lambda: nn.Linear(4, 2),
+        data,
+        fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1), weight_by_examples=False),
+        privacy=privacy,
+        num_rounds=1,
+        cohort={"num_wanted": data.population.num_clients, "sampling": "uniform"},
+        evaluation={"clients": 0},
+        engine={"num_workers": 1, "executor": "sequential"},
+        progress=progress_to(io.StringIO(), as_json=False),
+        **settings,
+    )
+    assert done.privacy is not None
+    return done.privacy.epsilon
+
+
+def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
+    """Other seeds, clients, held-out rows and subsets; control: other examples begin at one."""
+    once = spent(divided(), EXAMPLE)
+    found = [
+        spent(divided(seed=1), EXAMPLE),
+        spent(divided(fl.Iid(3)), EXAMPLE, name="renamed"),
+        spent(divided(fl.Dirichlet(3, alpha=1.0, min_examples=5)), EXAMPLE),
+        spent(divided(test_fraction=0.5, seed=7), EXAMPLE),
+        spent(divided(rows=slice(60, 20, -1)), EXAMPLE),
+    ]
+    assert np.all(np.diff([once, *found]) > 0.1)
+    others = fl.from_arrays(-FEATURES, LABELS, partition=fl.Iid(4), test_fraction=0.2, seed=0)
+    assert spent(others, EXAMPLE) == pytest.approx(once)
+    assert spent(divided(), EXAMPLE | {"population": "ward 5"}) == pytest.approx(once)
+
+
+def test_users_that_hold_other_examples_need_a_name() -> None:
+    """Their cost does not add up; with a name, it is the user who says that they are the same."""
+    once = spent(divided(), CENTRAL, name="first")
+    for other in (divided(seed=1), divided(fl.Iid(3)), divided(rows=slice(0, 90))):
+        with pytest.raises(ConfigError, match=r"divided among other clients.* name the population"):
+            spent(other, CENTRAL)
+    twice = spent(divided(), CENTRAL)
+    assert twice > once + 0.1
+    others = CENTRAL | {"other_data_because": "the control group"}
+    assert spent(divided(seed=1), others) == pytest.approx(once)
+    named = CENTRAL | {"population": "ward 5"}
+    assert spent(divided(seed=2), named) == pytest.approx(once)
+    assert spent(divided(seed=3), named) == pytest.approx(twice)
+    with pytest.raises(ConfigError, match=r"each of the ledgers .*ward 5"):
+        spent(divided(seed=2), CENTRAL)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Adds noise to each example whenever it is read."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features = torch.from_numpy(FEATURES[index])
+        return features + torch.randn(4), torch.tensor(LABELS[index])
+
+
+def test_examples_that_cannot_be_known_again_need_a_name() -> None:
+    """As those with random augmentation; control: with a name they train."""
+    test = TensorDataset(torch.from_numpy(FEATURES), torch.from_numpy(LABELS))
+    data = fl.from_dataset(Augmented(), labels=LABELS, partition=fl.Iid(4), test=test, seed=0)
+    with pytest.raises(ConfigError, match=r"others each time they are read.* name the population"):
+        spent(data, EXAMPLE)
+    assert spent(data, EXAMPLE | {"population": "ward 5"}) > 0.0
