@@ -11,31 +11,36 @@ model, and so who was asked. What is left of it is that an example is used by ch
 :math:`\delta(\varepsilon)` is the mean of what K releases cost, over the times K that its user is
 asked. The second figure is that of a user that is asked each time.
 
-Otherwise the arithmetic of the first figure is dp-accounting's, whose accountants read "replace"
-differently: the Rényi accountant takes the noise by the distance that it is to hide, 2C, the other
-one does so itself. To import this takes a second.
+Cohorts of a fixed size, drawn without replacement, have a bound of their own: see
+:func:`replaced_user_delta`. The arithmetic of compositions is dp-accounting's. To import this takes
+a second.
 
 References:
     Balle and Wang, 2018, `Improving the Gaussian Mechanism for Differential Privacy
     <https://arxiv.org/abs/1805.06530>`_ (theorem 8: the Gaussian mechanism exactly).
     Koskela, Jälkö and Honkela, 2020, `Computing Tight Differential Privacy Guarantees Using FFT
     <https://arxiv.org/abs/1906.03049>`_ (privacy loss distributions).
-    Wang, Balle and Kasiviswanathan, 2019, `Subsampled Rényi Differential Privacy and Analytical
-    Moments Accountant <https://arxiv.org/abs/1808.00087>`_ (sampling without replacement).
+    Balle, Barthe and Gaboardi, 2018, `Privacy Amplification by Subsampling
+    <https://arxiv.org/abs/1807.01647>`_, theorems 2 and 11 (sampling without replacement).
+    Zhu, Dong and Wang, 2022, `Optimal Accounting of Differential Privacy via Characteristic
+    Function <https://arxiv.org/abs/2106.08567>`_ (dominating pairs compose).
+    Doroshenko et al., 2022, `Connect the Dots: Tighter Discrete Approximations of Privacy Loss
+    Distributions <https://arxiv.org/abs/2207.04380>`_ (a distribution from values of δ(ε)).
+    Lebeda, Regehr, Kamath and Steinke, 2024, `Avoiding Pitfalls for Privacy Accounting of
+    Subsampled Mechanisms under Composition <https://arxiv.org/abs/2405.20769>`_.
 """
 
 import math
 from functools import lru_cache
 
 import numpy as np
-from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent
+from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
+from scipy.special import log_ndtr
 from scipy.stats import binom
 
 from fedlearn.privacy.events import (
-    Adjacency,
     Cohorts,
     Event,
     ExampleCohorts,
@@ -57,6 +62,10 @@ _WIDEST = 500.0
 _EXACT_SHARE, _COARSE_SHARE = 2e-4, 1e-3
 #: Sums of squared distances that are told apart; each is rounded up.
 _SUMS = 1 << 14
+#: ε above which e^ε is not computed.
+_OVERFLOW = 700.0
+#: Deviations of a Gaussian beyond which next to none of it is left, and what is counts as infinite.
+_DEVIATIONS = 10.0
 #: How close to the budget a calibrated multiplier comes, relatively.
 _CLOSE = 1e-3
 
@@ -201,8 +210,6 @@ def _sampled_epsilon(
     most = max(gaussian_epsilon(event.distance, target_delta) for event, _ in spent)
     if most > _HOPELESS:
         return math.inf  # at once; there is the bound of who sees the cohorts
-    if all(isinstance(event.cohorts, FixedCohorts) for event, _ in spent):
-        return _renyi_epsilon(spent, target_delta)
     if interval is None:
         # Large losses are told apart by more: it costs nothing of the figure, and seconds less.
         rough = _amplified_epsilon(spent, target_delta, max(_ROUGH, most / _LOSSES))
@@ -251,11 +258,13 @@ def _distance(spent: Spent) -> float:
 def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
     """Return the privacy loss of one release to a user that is there or not."""
     cohorts = event.cohorts
-    if cohorts.rate == 1.0 and cohorts.adjacency is Adjacency.ADD_OR_REMOVE:
+    if cohorts.rate == 1.0:
         return pld.from_gaussian_mechanism(
-            event.noise_multiplier, value_discretization_interval=interval
+            1.0 / event.distance, value_discretization_interval=interval
         )
-    assert isinstance(cohorts, PoissonCohorts)  # what else is composed by its Rényi divergences
+    if isinstance(cohorts, FixedCohorts):
+        return _replaced_user_loss(event, interval)
+    assert isinstance(cohorts, PoissonCohorts)  # what else has no secret cohorts
     return pld.from_truncated_subsampled_gaussian_mechanism(
         dataset_size=cohorts.population,
         sampling_probability=cohorts.rate,
@@ -265,16 +274,60 @@ def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
     )
 
 
-def _renyi_epsilon(spent: tuple[tuple[Event, int], ...], target_delta: float) -> float:
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    for event, count in spent:
-        cohorts = event.cohorts
-        assert isinstance(cohorts, FixedCohorts)
-        # This accountant takes the multiplier by the distance of what is replaced, 2C.
-        noise = GaussianDpEvent(1.0 / event.distance)
-        sampled = SampledWithoutReplacementDpEvent(cohorts.population, cohorts.size, noise)
-        accountant.compose(sampled, count)
-    return float(accountant.get_epsilon(target_delta))
+def replaced_user_delta(
+    epsilons: NDArray[np.float64], *, rate: float, distance: float
+) -> NDArray[np.float64]:
+    r"""Return :math:`\delta(\varepsilon)` of one release of a cohort of a fixed size.
+
+    Let a user be in the cohort with probability q = m/N, and its update be a or, replaced, a'. Pair
+    each cohort that has the user with one that has some other user's update b in its place. Given
+    such a pair, a release is
+
+    .. math:: \omega = (1 - q) \mu_b + q \mu_a \quad \text{or} \quad
+              \omega' = (1 - q) \mu_b + q \mu_{a'}
+
+    with Gaussians :math:`\mu` at points of a ball of radius C. Hockey-stick divergences are jointly
+    convex, so the worst pair bounds the mean over pairs. For :math:`\alpha = e^{\varepsilon} \ge 1`
+    and :math:`\alpha = 1 + q (\alpha_0 - 1)`, advanced joint convexity (theorem 2) gives
+
+    .. math:: H_\alpha(\omega \| \omega') = q H_{\alpha_0}(\mu_a \|
+              (1 - \beta) \mu_b + \beta \mu_{a'}) \le q \max_{x \in \{b, a'\}}
+              H_{\alpha_0}(\mu_a \| \mu_x), \quad \beta = \alpha / \alpha_0,
+
+    and two points of the ball are at most 2C apart. It is reached where a is opposite to b = a'.
+    For :math:`\alpha < 1`, :math:`H_\alpha(\omega \| \omega') = 1 - \alpha + \alpha
+    H_{1/\alpha}(\omega' \| \omega)`, to which the same bound applies, since either user may be
+    the one that is replaced. Each side is the worst case of some updates, though not of the same
+    ones, so releases may cost a little less than this bound, composed, says.
+
+    Args:
+        epsilons: ε of either sign: shape [n].
+        rate: q in (0, 1].
+        distance: 2C by the standard deviation of the noise, > 0.
+    """
+    sizes = np.abs(epsilons)
+    with np.errstate(over="ignore"):  # beyond e^709 nothing is left of δ
+        far = sizes - math.log(rate)
+        inner = np.where(sizes < _OVERFLOW, np.log1p(np.expm1(sizes) / rate), far)
+    above = log_ndtr(distance / 2.0 - inner / distance)
+    below = inner + log_ndtr(-distance / 2.0 - inner / distance)
+    found = rate * np.exp(above) * -np.expm1(np.minimum(0.0, below - above))
+    mirrored = -np.expm1(np.minimum(0.0, epsilons)) + np.exp(np.minimum(0.0, epsilons)) * found
+    return np.asarray(np.where(epsilons < 0.0, mirrored, found))
+
+
+def _replaced_user_loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
+    """Return a loss distribution whose δ(ε) is nowhere below that of one release."""
+    rate, distance = event.cohorts.rate, event.distance
+    # The loss of a user who is asked each time is that of a Gaussian, and sampling only lowers it.
+    largest = distance * (distance / 2.0 + _DEVIATIONS)
+    num = math.ceil(largest / interval)
+    losses = np.arange(-num, num + 1)
+    epsilons = np.asarray(losses * interval, np.float64)
+    deltas = replaced_user_delta(epsilons, rate=rate, distance=distance)
+    return pld.PrivacyLossDistribution(
+        pld_pmf.create_pmf_pessimistic_connect_dots(interval, losses, deltas)
+    )
 
 
 def _require_delta(target_delta: float) -> None:

@@ -38,7 +38,7 @@ def divided(
     )
 
 
-def spent(data: fl.FederatedData, privacy: dict[str, object], **settings: object) -> float:
+def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None = None) -> float:
     """Return ε after a round on all clients."""
     done = fl.simulate(
         lambda: nn.Linear(4, 2),
@@ -50,7 +50,7 @@ def spent(data: fl.FederatedData, privacy: dict[str, object], **settings: object
         evaluation={"clients": 0},
         engine={"num_workers": 1, "executor": "sequential"},
         progress=progress_to(io.StringIO(), as_json=False),
-        **settings,
+        name=name,
     )
     assert done.privacy is not None
     return done.privacy.epsilon

@@ -4,14 +4,21 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import (
     from_gaussian_mechanism,
     from_truncated_subsampled_gaussian_mechanism,
 )
 from dp_accounting.rdp import RdpAccountant
+from numpy.typing import NDArray
 from scipy.integrate import quad
 from scipy.stats import norm
 
@@ -19,6 +26,7 @@ from fedlearn.privacy.accounting import (
     calibrated,
     epsilon_against_coordinator,
     epsilon_of_release,
+    replaced_user_delta,
 )
 from fedlearn.privacy.events import CyclicCohorts, Event, FixedCohorts, PoissonCohorts
 from fedlearn.privacy.gaussian import gaussian_epsilon
@@ -34,14 +42,14 @@ FIXED_EVENT = Event(FIXED, 2.0)
     [
         (POISSON, 1.0, 1.5803),
         (POISSON, 2.0, 0.5051),
-        (FIXED, 1.0, 17.859),
-        (FIXED, 2.0, 2.885),
+        (FIXED, 1.0, 12.898),
+        (FIXED, 2.0, 1.798),
     ],
 )
 def test_the_figures_of_a_release(
     cohorts: PoissonCohorts | FixedCohorts, multiplier: float, expected: float
 ) -> None:
-    """N = 10,000, m = 100, T = 500, δ = 1e-6: as dp-accounting gives them, called by hand."""
+    """N = 10,000, m = 100, T = 500, δ = 1e-6, found apart from this code."""
     spent = {Event(cohorts, multiplier): 500}
     assert epsilon_of_release(spent, target_delta=DELTA) == pytest.approx(expected, rel=1e-3)
 
@@ -122,6 +130,77 @@ def test_a_renyi_accountant_bounds_the_losses(multiplier: float) -> None:
     cohorts = PoissonCohorts(population=5000, expected=100, largest=200)
     ours = epsilon_of_release({Event(cohorts, multiplier): 40}, target_delta=1e-5)
     assert 0.7 * bound < ours < bound
+
+
+@pytest.mark.parametrize(("multiplier", "renyi"), [(1.0, 17.859), (2.0, 2.885)])
+def test_a_fixed_size_costs_less_than_its_renyi_divergences_say(
+    multiplier: float, renyi: float
+) -> None:
+    """By the accountant of Wang et al. (2019), with the noise by the distance 2C."""
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    release = SampledWithoutReplacementDpEvent(10_000, 100, GaussianDpEvent(multiplier / 2.0))
+    accountant.compose(release, 500)
+    bound = float(accountant.get_epsilon(DELTA))
+    assert bound == pytest.approx(renyi, rel=1e-3)
+    assert epsilon_of_release({Event(FIXED, multiplier): 500}, target_delta=DELTA) < 0.75 * bound
+
+
+@pytest.mark.parametrize("epsilon", [-2.0, -0.3, 0.0, 0.2, 1.0])
+def test_no_updates_of_a_replaced_user_show_more_than_is_said(epsilon: float) -> None:
+    """By integration over the plane, of any three updates; the worst reach it, others do not."""
+    rate, noise = 0.3, 0.8
+    said = float(replaced_user_delta(np.array([epsilon]), rate=rate, distance=2.0 / noise)[0])
+    grid = np.linspace(-6.0, 6.0, 241)
+    cell = (grid[1] - grid[0]) ** 2
+
+    def density(at: NDArray[np.float64]) -> NDArray[np.float64]:
+        ours = [norm.pdf(grid, loc=value, scale=noise) for value in at]
+        return np.asarray(np.multiply.outer(*ours))
+
+    def shown(other: NDArray[np.float64], a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+        one, two = ((1 - rate) * density(other) + rate * density(each) for each in (a, b))
+        return float(np.maximum(one - math.exp(epsilon) * two, 0.0).sum() * cell)
+
+    right = np.array([1.0, 0.0])
+    # The replaced user is the odd one out: in the first data set, or in the second.
+    worst = shown(-right, right, -right) if epsilon >= 0 else shown(right, right, -right)
+    assert worst == pytest.approx(said, rel=1e-3)
+    rng = np.random.default_rng(0)
+    for points in rng.normal(size=(30, 3, 2)):
+        others = points / np.maximum(1.0, np.linalg.norm(points, axis=1, keepdims=True))
+        assert shown(*others) <= said + 1e-6
+
+
+def test_rounds_of_a_fixed_size_cost_what_their_worst_updates_show() -> None:
+    """Losses convolved here: the replaced user is the odd one out before, or after, in a round."""
+    num_rounds, rate, noise, spacing = 40, 0.05, 2.0, 1e-3
+    outcomes = np.linspace(-20.0, 24.0, 400_001) / 2.0
+    odd = (1 - rate) * norm.pdf(outcomes, -1.0, noise) + rate * norm.pdf(outcomes, 1.0, noise)
+    plain = norm.pdf(outcomes, -1.0, noise)
+    losses = np.log(odd / plain)
+    size = 1 << 14
+
+    def transformed(
+        loss: NDArray[np.float64], weights: NDArray[np.float64]
+    ) -> NDArray[np.complex128]:
+        places = np.rint(loss / spacing).astype(np.int64) % size
+        masses = np.bincount(places, weights=weights, minlength=size)
+        return np.asarray(np.fft.fft(masses / weights.sum()))
+
+    before, after = transformed(losses, odd), transformed(-losses, plain)
+    values = ((np.arange(size) + size // 2) % size - size // 2) * spacing
+
+    def shown(epsilon: float) -> float:
+        above = values > epsilon
+        weights = -np.expm1(epsilon - values[above])
+        powers = [(before**num, after ** (num_rounds - num)) for num in (0, 20, num_rounds)]
+        totals = [np.fft.ifft(one * other).real for one, other in powers]
+        return max(float(total[above] @ weights) for total in totals)
+
+    event = Event(FixedCohorts(population=1000, size=50), noise)
+    said = epsilon_of_release({event: num_rounds}, target_delta=1e-5)
+    assert shown(said * 1.002) < 1e-5  # the spacing here is not rounded up
+    assert shown(said * 0.8) > 1e-5
 
 
 def test_a_tight_cap_costs_something() -> None:
