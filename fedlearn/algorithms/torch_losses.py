@@ -8,7 +8,7 @@ from typing import ClassVar, TypeAlias, TypeGuard
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlearn.algorithms.objectives import MeanSquaredError, Objective
+from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError, Objective
 from fedlearn.core.distribution import Direction
 from fedlearn.errors import ConfigError
 
@@ -123,6 +123,13 @@ def _wrap(module: nn.Module) -> Objective:
         raise ConfigError(
             f'objective is {name}(reduction="sum"), but training takes the mean over the examples '
             'of a batch; leave the reduction at "mean", and raise the learning rate if need be'
+        )
+    if isinstance(module, nn.CrossEntropyLoss):
+        weights = module.weight
+        return CrossEntropy(
+            ignore_index=module.ignore_index,
+            class_weights=None if weights is None else tuple(weights.tolist()),
+            label_smoothing=module.label_smoothing,
         )
     if kind is nn.MSELoss:
         return MeanSquaredError()

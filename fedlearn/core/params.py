@@ -19,7 +19,7 @@ vector of one model, Q of them trained, B clients in a block, so ``deltas_BP``.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Self
@@ -62,12 +62,15 @@ class Layout:
         dtype: Dtype of the vector: float64 if any of these tensors is, else float32.
         common_dtype: The dtype of all floating-point tensors of the module, frozen ones included;
             ``None`` if there are several.
+        aliases: Further names of tied tensors in ``Module.state_dict()``, and the name under which
+            each is known here.
     """
 
     trainable: tuple[TensorSpec, ...]
     statistics: tuple[TensorSpec, ...]
     dtype: torch.dtype
     common_dtype: torch.dtype | None
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
@@ -110,6 +113,7 @@ class Layout:
             specs[len(trains) :],
             torch.float64 if is_double else torch.float32,
             floats.pop() if len(floats) == 1 else None,
+            _aliases(saved, everything),
         )
 
     @cached_property
@@ -170,6 +174,13 @@ class Layout:
         return vector
 
 
+def _aliases(saved: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the saved names that are not known, and by which name each of their tensors is."""
+    names = {id(value): name for name, value in known.items()}
+    others = {name: names.get(id(value)) for name, value in saved.items() if name not in known}
+    return {alias: name for alias, name in others.items() if name is not None}
+
+
 def _require_shapes(module: nn.Module) -> None:
     """Raise ValueError if a parameter or buffer of a lazy module has no shape yet."""
     for name, value in chain(module.named_parameters(), module.named_buffers()):
@@ -203,6 +214,11 @@ class Params:
         """
         layout = Layout.of(module)
         saved = module.state_dict()
+        if without := [name for name, value in saved.items() if value.is_meta]:
+            raise ValueError(
+                f"{without[0]!r} is on the meta device and has no values; build the model on a "
+                "device that has memory"
+            )
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         constants = {
             name: value.detach().clone()

@@ -105,7 +105,7 @@ class Run:
             raise ConfigError(f"{self.name}: pass make_model, the function that builds the network")
         model, weights = build(), self.weights(best=best)
         like = Params.of(model)
-        missing = sorted(set(like.named()) ^ set(weights))
+        missing = sorted((like.named().keys() | like.layout.aliases.keys()) ^ weights.keys())
         if missing:
             raise ValueError(f"the network and the weights of {self.name} differ in {missing[:3]}")
         constants = {name: weights[name] for name in like.constants}

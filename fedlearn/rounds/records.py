@@ -102,6 +102,10 @@ class RoundRecord:
         return self.participations.num(status)
 
 
+#: Begins the key of a scalar that says by which name a tied tensor is stored.
+ALIAS = "alias/"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
     """Everything a run needs to go on exactly where it was.
@@ -110,7 +114,8 @@ class Checkpoint:
         round_num: Rounds finished.
         tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; of an asynchronous
             run ``flight/…`` and ``versions/…``.
-        values: Scalars of the run's state by name.
+        values: Scalars of the run's state by name; under :data:`ALIAS` the further names of tied
+            tensors.
     """
 
     round_num: int

@@ -27,7 +27,14 @@ from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
-from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus, RunStore
+from fedlearn.rounds.records import (
+    ALIAS,
+    Checkpoint,
+    Outcome,
+    RoundRecord,
+    RunStatus,
+    RunStore,
+)
 from fedlearn.rounds.round import (
     Ran,
     RoundPlan,
@@ -331,6 +338,7 @@ def _checkpoint(state: RunState) -> Checkpoint:
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
         **{_BEGUN + name: value for name, value in server.begun.items()},
+        **{ALIAS + name: known for name, known in server.params.layout.aliases.items()},
     }
     return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
 

@@ -26,7 +26,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
-from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus
+from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.blockers import ending_blockers
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
@@ -334,13 +334,19 @@ class StoredRun:
     def weights(self, *, best: bool) -> "dict[str, Tensor]":
         """Return a model by the names in it: the best, where one was measured, or the last.
 
+        Tied tensors are there under each of their names, as in ``Module.state_dict()``.
+
         Raises:
             StoreError: As :meth:`load`, or the run has no checkpoint yet.
         """
         checkpoint = self.load()
         if checkpoint is None:
             raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
-        return (checkpoint.under("best/") if best else {}) or checkpoint.under("params/")
+        found = (checkpoint.under("best/") if best else {}) or checkpoint.under("params/")
+        for key, name in checkpoint.values.items():
+            if key.startswith(ALIAS) and isinstance(name, str):
+                found[key.removeprefix(ALIAS)] = found[name].clone()  # a file has no shared memory
+        return found
 
     def rewind(self, *, to: int | None = None) -> Checkpoint:
         """Go back to an earlier checkpoint and return it; forget what came after.

@@ -40,6 +40,17 @@ def test_the_loss_of_a_batch_is_torchs_own(
     torch.testing.assert_close(objective.losses(outputs, labels), alone)
 
 
+def test_cross_entropy_keeps_its_options() -> None:
+    """Ignored labels, class weights and smoothing; accuracy is measured as well."""
+    module = nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=7, label_smoothing=0.1
+    )
+    labels = torch.tensor([0, 7, 2, 1, 7, 2])
+    objective = as_objective(module)
+    torch.testing.assert_close(mean_loss(objective, _OUTPUTS, labels), module(_OUTPUTS, labels))
+    assert objective.directions == {"accuracy": "max"}
+
+
 def test_labels_are_never_broadcast() -> None:
     """Torch takes [n, 1] against [n] for [n, n], with a warning alone."""
     objective = as_objective(nn.L1Loss())

@@ -1,14 +1,17 @@
 """Wrong kinds of arguments of ``simulate`` get a sentence that says what to give."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedlearn as fl
+from fedlearn.cli.app import main
 from fedlearn.errors import ConfigError
 
 _PAIRS = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
@@ -114,3 +117,34 @@ def test_a_model_without_values_is_refused_by_the_name_of_a_tensor() -> None:
         _simulate(lambda: nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
         _simulate(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
+class _Tied(nn.Module):
+    """A decoder that shares the encoder's weights, and a frozen table that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.decode.weight = self.encode.weight
+        table = torch.arange(2)
+        self.register_buffer("table", table)
+        self.register_buffer("again", table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.decode(torch.relu(self.encode(x)))
+        return out
+
+
+def test_weights_of_tied_layers_load_strictly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under each of their names, in Python and in a file that was exported without the code."""
+    monkeypatch.setenv("FEDLEARN_RUNS_DIR", str(tmp_path))
+    run = fl.simulate(_Tied, _data(), fl.FedAvg(_LOCAL), num_rounds=1)
+    _Tied().load_state_dict(run.weights(), strict=True)
+    assert list(run.weights()) == list(_Tied().state_dict())
+    file = tmp_path / "exported.safetensors"
+    assert main(["export", run.name, "--output", str(file), "--runs-dir", str(tmp_path)]) == 0
+    fresh = _Tied()
+    fresh.load_state_dict(load_file(file), strict=True)
+    assert torch.equal(fresh.decode.weight, run.load_model().get_parameter("encode.weight"))
