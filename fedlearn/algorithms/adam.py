@@ -2,6 +2,7 @@ r"""Adam and AdamW as local optimisers; clients start afresh each round or keep 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -43,6 +44,8 @@ class LocalAdam(LocalWork):
         <https://arxiv.org/abs/1412.6980>`_, algorithm 1; Loshchilov and Hutter, 2019, `Decoupled
         Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, algorithm 2.
     """
+
+    takes_flat: ClassVar[bool] = True
 
     learning_rate: Positive
     beta_1: BelowOne

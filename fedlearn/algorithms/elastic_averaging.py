@@ -29,6 +29,7 @@ References:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class ElasticForce(Ranged, Around):
     Raises:
         ValueError: The inner update is another one.
     """
+
+    takes_flat: ClassVar[bool] = True
 
     elasticity: NotNegative
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedlearn.algorithms.local import Around, LocalUpdate
 from fedlearn.algorithms.strategy import Strategy, Wrapped
@@ -36,6 +37,8 @@ class ExtraSettings(Around):
         >>> told.settings()
         {'extra.penalty': 'l1'}
     """
+
+    takes_flat: ClassVar[bool] = True
 
     extra: tuple[tuple[str, Scalar], ...]
 

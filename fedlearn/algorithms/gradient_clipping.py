@@ -1,6 +1,7 @@
 """Gradient clipping in local training."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ class ClippedGradients(Ranged, Around):
         Pascanu, Mikolov and Bengio, 2013, `On the Difficulty of Training Recurrent Neural
         Networks <https://arxiv.org/abs/1211.5063>`_, algorithm 1.
     """
+
+    takes_flat: ClassVar[bool] = True
 
     max_gradient_norm: Positive
 

@@ -11,7 +11,7 @@ Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -131,7 +131,11 @@ class Affine(NamedTuple):
 
 @runtime_checkable
 class LocalUpdate(Protocol):
-    """What a client does with its examples, for any number of clients at once. Frozen."""
+    """What a client does with its examples, for any number of clients at once. Frozen.
+
+    It is given one tensor a parameter, unless its class says that it takes flat ones:
+    :func:`takes_flat`.
+    """
 
     @property
     def work(self) -> LocalWork:
@@ -214,6 +218,8 @@ class LocalSgd(LocalWork):
         <https://arxiv.org/abs/1905.03817>`_ (local momentum, reset or kept).
     """
 
+    takes_flat: ClassVar[bool] = True
+
     learning_rate: Positive
     momentum: BelowOne = 0.0  # these defaults are the neutral elements: without them, FedAvg's SGD
     weight_decay: NotNegative = 0.0
@@ -257,7 +263,8 @@ class LocalSgd(LocalWork):
 class Around:
     """A local update around another: what it does not override is the inner one's.
 
-    The outermost acts first: what it makes of the gradients, the next one is given.
+    The outermost acts first: what it makes of the gradients, the next one is given. A subclass that
+    leaves :meth:`step` alone keeps the inner update's short cut, too.
     """
 
     inner: LocalUpdate
@@ -281,6 +288,11 @@ class Around:
         """Begin as the inner one does."""
         self.inner.begin(x, memory, told=told)
 
+    def affine(self, moment: Moment) -> Affine | None:
+        """Return the inner one's step as multiplication and addition, if it has that form."""
+        inner = short_cut(self.inner)
+        return None if inner is None else inner(moment)
+
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
     ) -> None:
@@ -299,6 +311,23 @@ def pieces_of(local: LocalUpdate) -> Iterator[LocalUpdate]:
     if isinstance(local, Around):
         yield from pieces_of(local.inner)
     yield local
+
+
+def takes_flat(local: LocalUpdate) -> bool:
+    """Whether an update may be given all parameters as one tensor [K, Q] instead of one each.
+
+    That is faster, and right only for steps that treat each number alike. So every class of the
+    update must say it itself, by ``takes_flat = True``: a subclass may add a rule for each layer.
+    One number a tensor has no place in a flat one, so a lane over ``Over.TENSORS`` rules it out.
+    """
+    is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in pieces_of(local))
+    return is_declared and all(lane.over is not Over.TENSORS for lane in local.lanes)
+
+
+def has_report(local: LocalUpdate) -> bool:
+    """Whether an update does anything in ``report``."""
+    nothing = (LocalWork.report, Around.report)
+    return any(type(piece).report not in nothing for piece in pieces_of(local))
 
 
 def sums(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
@@ -331,7 +360,7 @@ def load_kept(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor])
             value.zero_()
         if name in kept and local.memory[name].is_kept:
             sizes = [value[0].numel() for value in tensors]
-            # All parameters may be one tensor here, for which the first one's number stands.
+            # In a flat tensor all parameters are one, for which the first one's number stands.
             parts = kept[name][:, : sum(sizes)].split(sizes, dim=1)
             for value, part in zip(tensors, parts, strict=True):
                 value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
@@ -365,7 +394,7 @@ def report_of(
     reported = local.report(x, memory, told=told, num_steps=num_steps)
     lanes = {name: rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
     kept = {
-        # Where all parameters were one tensor, its number is that of each.
+        # In a flat tensor all parameters are one, whose number is that of each.
         name: rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
         for name, spec in local.memory.items()
         if spec.is_kept

@@ -1,6 +1,7 @@
 """FedProx's proximal term: local models are pulled towards the global one."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedlearn.algorithms.local import Around, Memory, Moment, Tensors, sums
 from fedlearn.core.ranges import NotNegative, Ranged
@@ -17,6 +18,8 @@ class Proximal(Ranged, Around):
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
         <https://arxiv.org/abs/1812.06127>`_ (FedProx).
     """
+
+    takes_flat: ClassVar[bool] = True
 
     proximal: NotNegative
 

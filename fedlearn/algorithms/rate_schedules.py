@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Gt, Le
 
@@ -41,6 +41,8 @@ class ScheduledRate(Ranged, Around):
         <https://arxiv.org/abs/1608.03983>`_ (cosine). Decay of local rates over rounds: Li et al.,
         2020, `On the Convergence of FedAvg on Non-IID Data <https://arxiv.org/abs/1907.02189>`_.
     """
+
+    takes_flat: ClassVar[bool] = True
 
     rate_decay: Annotated[float, Gt(0), Le(1)] = 1.0  # the neutral elements
     cosine_rounds: Count | None = None

@@ -13,6 +13,7 @@ symbol                    here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class ControlVariates(Around):
     Raises:
         ValueError: The inner update is another one, or the bound is not positive.
     """
+
+    takes_flat: ClassVar[bool] = True
 
     control_bound: float | None
 

@@ -31,6 +31,7 @@ from fedlearn.algorithms.local import (
     new_memory,
     report_of,
     short_cut,
+    takes_flat,
     written,
 )
 from fedlearn.algorithms.metrics import Measures, Metric
@@ -193,15 +194,16 @@ class ResidentModel:
             for name, value in (parameters | buffers).items()
             if value.is_floating_point()
         }
-        # What lies apart from the vector, beside its places in it: tensors of other dtypes, and
+        # What lies apart from the vector, and its places in it: tensors of other dtypes, and
         # weights of convolutions once they are laid out otherwise.
-        self._apart: list[tuple[Tensor, Tensor]] = []
+        self._of_other_dtypes = list[tuple[Tensor, Tensor]]()
+        self._laid_out = list[tuple[Tensor, Tensor]]()
         for name, view in views.items():
             tensor = (parameters | buffers)[name]
             if tensor.dtype == view.dtype:
                 tensor.data = view
             else:
-                self._apart.append((tensor, view))
+                self._of_other_dtypes.append((tensor, view))
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
@@ -241,11 +243,27 @@ class ResidentModel:
             tensor.share_memory_()
 
     @property
+    def _apart(self) -> list[tuple[Tensor, Tensor]]:
+        return self._of_other_dtypes + self._laid_out
+
+    @property
     def trainable_stack(self) -> Sequence[Tensor]:
         """The trainable parameters as a stack of one client: [1, ...], views."""
         if not self._trainable_stack:
             self._trainable_stack = [value.detach().unsqueeze(0) for value in self.trainable]
         return self._trainable_stack
+
+    def lay_out_plainly(self) -> None:
+        """Have all weights in the order of their dimensions from now on, for rules that view them.
+
+        An update written for any tensor may write to a view of it, as by ``value.view(K, -1)``.
+        """
+        self._untried = {}
+        for tensor, place in self._laid_out:
+            place.copy_(tensor.data)
+            tensor.data = place
+        self._laid_out = []
+        self._trainable_stack.clear()
 
     @contextmanager
     def training(self, params: Params) -> Iterator[None]:
@@ -428,7 +446,7 @@ class ResidentModel:
                     place = parameter.data
                     parameter.data = memory_format.channels_last(place)
                     if parameter.requires_grad:
-                        self._apart.append((parameter, place))
+                        self._laid_out.append((parameter, place))
                 self._trainable_stack.clear()
         self._untried = {}
 
@@ -540,6 +558,9 @@ class Training:
         self._noised = local if isinstance(local, NoisedGradients) else None
         self._local = local if self._noised is None else self._noised.inner
         self._round_num, self._short_cut = round_num, short_cut(self._local)
+        self._takes_any_layout = takes_flat(self._local)
+        if not self._takes_any_layout:
+            model.lay_out_plainly()
         self._told: Memory = {
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
             for name, values in along_trainable(params.layout, params.vector, told).items()
@@ -608,6 +629,8 @@ class Training:
             places = _reached(range(len(grads)), grads)
             x, told = _reached(x, grads), along(told, places)
             memory = along(memory, places)
+        if not self._takes_any_layout:
+            own = [grad.contiguous() for grad in own]
         self._step(x, [grad.unsqueeze(0) for grad in own], memory, told=told, moment=moment)
 
     def _step(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedlearn.algorithms.local import LocalUpdate, Memory, Moment, along, short_cut
+from fedlearn.algorithms.local import LocalUpdate, Memory, Moment, along, short_cut, takes_flat
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import (
     Features,
@@ -174,6 +174,8 @@ class StepResult(NamedTuple):
             grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}
         if not grads:
             return
+        if not takes_flat(local):  # which may view them as other shapes
+            grads = {name: grad.contiguous() for name, grad in grads.items()}
         places = [place for place, name in enumerate(stack.trainable) if name in grads]
         local.step(
             [stack.trainable[name] for name in stack.trainable if name in grads],

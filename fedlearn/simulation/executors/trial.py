@@ -4,15 +4,15 @@ A faster executor trades the module's own forward pass for a trace of it, or for
 on many clients at once. That is right only for a forward pass that is a function of tensors:
 so the same clients are trained several times, on two modules, and what comes out, Python's
 state and the generators of random numbers must not change from one time to the next. Then the
-faster executor trains them as well.
+faster executor trains them as well, for two rounds: models, lanes and what clients keep must agree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedlearn.algorithms.elastic_averaging import without_force
 from fedlearn.algorithms.local import LocalWork
@@ -27,7 +27,7 @@ from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient, first_line, spread
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import global_generator, untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
 #: How often one module trains the same clients.
@@ -35,43 +35,86 @@ _TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trial:
+class Round:
     """Two clients of three and two examples, and what two epochs make of them.
 
     Attributes:
         work: The clients.
         reference: As the sequential executor trains them.
+        rounding: By how much each lane, and each tensor that is kept, differs once the weights of
+            the model are rounded otherwise.
         precision: Of the forward and backward pass.
     """
 
     work: Work
     reference: Trained
+    rounding: Mapping[str, float]
     precision: Precision
 
-    def objection(self, make_executor: Callable[[], Executor]) -> str | None:
-        """Return why an executor must not train this model, to print, or ``None`` if it may."""
-        try:
-            trained = make_executor().train(self.work)
-        except EngineError as error:
-            return str(error)
-        except Exception as error:  # noqa: BLE001 - the user's code meets what it was not written for
-            return said(error)
-        difference = self.difference(trained)
-        return f"stacked clients train {difference}" if difference else None
-
     def difference(self, found: Trained) -> str | None:
-        """Return which tensor differs by more than rounding explains, and by how much."""
+        """Return what differs by more than rounding explains, and by how much."""
+        return self._difference_of_models(found) or self._difference_of_reports(found)
+
+    def _difference_of_models(self, found: Trained) -> str | None:
         params, expected = self.work.params, self.reference
-        share = 1e-3 if self.precision is Precision.FLOAT32 else 1e-1
         rounding = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
         largest = expected.deltas_KP.abs().max()
         ours, theirs = (params.layout.views(t.deltas_KP) for t in (found, expected))
         for name, value in theirs.items():
             error = (ours[name] - value).abs().max() if value.numel() else largest * 0
-            tolerance = share * value.abs().max() + share / 100 * largest + rounding
+            tolerance = self._share * (value.abs().max() + largest / 100) + rounding
             if not error <= tolerance:
                 return f"{name!r} differently, by {float(error):.1e}"
         return None
+
+    def _difference_of_reports(self, found: Trained) -> str | None:
+        ours, theirs = _reports(found), _reports(self.reference)
+        for name, value in theirs.items():
+            if name not in ours or ours[name].shape != value.shape:
+                return f"{name} of another shape"
+            error = (ours[name] - value).abs().max()
+            tolerance = self._share * value.abs().max() + 16 * self.rounding[name]
+            if not error <= tolerance:
+                return f"{name} differently, by {float(error):.1e}"
+        return None
+
+    @property
+    def _share(self) -> float:
+        return 1e-3 if self.precision is Precision.FLOAT32 else 1e-1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """Two rounds of the same clients: in the second one they have something that they kept.
+
+    Attributes:
+        rounds: The rounds, in order.
+    """
+
+    rounds: Sequence[Round]
+
+    def objection(self, make_executor: Callable[[], Executor]) -> str | None:
+        """Return why an executor must not train this model, to print, or ``None`` if it may."""
+        generator = global_generator(self.rounds[0].work.params.vector.device)
+        try:
+            executor = make_executor()
+            for each in self.rounds:
+                before = generator.get_state()
+                with untouched(generator):
+                    trained = executor.train(each.work)
+                    has_drawn = not torch.equal(before, generator.get_state())
+                if has_drawn:
+                    return _DRAWS
+                if difference := each.difference(trained):
+                    return f"stacked clients train {difference}"
+        except EngineError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - the user's code meets what it was not written for
+            return said(error)
+        return None
+
+
+_DRAWS = "the local update draws from torch's global generator, which is one for all clients"
 
 
 def trial_of(
@@ -109,18 +152,21 @@ def trial_of(
             if have_moved():
                 return "it draws random numbers of Python or numpy in its forward pass"
             states.append(digests(model.module, objective))
-    trial = Trial(work=sample, reference=runs[0], precision=precision)
+    first_round = _round(first, sample, runs[0], precision)
     # Not the first: what is computed once and kept is as good as a constant.
     before, after = states[_TIMES - 2 : _TIMES]
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         return f"its forward pass changes {changed[0]} from call to call"
     for again in runs[1:_TIMES]:
-        if difference := trial.difference(again):
+        if difference := first_round.difference(again):
             return f"a second training of the same clients trains {difference}"
-    if difference := trial.difference(runs[-1]):
+    if difference := first_round.difference(runs[-1]):
         return f"a second model of make_model() trains {difference}"
-    return trial
+    with untouched(torch.default_generator):
+        following = _following(sample, runs[0])
+        second_round = _round(first, following, _train(first, following), precision)
+    return Trial(rounds=(first_round, second_round))
 
 
 def said(error: Exception) -> str:
@@ -146,6 +192,33 @@ def _shown(spec: TensorSpec | None) -> str:
 def _train(model: ResidentModel, work: Work) -> Trained:
     trained = SequentialExecutor(model).train(work)
     return replace(trained, deltas_KP=trained.deltas_KP.clone())
+
+
+def _round(model: ResidentModel, work: Work, reference: Trained, precision: Precision) -> Round:
+    """Return a round with what rounding does to its lanes and to what is kept."""
+    rounding = dict[str, float]()
+    if expected := _reports(reference):
+        vector = work.params.vector
+        noise = torch.rand(vector.shape, generator=Seed(0).torch(), dtype=vector.dtype)
+        shift = 4 * torch.finfo(vector.dtype).eps * (2 * noise - 1).to(vector.device)
+        moved = replace(work, params=work.params.with_vector(vector * (1 + shift)))
+        found = _reports(_train(model, moved))
+        rounding = {
+            name: float((found[name] - value).abs().max()) for name, value in expected.items()
+        }
+    return Round(work=work, reference=reference, rounding=rounding, precision=precision)
+
+
+def _following(work: Work, trained: Trained) -> Work:
+    """Return the round after: from the mean model, with what the clients kept."""
+    moved = work.params.with_vector(work.params.vector + trained.deltas_KP.mean(0))
+    return replace(work, params=moved, round_num=work.round_num + 1, kept=trained.kept)
+
+
+def _reports(trained: Trained) -> dict[str, Tensor]:
+    """Return the lanes and what is kept, by what a message calls them: [K, n] each."""
+    lanes = {f"the lane {name!r}": rows for name, rows in trained.lanes.items()}
+    return lanes | {f"the kept {name!r}": rows for name, rows in trained.kept.items()}
 
 
 def _sample_of(work: Work) -> Work:

@@ -19,9 +19,13 @@ from fedlearn.algorithms.local import (
     Affine,
     Memory,
     Moment,
+    along_trainable,
+    has_report,
     new_memory,
     report_of,
+    require_told,
     short_cut,
+    takes_flat,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
 from fedlearn.core.features import Features, only
@@ -109,15 +113,19 @@ class FusedExecutor:
         workspace = self._workspace_for(work)
         start = global_P if work.apart is None else work.apart.starts_KP
         workspace.stack.load(start, num_clients=num_clients)
-        params = [workspace.stack.params_KP[:num_clients]]
-        told = {name: [each_P[None]] for name, each_P in {MODEL: global_P, **work.told}.items()}
+        stack, is_flat = workspace.stack, takes_flat(work.local)
+        params = stack.params(num_clients, is_flat=is_flat)
+        told = _told(work, is_flat=is_flat)
         memory = new_memory(work.local, params, kept=work.kept)
         work.local.begin(params, memory, told=told)
-        workspace.stack.refresh(num_clients)
+        stack.refresh(num_clients)
         rules = _rules(work)
         losses_K = _train(
             work, workspace, memory, told=told, rules=rules, objective=self._objective
         )
+        reports = has_report(work.local)
+        if rules is not None and reports:
+            stack.settle(num_clients)
         report = report_of(
             work.local,
             params,
@@ -126,10 +134,10 @@ class FusedExecutor:
             num_steps=work.num_steps(),
             layout=work.params.layout,
         )
-        if rules is None:  # else the copies are ahead of the rows, and nothing was reported
-            workspace.stack.refresh(num_clients)
+        if rules is None or reports:  # else the copies are ahead of the rows
+            stack.refresh(num_clients)
         return Trained(
-            deltas_KP=workspace.stack.deltas(start, num_clients=num_clients),
+            deltas_KP=stack.deltas(start, num_clients=num_clients),
             lanes=report.lanes,
             losses_K=losses_K,
             num_examples_K=work.num_examples(),
@@ -162,7 +170,7 @@ def _train(
     objective: Objective,
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace``; return their mean losses, each before its step."""
-    plan, stack = work.schedule, workspace.stack
+    plan, stack, is_flat = work.schedule, workspace.stack, takes_flat(work.local)
     features_NF = only(work.features).flatten(1)
     weights_TKB = batch_weights(
         objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
@@ -184,8 +192,8 @@ def _train(
         )
         if rules is None:
             work.local.step(
-                [stack.params_KP[:num_clients]],
-                [stack.grads_KP[:num_clients]],
+                stack.params(num_clients, is_flat=is_flat),
+                stack.grads(num_clients, is_flat=is_flat),
                 {name: [value[:num_clients] for value in own] for name, own in memory.items()},
                 told=told,
                 moment=Moment(work.round_num, step),
@@ -201,13 +209,23 @@ def _train(
     return losses_K
 
 
+def _told(work: Work, *, is_flat: bool) -> Memory:
+    """Return what clients are told, along the parameters or as one flat tensor [1, P] each."""
+    if not is_flat:
+        return along_trainable(work.params.layout, work.params.vector, work.told)
+    require_told(work.told, work.params.layout)
+    return {
+        name: [each_P[None]] for name, each_P in {MODEL: work.params.vector, **work.told}.items()
+    }
+
+
 def _rules(work: Work) -> Sequence[Affine] | None:
     """Return each step, if all the local update does is to multiply and add.
 
     The backward pass then takes it in place. ``None``: the gradients are written down for it.
     """
     affine_at, num_steps = short_cut(work.local), work.schedule.num_steps
-    if affine_at is None or work.local.lanes or work.local.memory:
+    if affine_at is None:
         return None
     found = [affine_at(Moment(work.round_num, step)) for step in range(num_steps)]
     rules = [rule for rule in found if rule is not None]

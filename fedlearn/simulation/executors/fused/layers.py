@@ -31,14 +31,14 @@ class Stack:
     in-place product of many small matrices. These tensors are trained in a copy beside the
     matrix; large weights are trained where they lie.
 
-    Attributes:
-        params_KP: The rows. Behind the copies until :meth:`deltas`.
+    Steps that are taken in place change the copies alone: the rows are behind them until
+    :meth:`settle` or :meth:`deltas`.
     """
 
     def __init__(self, chain: Chain, *, num_clients: int, like: Tensor) -> None:
         self._layout = chain.layout
-        self.params_KP = like.new_empty(num_clients, chain.layout.size)
-        self._rows = chain.layout.views(self.params_KP)
+        self._params_KP = like.new_empty(num_clients, chain.layout.size)
+        self._rows = chain.layout.views(self._params_KP)
         self._copies = {
             spec.name: _in_one_piece(like, num_clients, *spec.shape)
             for spec in chain.layout.specs
@@ -47,17 +47,27 @@ class Stack:
         self._values = self._rows | self._copies
 
     @cached_property
-    def grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
+    def _grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
         """Gradients, for updates that are more than plain SGD."""
-        return torch.empty_like(self.params_KP)
+        return torch.empty_like(self._params_KP)
 
     @cached_property
     def _grads(self) -> dict[str, Tensor]:
-        return self._layout.views(self.grads_KP)
+        return self._layout.views(self._grads_KP)
+
+    def params(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
+        """Return the first clients' rows, as views: one tensor a parameter, or all in one."""
+        whole = [self._params_KP] if is_flat else self._rows.values()
+        return [each[:num_clients] for each in whole]
+
+    def grads(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
+        """Return the first clients' gradients, as :meth:`params`."""
+        whole = [self._grads_KP] if is_flat else self._grads.values()
+        return [each[:num_clients] for each in whole]
 
     def load(self, start: Tensor, *, num_clients: int) -> None:
         """Give the first clients the model [P], or a row [K, P] each, also in the copies."""
-        self.params_KP[:num_clients].copy_(start)
+        self._params_KP[:num_clients].copy_(start)
         self.refresh(num_clients)
 
     def refresh(self, num_clients: int) -> None:
@@ -65,12 +75,17 @@ class Stack:
         for name, copy in self._copies.items():
             copy[:num_clients].copy_(self._rows[name][:num_clients])
 
+    def settle(self, num_clients: int) -> None:
+        """Bring the rows to the copies, which steps in place have changed."""
+        for name, copy in self._copies.items():
+            self._rows[name][:num_clients].copy_(copy[:num_clients])
+
     def deltas(self, start: Tensor, *, num_clients: int) -> Tensor:
         """Return local minus what :meth:`load` was given, in the rows' memory."""
         for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
             torch.sub(self._values[name][:num_clients], value, out=rows)
-        return self.params_KP[:num_clients]
+        return self._params_KP[:num_clients]
 
     def parameter(self, name: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
         """Return what the forward pass reads, and what the backward pass writes: [K, ...] each."""
