@@ -11,7 +11,7 @@ Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,24 +32,36 @@ Tensors: TypeAlias = Sequence[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpec:
-    """What a client remembers from step to step; zero at first.
+    """What a client remembers from step to step; zero at first. Or random numbers that it is given.
 
     Attributes:
         over: ``Over.TRAINABLE``, ``Over.TENSORS``, or how many numbers it is.
         is_kept: Whether it stays from one of the client's rounds to the next.
+        draws: ``"uniform"`` fills it with new numbers in [0, 1), ``"normal"`` with standard normal
+            ones, before ``begin``, before each ``step`` and before ``report``. They depend on the
+            run's seed, the name, the client, the round and the step alone. The seed is public:
+            such numbers hide nothing. ``None``: it is memory.
 
     Raises:
-        ValueError: It is over all tensors, of which some do not train, or of no number.
+        ValueError: It is over all tensors, of which some do not train, or of no number; or it
+            is random and kept, or drawn by an unknown law.
     """
 
     over: Over | int
     is_kept: bool
+    draws: Literal["uniform", "normal"] | None = None
 
     def __post_init__(self) -> None:
         if self.over is Over.ALL or (isinstance(self.over, int) and self.over < 1):
             raise ValueError(
                 f"a client's memory is over {self.over!r}; it lies along what trains "
                 "(Over.TRAINABLE, Over.TENSORS), or is some numbers, at least one"
+            )
+        if self.draws not in {None, "uniform", "normal"}:
+            raise ValueError(f'draws is {self.draws!r}; it is "uniform", "normal" or None')
+        if self.draws is not None and self.is_kept:
+            raise ValueError(
+                "draws are new for each step, so a client cannot keep them; set is_kept to False"
             )
 
 
@@ -318,10 +330,12 @@ def takes_flat(local: LocalUpdate) -> bool:
 
     That is faster, and right only for steps that treat each number alike. So every class of the
     update must say it itself, by ``takes_flat = True``: a subclass may add a rule for each layer.
-    One number a tensor has no place in a flat one, so a lane over ``Over.TENSORS`` rules it out.
+    One number a tensor has no place in a flat one, so a lane over ``Over.TENSORS`` rules it out, as
+    do draws over it.
     """
     is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in pieces_of(local))
-    return is_declared and all(lane.over is not Over.TENSORS for lane in local.lanes)
+    drawn = [spec for spec in local.memory.values() if spec.draws is not None]
+    return is_declared and all(each.over is not Over.TENSORS for each in (*local.lanes, *drawn))
 
 
 def has_report(local: LocalUpdate) -> bool:
@@ -339,17 +353,19 @@ def new_memory(
     local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
     """Return the memory before the first step of ``x`` [K, ...]; see :func:`load_kept`."""
-    memory = {name: _zeros(spec.over, x) for name, spec in local.memory.items()}
+    memory = {name: _zeros(spec, x) for name, spec in local.memory.items()}
     load_kept(local, memory, kept=kept)
     return memory
 
 
-def _zeros(over: Over | int, x: Tensors) -> list[Tensor]:
-    if over is Over.TRAINABLE:
-        return [torch.zeros_like(value) for value in x]
-    sizes = [over] if isinstance(over, int) else [1] * len(x)
-    # Of whatever dtype the parameters are, these can be counted in.
+def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
+    over = spec.over
+    # Of whatever dtype the parameters are, this one can be counted in, and has fine draws.
     dtype = torch.promote_types(x[0].dtype, torch.float32)
+    if over is Over.TRAINABLE:
+        own = None if spec.draws is None else dtype
+        return [torch.zeros_like(value, dtype=own) for value in x]
+    sizes = [over] if isinstance(over, int) else [1] * len(x)
     return [x[0].new_zeros(len(x[0]), size, dtype=dtype) for size in sizes]
 
 

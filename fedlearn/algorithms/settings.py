@@ -136,6 +136,12 @@ def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
     return any(isinstance(piece, NoisedGradients | NoisedUpdates) for piece in pieces)
 
 
+def is_own(local: LocalUpdate) -> bool:
+    """Whether a class of the user's own is part of an update."""
+    standard = {*UPDATES.values(), ExtraSettings}
+    return any(type(piece) not in standard for piece in pieces_of(local))
+
+
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return the user's own classes among updates; raise ConfigError if two have the same name."""
     found = dict[str, _Kind]()

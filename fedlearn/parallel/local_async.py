@@ -187,7 +187,8 @@ def _divisible(trainer: LocalTrainer) -> TorchTrainer:
 
 def _require_memoryless(local: LocalUpdate) -> None:
     """Refuse a local update of which each process would have a part of its own."""
-    remembered = [*local.memory, *(lane.name for lane in local.lanes)]
+    lasting = [name for name, spec in local.memory.items() if spec.draws is None]
+    remembered = [*lasting, *(lane.name for lane in local.lanes)]
     if remembered:
         raise SettingsRefused(
             f"the local update remembers {remembered[0]!r} from step to step, of which each "

@@ -7,7 +7,7 @@ bit for bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import (
     LocalReport,
@@ -43,8 +44,10 @@ from fedlearn.algorithms.objectives import (
     mean_loss,
     require_fitting,
 )
+from fedlearn.algorithms.settings import is_own
 from fedlearn.core.features import Features, arguments, called, cut, in_dtype, mapped, one_tensor
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
 from fedlearn.training import memory_format
 from fedlearn.training.example_gradients import ExampleGradients
 from fedlearn.training.keyed_dropout import (
@@ -565,26 +568,42 @@ class Training:
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
             for name, values in along_trainable(params.layout, params.vector, told).items()
         }
+        self._is_own, self._seed = is_own(local), Seed(0)  # each client has one
+        self._draws = Draws(self._local, ())
         self.memory = new_memory(local, model.trainable_stack, kept={})
         self.num_steps = 0
         self._does_step: bool | None = None  # unknown
 
     @contextmanager
-    def client(self, kept: Mapping[str, Tensor]) -> Iterator[None]:
+    def client(self, kept: Mapping[str, Tensor], *, seed: Seed) -> Iterator[None]:
         """Let one client take steps in the block, from the global model into the model's vector.
 
         Args:
             kept: What it kept, by name one row: shape [1, n].
+            seed: Of what its local update draws, from
+                :func:`~fedlearn.algorithms.draws.client_seed`.
 
         Raises:
             ValueError: The global model has another layout than the module.
         """
         load_kept(self._local, self.memory, kept=kept)
         self.num_steps = 0
-        with self._model.training(self._params):
+        self._seed, self._draws = seed, Draws(self._local, [seed])
+        with ExitStack() as kept_as_they_were:
+            if self._is_own:
+                kept_as_they_were.enter_context(global_generators_kept())
+                kept_as_they_were.enter_context(untouched(torch.default_generator))
+            kept_as_they_were.enter_context(self._model.training(self._params))
             with torch.no_grad():
+                self._draw(BEGIN)
                 self._local.begin(self._model.trainable_stack, self.memory, told=self._told)
             yield
+
+    def _draw(self, step: int) -> None:
+        """Draw what the local update declares; seed what code of the user's own may draw from."""
+        self._draws.fill(self.memory, step)
+        if self._is_own:
+            seed_global_generators(self._seed.at(step))
 
     def step(self, parts: Iterable[Part], *, num_examples: int) -> Tensor:
         """Take one step; return the batch's mean loss before it, a scalar.
@@ -622,6 +641,7 @@ class Training:
             reached = self._model.trainable if is_whole else _reached(self._model.trainable, grads)
             torch._foreach_add_(reached, own, alpha=affine.scale)
             return
+        self._draw(self.num_steps)
         x: Tensors = self._model.trainable_stack
         memory: Memory = self.memory
         told = self._told
@@ -642,6 +662,12 @@ class Training:
         self._local.step(x, grads, memory, told=told, moment=moment)
         self._does_step = self._does_step or not x or written(touched) > before
 
+    @property
+    def remembered(self) -> Memory:
+        """The memory without draws: what a snapshot has to have."""
+        specs = self._local.memory
+        return {name: own for name, own in self.memory.items() if specs[name].draws is None}
+
     @torch.no_grad()
     def report(self) -> LocalReport:
         """Return what the client contributes beside the delta, and what it keeps.
@@ -655,6 +681,7 @@ class Training:
                 "x that it is given, as by value.sub_(...); what it returns, or puts into the list "
                 "in their place, is not used"
             )
+        self._draw(REPORT)
         return report_of(
             self._local,
             self._model.trainable_stack,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.lanes import size_of
 from fedlearn.algorithms.local import (
     LocalReport,
@@ -306,7 +307,8 @@ class TorchTrainer:
             round_num=context.round_num,
             together=together,
         )
-        with unwritten, training.client(self._kept(local, context.state)):
+        seed = client_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
+        with unwritten, training.client(self._kept(local, context.state), seed=seed):
             losses, sizes = self._run(training, local.work, context, together.processes, turns)
             report = training.report()
         return LocalResult(
@@ -473,7 +475,7 @@ def _memory(training: Training) -> dict[str, Tensor]:
     """Return what the client remembers, as a snapshot names it."""
     return {
         f"memory.{name}.{place}": value
-        for name, values in training.memory.items()
+        for name, values in training.remembered.items()
         for place, value in enumerate(values)
     }
 

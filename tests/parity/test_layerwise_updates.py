@@ -26,6 +26,7 @@ from fedlearn.algorithms.local import (
     Tensors,
 )
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.core.features import only
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -35,7 +36,6 @@ from fedlearn.training.resident import Precision
 from tests.parity import test_flower as flower
 
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
-STEPS = {"epochs": 2, "batch_size": 4}
 
 
 def beside(values_K: Tensor, like: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class NormedSgd(LocalSgd):
 
 
 UPDATES: dict[str, LocalUpdate] = {
-    "trust ratios": Lars(**STEPS),
-    "orthogonal matrices": Muonlike(**STEPS),
+    "trust ratios": Lars(epochs=2, batch_size=4),
+    "orthogonal matrices": Muonlike(epochs=2, batch_size=4),
     "clipped by layer": ClippedLayers(inner=SGD),
     "clipped by layer, around momentum": ClippedLayers(inner=replace(SGD, momentum=0.9)),
     "clipped together, inside": ClippedLayers(
@@ -196,7 +196,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "clipped together, around": ClippedGradients(
         inner=ClippedLayers(inner=Proximal(inner=SGD, proximal=0.1)), max_gradient_norm=0.1
     ),
-    "by shape": ByShape(**STEPS),
+    "by shape": ByShape(epochs=2, batch_size=4),
     "lanes over tensors": LargestChange(inner=SGD),
     "lanes over tensors, around momentum": LargestChange(
         inner=replace(SGD, momentum=0.9, keep_momentum=True)
@@ -390,7 +390,7 @@ def test_an_update_may_write_to_views_of_convolutions() -> None:
     rows = torch.from_numpy(work.rows_K[0])
     start = nn.utils.parameters_to_vector(model.parameters()).detach()
     for _ in range(2):
-        loss = nn.functional.cross_entropy(model(work.features[rows]), work.labels[rows])
+        loss = nn.functional.cross_entropy(model(only(work.features)[rows]), work.labels[rows])
         grads = torch.autograd.grad(loss, list(model.parameters()))
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.data.sub_(0.05 * grad / grad.abs().max())

@@ -1,6 +1,7 @@
 """What every executor is given and what it returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -9,14 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.draws import Draws, client_seed
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.settings import is_own
 from fedlearn.core.features import Features, moved
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import Seed, global_generators_kept
+from fedlearn.errors import EngineError
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import Schedule, schedule
-from fedlearn.training.keyed_dropout import step_keys
+from fedlearn.training.keyed_dropout import global_generator, step_keys, untouched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,6 +117,12 @@ class Work:
         counts_K = (self.schedule.counts_TK > 0).sum(0)
         return torch.from_numpy(counts_K).to(self.params.vector)
 
+    def draws(self) -> Draws:
+        """Return what the clients' local updates draw in this round."""
+        client_ids = self.client_ids.tolist()
+        seeds = [client_seed(self.seed, round_num=self.round_num, client_id=c) for c in client_ids]
+        return Draws(self.local, seeds)
+
     def step_keys(self) -> NDArray[np.int64]:
         """Return the key of the dropout masks of each client's step: shape [K, T]."""
         client_ids = self.client_ids.tolist()
@@ -151,6 +161,29 @@ class Executor(Protocol):
 
     def train(self, work: Work) -> Trained:
         """Return the clients' deltas and losses."""
+
+
+@contextmanager
+def without_global_draws(work: Work) -> Iterator[None]:
+    """Run the block, in which clients train together; refuse draws that are none of theirs.
+
+    Raises:
+        EngineError: A local update of the user's own drew from a global generator. What that gives
+            depends on the block, and a repeated run would have other numbers.
+    """
+    if not is_own(work.local):
+        yield
+        return
+    generator = global_generator(work.params.vector.device)
+    with global_generators_kept() as have_moved, untouched(generator):
+        before = generator.get_state()
+        yield
+        if have_moved() or not torch.equal(before, generator.get_state()):
+            raise EngineError(
+                f"the local update {type(work.local).__name__} draws from a global generator, "
+                "which is one for all clients of a block; declare what it draws in its memory, as "
+                'MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="normal")'
+            )
 
 
 def block_within(num_bytes: int, *, each: int) -> int:

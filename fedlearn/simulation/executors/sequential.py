@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.local import LocalReport
 from fedlearn.core.features import Features, rebuilt, tensors_of
 from fedlearn.core.params import Layout
@@ -56,7 +57,10 @@ class SequentialExecutor:
         )
         for client, num_steps in enumerate(steps_K.tolist()):
             kept = {name: rows[client : client + 1] for name, rows in work.kept.items()}
-            with training.client(kept):
+            seed = client_seed(
+                work.seed, round_num=work.round_num, client_id=int(work.client_ids[client])
+            )
+            with training.client(kept, seed=seed):
                 losses += [
                     training.step([batch], num_examples=len(batch.labels))
                     for batch in islice(batches, num_steps)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.local import (
     LocalUpdate,
     LocalWork,
@@ -39,7 +40,12 @@ from fedlearn.algorithms.objectives import batch_weights
 from fedlearn.core.features import mapped
 from fedlearn.core.params import Layout
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors.base import Trained, Work, block_within
+from fedlearn.simulation.executors.base import (
+    Trained,
+    Work,
+    block_within,
+    without_global_draws,
+)
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.stacked_gradient import (
     Batch,
@@ -79,6 +85,7 @@ class _Run:
     weights_TKB: Tensor
     keys_TK: Tensor
     means_TK: Tensor
+    draws: Draws
     shared: Shared
 
     def moment(self, step: int) -> Moment:
@@ -127,7 +134,8 @@ class StackedExecutor:
 
         Raises:
             ValueError: The weights are of another model.
-            EngineError: The step cannot be compiled.
+            EngineError: The step cannot be compiled, or the local update draws from a global
+                generator.
             RuntimeError: The model cannot be vectorised; a trial tells before.
         """
         if work.params.layout != self._layout:
@@ -136,7 +144,7 @@ class StackedExecutor:
             self._mixes = self._gradient.mixes_examples(work.features, work.labels)
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), without_global_draws(work), warnings.catch_warnings():
             # Operations that are vectorised by a loop are slow, not wrong.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             run = self._start(work)
@@ -176,6 +184,8 @@ class StackedExecutor:
             value.copy_(views[name])
         load_kept(work.local, stack.memory, kept=work.kept)
         told = along_trainable(self._layout, work.params.vector, work.told)
+        draws = work.draws()
+        draws.fill(stack.memory, BEGIN)
         work.local.begin(list(stack.trainable.values()), stack.memory, told=told)
         return _Run(
             work=work,
@@ -183,6 +193,7 @@ class StackedExecutor:
             weights_TKB=weights_TKB,
             keys_TK=self._keys(work, num_steps, height),
             means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
+            draws=draws,
             shared=Shared(
                 frozen=self._gradient.frozen(work.params),
                 constants=self._gradient.constants(work.params),
@@ -214,6 +225,7 @@ class StackedExecutor:
     def _trained(self, run: _Run) -> Trained:
         work, num_clients = run.work, len(run.work.client_ids)
         stack, deltas_KP = self._prefix(num_clients), self._deltas_KP[:num_clients]
+        run.draws.fill(stack.memory, REPORT)
         report = report_of(
             work.local,
             list(stack.trainable.values()),
@@ -272,6 +284,7 @@ class StackedExecutor:
         """Take one step of all clients that still have a batch."""
         active = int(run.work.schedule.active_T[step])
         sizes_k = run.work.schedule.counts_TK[step, :active]
+        run.draws.fill(self._prefix(active).memory, step)
         if isinstance(run.work.local, NoisedGradients):
             self._step_by_example(run, step, sizes_k, rule=run.work.local)
         elif not self._mixes:

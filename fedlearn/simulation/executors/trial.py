@@ -27,7 +27,7 @@ from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient, first_line, spread
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
-from fedlearn.training.keyed_dropout import global_generator, untouched
+from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Precision, ResidentModel
 
 #: How often one module trains the same clients.
@@ -95,26 +95,16 @@ class Trial:
 
     def objection(self, make_executor: Callable[[], Executor]) -> str | None:
         """Return why an executor must not train this model, to print, or ``None`` if it may."""
-        generator = global_generator(self.rounds[0].work.params.vector.device)
         try:
             executor = make_executor()
             for each in self.rounds:
-                before = generator.get_state()
-                with untouched(generator):
-                    trained = executor.train(each.work)
-                    has_drawn = not torch.equal(before, generator.get_state())
-                if has_drawn:
-                    return _DRAWS
-                if difference := each.difference(trained):
+                if difference := each.difference(executor.train(each.work)):
                     return f"stacked clients train {difference}"
         except EngineError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - the user's code meets what it was not written for
             return said(error)
         return None
-
-
-_DRAWS = "the local update draws from torch's global generator, which is one for all clients"
 
 
 def trial_of(

@@ -17,6 +17,7 @@ from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training
 
 RATE, BOUND, PULL, ROUND, NUM_STEPS = 0.2, 0.3, 0.7, 2, 5
@@ -132,7 +133,7 @@ def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
     has_control = "control" in local.memory
     told = {"control": server} if has_control else {}
     training = Training(model, params, local=local, told=told, round_num=ROUND)
-    with training.client({"control": own[None]} if has_control else {}):
+    with training.client({"control": own[None]} if has_control else {}, seed=Seed(0)):
         for x, y in batches():
             training.step([Part(x, y, 0)], num_examples=4)
         kept = training.report().kept

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
 from fedlearn.training.memory_format import convolution_weights
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training
 
@@ -80,7 +81,7 @@ def train(model: ResidentModel, params: Params) -> Tensor:
     features, labels = examples()
     batches = map(Part, features.split(4), labels.split(4), range(2))
     training = Training(model, params, local=LOCAL, told={}, round_num=0)
-    with training.client({}):
+    with training.client({}, seed=Seed(0)):
         for batch in batches:
             training.step([batch], num_examples=len(batch.labels))
     return model.vector_P.clone()

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.local import (
     MODEL,
     Affine,
@@ -31,7 +32,12 @@ from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weight
 from fedlearn.core.features import Features, only
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
-from fedlearn.simulation.executors.base import Trained, Work, block_within
+from fedlearn.simulation.executors.base import (
+    Trained,
+    Work,
+    block_within,
+    without_global_draws,
+)
 from fedlearn.simulation.executors.fused.chain import Chain
 from fedlearn.simulation.executors.fused.workspace import Workspace
 
@@ -102,13 +108,17 @@ class FusedExecutor:
         self._chain, self._objective = chain, objective
         self._last: Workspace | None = None
 
-    @torch.no_grad()
     def train(self, work: Work) -> Trained:
         """Return the clients' deltas and losses.
 
         Raises:
             ValueError: The examples have a shape that the model does not take.
+            EngineError: The local update draws from a global generator.
         """
+        with torch.no_grad(), without_global_draws(work):
+            return self._train(work)
+
+    def _train(self, work: Work) -> Trained:
         num_clients, global_P = len(work.client_ids), work.params.vector
         workspace = self._workspace_for(work)
         start = global_P if work.apart is None else work.apart.starts_KP
@@ -116,16 +126,18 @@ class FusedExecutor:
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
         told = _told(work, is_flat=is_flat)
-        memory = new_memory(work.local, params, kept=work.kept)
+        memory, draws = new_memory(work.local, params, kept=work.kept), work.draws()
+        draws.fill(memory, BEGIN)
         work.local.begin(params, memory, told=told)
         stack.refresh(num_clients)
         rules = _rules(work)
         losses_K = _train(
-            work, workspace, memory, told=told, rules=rules, objective=self._objective
+            work, workspace, memory, draws, told=told, rules=rules, objective=self._objective
         )
         reports = has_report(work.local)
         if rules is not None and reports:
             stack.settle(num_clients)
+        draws.fill(memory, REPORT)
         report = report_of(
             work.local,
             params,
@@ -164,6 +176,7 @@ def _train(
     work: Work,
     workspace: Workspace,
     memory: Memory,
+    draws: Draws,
     *,
     told: Memory,
     rules: Sequence[Affine] | None,
@@ -191,10 +204,12 @@ def _train(
             rule=_WRITE_DOWN if rules is None else rules[step],
         )
         if rules is None:
+            own = {name: [value[:num_clients] for value in each] for name, each in memory.items()}
+            draws.fill(own, step)
             work.local.step(
                 stack.params(num_clients, is_flat=is_flat),
                 stack.grads(num_clients, is_flat=is_flat),
-                {name: [value[:num_clients] for value in own] for name, own in memory.items()},
+                own,
                 told=told,
                 moment=Moment(work.round_num, step),
             )

@@ -1,0 +1,267 @@
+"""What a local update draws is the same in every place where a client trains."""
+
+import random  # noqa: TID251 - what is tried
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.draws import BEGIN, REPORT, Draws, client_seed
+from fedlearn.algorithms.lanes import LaneSpec, Over
+from fedlearn.algorithms.local import (
+    Around,
+    LocalSgd,
+    LocalUpdate,
+    LocalWork,
+    Memory,
+    MemorySpec,
+    Moment,
+    Tensors,
+)
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.core.clock import VirtualClock
+from fedlearn.core.features import only
+from fedlearn.core.messages import ClientId
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import EngineError
+from fedlearn.simulation.choice import ExecutorKind, choose, make_executor, named
+from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import TrainContext
+from tests.parity.test_layerwise_updates import job, make_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticSign(LocalWork):
+    """Steps by signs, each right with a probability that grows with the gradient."""
+
+    learning_rate: float = 0.01
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """A coin for each number, and a mean that is kept."""
+        return {
+            "coin": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="uniform"),
+            "mean": MemorySpec(over=Over.TRAINABLE, is_kept=True),
+        }
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Step."""
+        for value, grad, coin, mean in zip(x, grads, memory["coin"], memory["mean"], strict=True):
+            mean.lerp_(grad, 0.5)
+            is_up = coin < torch.sigmoid(5.0 * mean)
+            value.sub_(torch.where(is_up, 1.0, -1.0), alpha=self.learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dithered(Around):
+    """Starts nearby, and sends a model that is rounded at random; reports what it drew."""
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """Numbers of each law and size."""
+        return {
+            **self.inner.memory,
+            "dither": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="uniform"),
+            "start": MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="normal"),
+            "each": MemorySpec(over=Over.TENSORS, is_kept=False, draws="normal"),
+            "one": MemorySpec(over=2, is_kept=False, draws="uniform"),
+        }
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """What was drawn last."""
+        return (
+            LaneSpec(name="drawn", over=2, weighted=False, bound=None),
+            LaneSpec(name="drawn_each", over=Over.TENSORS, weighted=False, bound=None),
+        )
+
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Start nearby."""
+        for value, start in zip(x, memory["start"], strict=True):
+            value.add_(start, alpha=0.01)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Round to a coarse grid."""
+        for value, dither in zip(x, memory["dither"], strict=True):
+            value.copy_((value * 64 + dither).floor() / 64)
+        return {"drawn": memory["one"], "drawn_each": memory["each"]}
+
+
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, shuffle=False)
+UPDATES: dict[str, LocalUpdate] = {
+    "coins": StochasticSign(epochs=2, batch_size=4, shuffle=False),
+    "dither": Dithered(inner=SGD),
+    "both": Dithered(inner=StochasticSign(epochs=2, batch_size=4, shuffle=False)),
+}
+
+
+def sent(trained: Trained, place: int) -> dict[str, Tensor]:
+    """Return what one client sends and keeps."""
+    rows = {**trained.lanes, **trained.kept, "delta": trained.deltas_KP}
+    return {name: value[place].clone() for name, value in rows.items()}
+
+
+def by_executor(local: LocalUpdate, kind: ExecutorKind, *, num_clients: int) -> dict[str, Tensor]:
+    """Return what client 0 sends, in a block of so many, in round 3."""
+    work: Work = replace(job(local).work(num_clients), round_num=3)
+    trained = make_executor(job(local), kind).train(work)
+    return sent(trained, work.client_ids.tolist().index(0))
+
+
+def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
+    """Return what the same client sends where it is deployed."""
+    work = job(local).work(1)
+    rows = torch.from_numpy(work.rows_K[0])
+    trainer = TorchTrainer.of(
+        make_model,
+        only(work.features)[rows],
+        work.labels[rows],
+        device="cpu",
+        local_updates=[StochasticSign, Dithered],
+    )
+    context = TrainContext(
+        client_id=ClientId(0),
+        round_num=3,
+        settings=settings_of(local),
+        seed=work.seed,
+        state={},
+    )
+    result = trainer.train(work.params.named(), context=context)
+    start = work.params.named()
+    delta = torch.cat([(result.tensors[n] - start[n]).flatten() for n in start])
+    return {**result.lanes, **result.state, "delta": delta}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_client_draws_the_same_wherever_it_trains(name: str) -> None:
+    """Alone, in a block of any size, under every executor and in a deployment."""
+    local = UPDATES[name]
+    expected = by_executor(local, ExecutorKind.SEQUENTIAL, num_clients=6)
+    for found in (
+        by_executor(local, ExecutorKind.FUSED, num_clients=6),
+        by_executor(local, ExecutorKind.FUSED, num_clients=1),
+        by_executor(local, ExecutorKind.VMAP, num_clients=6),
+        by_trainer(local),
+    ):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=2e-6, msg=key)
+
+
+def test_draws_are_new_for_each_client_round_step_name_and_seed() -> None:
+    """No two of them have a number in common, and their laws are those declared."""
+    spec = MemorySpec(over=500, is_kept=False, draws="uniform")
+
+    class Three(LocalSgd):
+        @property
+        def memory(self) -> Mapping[str, MemorySpec]:
+            return {"a": spec, "b": spec, "c": replace(spec, draws="normal")}
+
+    local = Three(epochs=1, batch_size=4, learning_rate=0.1)
+    seen = list[Tensor]()
+    normal = list[Tensor]()
+    for seed in (Seed(0), Seed(1)):
+        for round_num in (0, 1):
+            seeds = [client_seed(seed, round_num=round_num, client_id=c) for c in (0, 1)]
+            for step in (BEGIN, 0, 1, REPORT):
+                memory = {name: [torch.zeros(2, 500)] for name in "abc"}
+                Draws(local, seeds).fill(memory, step)
+                seen += [*memory["a"][0], *memory["b"][0]]
+                normal += [*memory["c"][0]]
+    drawn, of_normal = torch.cat(seen), torch.cat(normal)
+    assert len(drawn.unique()) > 0.99 * len(drawn)
+    assert 0.0 <= float(drawn.min()) < 0.01
+    assert 0.99 < float(drawn.max()) < 1.0
+    assert abs(float(of_normal.mean())) < 0.03
+    assert abs(float(of_normal.std()) - 1.0) < 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRandom(Around):
+    """Draws from a global generator, in one of its methods."""
+
+    where: str
+    source: str = "torch"
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        """What it drew."""
+        return (LaneSpec(name="drawn", over=1, weighted=False, bound=None),)
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        """Where it writes it down."""
+        return {**self.inner.memory, "drawn": MemorySpec(over=1, is_kept=True)}
+
+    def draw(self, memory: Memory, where: str) -> None:
+        """Draw, if this is the place."""
+        if where != self.where:
+            return
+        match self.source:
+            case "torch":
+                memory["drawn"][0].normal_()
+            case "numpy":
+                memory["drawn"][0].fill_(np.random.rand())  # noqa: NPY002 - what is tried
+            case "python":
+                memory["drawn"][0].fill_(random.random())  # noqa: S311 - what is tried
+
+    def begin(self, x: Tensors, memory: Memory, *, told: Memory) -> None:
+        """Draw."""
+        self.draw(memory, "begin")
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, told: Memory, moment: Moment
+    ) -> None:
+        """Draw."""
+        self.inner.step(x, grads, memory, told=told, moment=moment)
+        self.draw(memory, "step")
+
+    def report(
+        self, x: Tensors, memory: Memory, *, told: Memory, num_steps: Tensor
+    ) -> Mapping[str, Tensors]:
+        """Draw."""
+        self.draw(memory, "report")
+        return {"drawn": memory["drawn"]}
+
+
+@pytest.mark.parametrize("where", ["begin", "step", "report"])
+@pytest.mark.parametrize("source", ["torch", "numpy", "python"])
+def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
+    """One client at a time has them by its own seed; a block refuses them by name."""
+    local = PlainRandom(inner=SGD, where=where, source=source)
+    before = (torch.get_rng_state(), random.getstate())
+    runs = [by_executor(local, ExecutorKind.SEQUENTIAL, num_clients=n) for n in (6, 6, 1)]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    for again in runs[1:]:
+        torch.testing.assert_close(again, runs[0], rtol=0, atol=0)
+    assert runs[0]["drawn"] != 0
+    for kind in (ExecutorKind.FUSED, ExecutorKind.VMAP):
+        with pytest.raises(EngineError, match=r"PlainRandom draws from a global generator"):
+            named(job(local), kind)
+
+
+def test_one_client_trains_at_a_time_where_an_update_draws_globally(tmp_path: Path) -> None:
+    """And says why."""
+    local = PlainRandom(inner=SGD, where="report")
+    choice = choose(job(local), clock=VirtualClock(), cache_dir=tmp_path)
+    assert choice.kind is ExecutorKind.SEQUENTIAL
+    assert "global generator" in choice.reason
+
+
+@pytest.mark.parametrize("values", [("uniform", True), ("cauchy", False)])
+def test_draws_that_cannot_be_are_refused(values: Any) -> None:  # Any: one law is none
+    """What is kept is not drawn, and there are two laws."""
+    law, is_kept = values
+    with pytest.raises(ValueError, match="draws"):
+        MemorySpec(over=1, is_kept=is_kept, draws=law)
