@@ -334,8 +334,9 @@ def takes_flat(local: LocalUpdate) -> bool:
     do draws over it.
     """
     is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in pieces_of(local))
-    drawn = [spec for spec in local.memory.values() if spec.draws is not None]
-    return is_declared and all(each.over is not Over.TENSORS for each in (*local.lanes, *drawn))
+    extents = [lane.over for lane in local.lanes]
+    extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
+    return is_declared and Over.TENSORS not in extents
 
 
 def has_report(local: LocalUpdate) -> bool:

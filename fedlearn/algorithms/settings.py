@@ -1,13 +1,14 @@
 """Local updates as settings: how the coordinator tells clients what to do with their examples.
 
 Settings are flat: the fields of an update, of those it is wrapped around, and of the transforms
-after it; and under :data:`PIECES` which these are, in the order in which they act. A trainer of
-the user's own reads the fields by their names, and what is free-form beside them
+after it; and under :data:`PIECES` which these are, in the order in which they act. Classes of the
+user's own go by their names, transforms as ``transform:NAME``. A trainer of the user's own reads
+the fields by their names, and what is free-form beside them
 (:mod:`fedlearn.algorithms.extra_settings`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -54,6 +55,8 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
 _NOISED = frozenset({"noised_gradients", "noised_update"})
 
 _INNER = "inner"
+#: Before the name of a transform of the user's own.
+_TRANSFORM = "transform:"
 
 
 def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Settings:
@@ -62,8 +65,8 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
     A class of the user's own goes by its name; the clients' trainer must know it by that.
 
     Raises:
-        ConfigError: A field is no plain value, two pieces have a field of the same name, or a class
-            has the name of a standard piece.
+        ConfigError: A piece is no dataclass, a field is no plain value, two pieces have a field of
+            the same name, or a class has the name of a standard piece.
 
     Example:
         >>> local = LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
@@ -72,11 +75,19 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         ('sgd proximal', 1, 0.5)
     """
     names, settings = list[str](), dict[str, Scalar]()
-    for piece in (*pieces_of(local), *transforms):
+    pieces = [*pieces_of(local), *transforms]
+    first_transform = len(pieces) - len(transforms)
+    for place, piece in enumerate(pieces):
         if isinstance(piece, ExtraSettings):
             settings |= piece.settings()
             continue
-        names.append(_name(type(piece)))
+        if not is_dataclass(piece):
+            raise ConfigError(
+                f"{_place(type(piece))} cannot travel to clients, which make it of its fields; "
+                "write it as a frozen dataclass, whose fields are plain values"
+            )
+        is_transform = place >= first_transform
+        names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
         for name in _fields(type(piece)):
             value = getattr(piece, name)
             if name in settings or name == PIECES:
@@ -93,6 +104,13 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
     return {PIECES: " ".join(names), **settings}
 
 
+def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transform]) -> None:
+    """Raise ConfigError, as :func:`settings_of`, if clients cannot be told what to do."""
+    for local in {id(each): each for each in locals_}.values():
+        settings_of(local, transforms)
+    own_transforms(transforms)
+
+
 def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUpdate:
     """Return the local update that ``settings`` describe.
 
@@ -106,7 +124,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
     """
     update: Any = None  # the first piece has no inner one
     for name, kind, values in _read_all(settings, known):
-        if name in TRANSFORMS:
+        if _is_transform(name):
             continue
         if (update is None) == issubclass(kind, Around):
             raise SettingsRefused(
@@ -119,10 +137,73 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
     return update
 
 
-def transforms_from(settings: Settings) -> tuple[Transform, ...]:
-    """Return the transforms that ``settings`` describe; raise as :func:`update_from`."""
-    kinds = [TRANSFORMS[name] for name in _names(settings) if name in TRANSFORMS]
+def transforms_from(
+    settings: Settings, *, known: Collection[type[Transform]] = ()
+) -> tuple[Transform, ...]:
+    """Return the transforms that ``settings`` describe, in the order in which they act.
+
+    Args:
+        settings: What :func:`settings_of` returned, perhaps in another process.
+        known: Classes of the user's own that may be named.
+
+    Raises:
+        SettingsRefused: As :func:`update_from`.
+    """
+    kinds = _transform_kinds(settings, known)
     return tuple(_made(kind, _read(settings, kind)) for kind in kinds)
+
+
+def without_transforms(settings: Settings, *, known: Collection[type[Transform]] = ()) -> Settings:
+    """Return the part of ``settings`` that is for a trainer; raise as :func:`transforms_from`."""
+    kinds = _transform_kinds(settings, known)
+    if not kinds:
+        return settings
+    theirs = {name for kind in kinds for name in _fields(kind)}
+    names = [name for name in _names(settings) if not _is_transform(name)]
+    rest = {name: value for name, value in settings.items() if name not in theirs}
+    return {**rest, PIECES: " ".join(names)}
+
+
+def last_noise(settings: Settings) -> float | None:
+    """Return the noise of an update by its largest norm, if adding it is the last thing done.
+
+    A transform after it could undo it.
+    """
+    names = _names(settings)
+    if not names or TRANSFORMS.get(names[-1]) is not NoisedUpdates:
+        return None
+    noised: NoisedUpdates = _made(NoisedUpdates, _read(settings, NoisedUpdates))
+    return noised.noise_multiplier
+
+
+def _transform_kinds(settings: Settings, known: Collection[type[Transform]]) -> list[_Kind]:
+    kinds = {**{_transform_name(kind): kind for kind in known}, **TRANSFORMS}
+    names = [name for name in _names(settings) if _is_transform(name)]
+    for name in names:
+        if name not in kinds:
+            raise SettingsRefused(_unknown(name))
+    return [kinds[name] for name in names]
+
+
+def _is_transform(name: str) -> bool:
+    return name in TRANSFORMS or name.startswith(_TRANSFORM)
+
+
+def _transform_name(kind: _Kind) -> str:
+    standard = (name for name, each in TRANSFORMS.items() if each is kind)
+    return next(standard, f"{_TRANSFORM}{kind.__name__}")
+
+
+def _unknown(name: str) -> str:
+    """Return what a client says of a class of somebody's own that it was not given."""
+    is_transform, own = name.startswith(_TRANSFORM), name.removeprefix(_TRANSFORM)
+    what, argument = (
+        ("transform", "transforms") if is_transform else ("local update", "local_updates")
+    )
+    return (
+        f"the coordinator asks for the {what} {own!r}, which this client does not know; name its "
+        f"class where the trainer is made, as in TorchTrainer.of(..., {argument}=[{own}])"
+    )
 
 
 def has_own_noise(settings: Settings) -> bool:
@@ -144,13 +225,23 @@ def is_own(local: LocalUpdate) -> bool:
 
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return the user's own classes among updates; raise ConfigError if two have the same name."""
+    standard = {*UPDATES.values(), ExtraSettings}
+    kinds = (type(piece) for each in updates for piece in pieces_of(each))
+    return _distinct((kind for kind in kinds if kind not in standard), what="local updates")
+
+
+def own_transforms(transforms: Iterable[Transform]) -> list[type[Transform]]:
+    """Return the user's own classes among transforms; raise ConfigError as :func:`own_classes`."""
+    kinds = [type(each) for each in transforms if type(each) not in TRANSFORMS.values()]
+    return _distinct(kinds, what="transforms")
+
+
+def _distinct(kinds: Iterable[_Kind], *, what: str) -> list[_Kind]:
     found = dict[str, _Kind]()
-    for kind in dict.fromkeys(type(piece) for each in updates for piece in pieces_of(each)):
-        if kind in UPDATES.values() or kind is ExtraSettings:
-            continue
+    for kind in dict.fromkeys(kinds):
         if kind.__name__ in found:
             raise ConfigError(
-                f"two local updates are called {kind.__name__!r}, {_place(found[kind.__name__])} "
+                f"two {what} are called {kind.__name__!r}, {_place(found[kind.__name__])} "
                 f"and {_place(kind)}; clients are asked for them by name, so rename one"
             )
         found[kind.__name__] = kind
@@ -194,6 +285,7 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
                 f'context.extra["{name}"] and add "{EXTRA}.{name}", or "{EXTRA}" for all, to the '
                 "trainer's `honours`, or have the coordinator leave it out (client.extra)"
             )
+    _require_known(settings, honoured)
     left = {name: value for name, value in rest.items() if name != PIECES}
     for name in _names(settings):
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
@@ -207,6 +299,15 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
     for name, value in left.items():
         if name not in honoured:
             raise _ignored(name, value, who)
+
+
+def _require_known(settings: Settings, honoured: Collection[str]) -> None:
+    """Refuse classes that fedlearn's own trainer was not given; others go by the fields alone."""
+    makes_updates = settings_names() <= set(honoured)
+    known = {*UPDATES, *TRANSFORMS, *honoured}
+    unknown = [name for name in _names(settings) if name not in known]
+    if makes_updates and unknown:
+        raise SettingsRefused(_unknown(unknown[0]))
 
 
 def _made(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> Any:  # Any: as kinds
@@ -255,10 +356,7 @@ def _read_all(
     unread = settings.keys() - {PIECES}
     for name in _names(settings):
         if name not in kinds:
-            raise SettingsRefused(
-                f"local setting {PIECES!r} asks for {name!r}, which this client does not know; "
-                "name the class that defines it when the trainer is made"
-            )
+            raise SettingsRefused(_unknown(name))
         yield name, kinds[name], _read(settings, kinds[name])
         unread -= _fields(kinds[name]).keys()
     if unread:

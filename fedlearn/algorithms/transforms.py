@@ -5,14 +5,16 @@ and a client's session to its own.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, matrix
 from fedlearn.core.noise import SecretStream, discrete_gaussian
+from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import UnusableResult
 
@@ -23,10 +25,92 @@ _LEVELS = 1 << 20
 
 
 class Transform(Protocol):
-    """Changes updates, each by itself. Frozen; its fields are plain values, since it travels."""
+    """Changes updates, each by itself. A frozen dataclass of plain values, since it travels.
+
+    It is called for one client at a time, and may draw from torch's global generator, which is
+    seeded for that client and round. A class that says ``takes_blocks = True`` is called for many
+    clients at once: what it returns for one must not depend on the others.
+    """
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates as they leave their clients; may write to their rows."""
+        """Return the updates as they leave their clients; may write to their rows.
+
+        The clients' aggregation weights are the coordinator's to know: they are ones here.
+        """
+
+
+def transformed(
+    updates: Updates, transforms: Sequence[Transform], *, seed: Seed, round_num: int
+) -> Updates:
+    """Return updates as they leave their clients: one function for sessions and the engine.
+
+    Args:
+        updates: Of some clients.
+        transforms: In the order in which they act.
+        seed: The run's public one, which all that transforms draw depends on.
+        round_num: Round index.
+
+    Raises:
+        UnusableResult: A transform returned something other than updates of the same clients, with
+            a delta of the same size and precision.
+    """
+    weights_B = updates.weights_B
+    updates = replace(updates, weights_B=torch.ones_like(weights_B))
+    for place, transform in enumerate(transforms):
+        if vars(type(transform)).get("takes_blocks") is True:
+            after = transform(updates)
+            _require_alike(after, updates, who=transform)
+            updates = after
+        else:
+            own = seed.derive("transform", place, round_num)
+            updates = _one_by_one(updates, transform, own)
+    return replace(updates, weights_B=weights_B)
+
+
+def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
+    """Return what a transform makes of each client by itself."""
+    found = list[Updates]()
+    for row, client_id in enumerate(updates.client_ids):
+        lanes = {name: rows[row][None] for name, rows in updates.lanes.items()}
+        own = updates.weights_B[row : row + 1]
+        before = Updates([client_id], own, lanes, [updates.based_on[row]])
+        delta = lanes[DELTA.name]
+        devices = [delta.device] if delta.is_cuda else []
+        with global_generators_kept(), torch.random.fork_rng(devices):
+            seed_global_generators(seed.at(client_id))
+            after = transform(before)
+        _require_alike(after, before, who=transform)
+        found.append(after)
+    names = found[0].lanes.keys()
+    if any(each.lanes.keys() != names for each in found):
+        raise UnusableResult(f"{type(transform).__name__} returned other lanes for other clients")
+    lanes = {name: torch.cat([matrix(each.lanes[name]) for each in found]) for name in names}
+    return replace(updates, lanes=lanes)
+
+
+def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
+    """Raise UnusableResult if a transform returned no updates of the same clients and model."""
+    name = type(who).__name__
+    if not isinstance(after, Updates):
+        raise UnusableResult(f"{name} returned {type(after).__name__}; it returns Updates")
+    count = len(before.client_ids)
+    counts = {len(rows) for rows in after.lanes.values()}
+    if counts - {count} or list(after.client_ids) != list(before.client_ids):
+        raise UnusableResult(
+            f"{name} returned {sorted(counts)} rows of {count} clients; it returns one for each"
+        )
+    if not torch.equal(after.weights_B, before.weights_B):
+        raise UnusableResult(
+            f"{name} changed the weights of clients, which the aggregation sets; change the delta"
+        )
+    if DELTA.name not in after.lanes:
+        raise UnusableResult(f"the updates of {name} do not fit: it lacks the lane {DELTA.name!r}")
+    new, old = after.lanes[DELTA.name][0], before.lanes[DELTA.name][0]
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise UnusableResult(
+            f"the updates of {name} do not fit: lane {DELTA.name!r} is {new.dtype} "
+            f"{list(new.shape)}, not {old.dtype} {list(old.shape)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +124,8 @@ class ClippedUpdates(Ranged):
         McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
         <https://arxiv.org/abs/1710.06963>`_, section 2.2 (flat clipping).
     """
+
+    takes_blocks: ClassVar[bool] = True
 
     max_update_norm: Positive
 
@@ -64,6 +150,8 @@ class ToldBelow(Ranged):
         Andrew et al., 2021, `Differentially Private Learning with Adaptive Clipping
         <https://arxiv.org/abs/1905.03871>`_, algorithm 1.
     """
+
+    takes_blocks: ClassVar[bool] = True
 
     asked_norm: Positive
 
@@ -92,6 +180,8 @@ class NoisedUpdates(Ranged):
         Canonne, Kamath and Steinke, 2020, `The Discrete Gaussian for Differential Privacy
         <https://arxiv.org/abs/2004.00010>`_.
     """
+
+    takes_blocks: ClassVar[bool] = True
 
     clip_norm: Positive
     noise_multiplier: Positive

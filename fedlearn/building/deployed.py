@@ -10,6 +10,7 @@ from fedlearn.algorithms.metrics import require_name
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler
+from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.building.completed import complete, furnished
 from fedlearn.building.pieces import Deployment
@@ -67,6 +68,7 @@ def deployment(config: Config, *, data_dir: Path) -> Deployment:
         require_name(name, taken=("loss", *pieces.objective.directions))
     _require_free_in_telemetry(pieces.directions)
     pieces = _deployed_privately(pieces) if config.privacy.is_on else pieces
+    require_travels([pieces.algorithm.local], pieces.algorithm.transforms)
     if config.secure_aggregation.is_on:
         _require_evaluable(pieces)
     if config.flower.is_foreign:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.client.judging import Judge
 from fedlearn.client.policy import Policy
 from fedlearn.core.codec import encode
@@ -219,6 +220,10 @@ class _WhenAsked:
     @property
     def honours(self) -> Collection[str]:
         return self._trainer.honours
+
+    @property
+    def own_transforms(self) -> Collection[type[Transform]]:
+        return getattr(self._trainer, "own_transforms", ())
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         return self._trainer.train(tensors, context=context)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from mmap import mmap
 
 from fedlearn.algorithms.extra_settings import divided
-from fedlearn.algorithms.settings import transforms_from
-from fedlearn.algorithms.transforms import NoisedUpdates
+from fedlearn.algorithms.settings import last_noise
 from fedlearn.client.policy import AdversaryName, Policy, PrivacyMode, SecureAggregationPolicy
 from fedlearn.core.codec import peek
 from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
@@ -74,10 +73,9 @@ def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
 def noise_share(settings: Settings) -> float | None:
     """Return the noise that an update gets by its largest norm; ``None``: it gets none."""
     try:
-        transforms = transforms_from(settings)
+        return last_noise(settings)
     except SettingsRefused:
         return None  # nor is there an update: the session refuses them likewise
-    return next((e.noise_multiplier for e in transforms if isinstance(e, NoisedUpdates)), None)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fedlearn.algorithms.sampling import (
     PoissonSampler,
     UniformSampler,
 )
-from fedlearn.algorithms.settings import own_classes
+from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
 from fedlearn.build import Pieces, Simulation, server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cores import num_cores
@@ -543,6 +543,7 @@ def _sessions(
     population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
+    require_travels(locals_, strategy.transforms)
     channel = SimulatedSessions(
         population,
         behaviour,
@@ -550,6 +551,7 @@ def _sessions(
         work=strategy.local.work,
         further_bytes=further_bytes(strategy, model.layout),
         identities=simulated,
+        transforms=own_transforms(strategy.transforms),
     ).channel()
     identities = None
     if simulated is not None:

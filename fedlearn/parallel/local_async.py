@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, EngineError, ProcessesParted, SettingsRefused
 from fedlearn.parallel.local_world import in_forks
 from fedlearn.training.lockstep import ALONE
@@ -73,6 +74,11 @@ class Hogwild:
     def honours(self) -> Collection[str]:
         """Those settings that the trainer does."""
         return self._trainer.honours
+
+    @property
+    def own_transforms(self) -> Collection[type[Transform]]:
+        """Those that the trainer names."""
+        return self._trainer.own_transforms
 
     @property
     def num_examples(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, ProcessesParted
 from fedlearn.parallel.workers import Resumed, WorkerProcess, Workers
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -55,6 +56,11 @@ class SharedTrainer:
     def honours(self) -> Collection[str]:
         """Those settings that the trainer does."""
         return self._trainer.honours
+
+    @property
+    def own_transforms(self) -> Collection[type[Transform]]:
+        """Those that the trainer names."""
+        return self._trainer.own_transforms
 
     @property
     def num_examples(self) -> int:

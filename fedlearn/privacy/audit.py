@@ -24,6 +24,7 @@ References:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -166,6 +167,8 @@ class CanaryUpdates:
         canaries: Those that are in contribute their direction, longer than any clip; all others
             nothing, as if they were not there, or somebody had taken it away.
     """
+
+    takes_blocks: ClassVar[bool] = True
 
     canaries: Canaries
 

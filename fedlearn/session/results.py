@@ -1,7 +1,7 @@
 """What a trainer returned, as it leaves its client: what would be refused does not."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Updates
-from fedlearn.algorithms.settings import has_own_noise, require_honoured, transforms_from
-from fedlearn.algorithms.transforms import Transform
-from fedlearn.core.messages import ClientId, EvaluateReply, TrainReply, TrainRequest
+from fedlearn.algorithms.settings import (
+    has_own_noise,
+    require_honoured,
+    transforms_from,
+    without_transforms,
+)
+from fedlearn.algorithms.transforms import Transform, transformed
+from fedlearn.core.messages import EvaluateReply, TrainReply, TrainRequest
 from fedlearn.core.params import difference
 from fedlearn.core.soundness import is_sound, unsound
 from fedlearn.errors import Diverged, UnusableResult
@@ -19,19 +24,32 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer
 
 
 def train_reply(
-    trainer: LocalTrainer, request: TrainRequest, *, context: TrainContext
+    trainer: LocalTrainer,
+    request: TrainRequest,
+    *,
+    context: TrainContext,
+    known: Collection[type[Transform]] = (),
 ) -> tuple[TrainReply, dict[str, Tensor]]:
     """Have a trainer answer a request; return the reply, and what the client keeps.
 
     Floating-point values of another precision and numpy's are converted, and the request's
     transforms are applied. Where clients add noise, the reply tells neither examples nor metrics.
 
+    Args:
+        trainer: The trainer.
+        request: What the coordinator asks.
+        context: What the trainer is given.
+        known: Transforms of the user's own that the coordinator may ask for.
+
     Raises:
-        SettingsRefused: The trainer would ignore how it is asked to train.
+        SettingsRefused: The trainer would ignore how it is asked to train, or a transform is not
+            known.
         UnusableResult: The coordinator would refuse the result, or it is not what it seems to be.
         Diverged: It has values that are not finite.
     """
-    require_honoured(request.settings, trainer.honours, who=type(trainer).__name__)
+    transforms = transforms_from(request.settings, known=known)
+    asked = without_transforms(request.settings, known=known)
+    require_honoured(asked, trainer.honours, who=type(trainer).__name__)
     sent = _marks(request.tensors)
     result = trainer.train(request.tensors, context=context)
     if not isinstance(result, LocalResult):
@@ -43,8 +61,7 @@ def train_reply(
             raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
         vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
-    transforms = transforms_from(request.settings)
-    lanes = _transformed(lanes, transforms, context.client_id, based_on=request.round_num)
+    lanes = _transformed(lanes, transforms, context, based_on=request.round_num)
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(unsound(name))
@@ -178,17 +195,16 @@ def _tensor(value: object, *, what: str) -> Tensor:
 def _transformed(
     lanes: Mapping[str, Tensor],
     transforms: Sequence[Transform],
-    client_id: ClientId,
+    context: TrainContext,
     *,
     based_on: int,
 ) -> dict[str, Tensor]:
     if not transforms:
         return dict(lanes)
     rows = {name: vector[None] for name, vector in lanes.items()}
-    updates = Updates([client_id], torch.ones(1), rows, [based_on])
-    for transform in transforms:
-        updates = transform(updates)
-    return {name: values[0] for name, values in updates.lanes.items()}
+    updates = Updates([context.client_id], torch.ones(1), rows, [based_on])
+    sent = transformed(updates, transforms, seed=context.seed, round_num=based_on)
+    return {name: values[0] for name, values in sent.lanes.items()}
 
 
 def _count(value: object) -> int:

@@ -1,7 +1,7 @@
 """One client's side of the protocol; the same code simulated and deployed."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from mmap import mmap
 
@@ -9,6 +9,8 @@ import structlog
 from torch import Tensor
 
 from fedlearn.algorithms.extra_settings import divided
+from fedlearn.algorithms.settings import without_transforms
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     Accusation,
@@ -88,6 +90,8 @@ class ClientSession:
             of what the client keeps.
         history_file: Likewise where it is kept which sums this client has helped to open.
         expanded: Masks that were expanded while the network waited.
+        transforms: Classes of transforms of the user's own that the coordinator may ask for, in
+            addition to those that the trainer names as its ``own_transforms``.
     """
 
     client_id: ClientId
@@ -98,6 +102,7 @@ class ClientSession:
     pin_file: PinFile | None = None
     history_file: HistoryFile | None = None
     expanded: Expanded = nothing_expanded
+    transforms: Collection[type[Transform]] = ()
 
     def handle(
         self,
@@ -232,7 +237,8 @@ class ClientSession:
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
     ) -> tuple[TrainReply, Mapping[str, Tensor]]:
-        settings, extra = divided(request.settings)
+        known = (*self.transforms, *getattr(self.trainer, "own_transforms", ()))
+        settings, extra = divided(without_transforms(request.settings, known=known))
         context = TrainContext(
             client_id=self.client_id,
             round_num=request.round_num,
@@ -243,7 +249,7 @@ class ClientSession:
             told=request.told,
             control=control,
         )
-        return train_reply(self.trainer, request, context=context)
+        return train_reply(self.trainer, request, context=context, known=known)
 
 
 def _failure(error: Exception) -> Failure:

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
-from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.local import LocalUpdate, pieces_of
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.settings import UPDATES
 from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -240,13 +241,17 @@ def _objection(job: Job, kind: ExecutorKind, trial: Trial) -> str | None:
 
 
 def _by_trainers(job: Job) -> Choice:
-    if not job.local.lanes:
-        reason = "the clients' own trainers train one at a time"
-        return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
-    raise EngineError(
-        f"the algorithm needs {[lane.name for lane in job.local.lanes]} of each client, which only "
-        "fedlearn's own trainer computes; leave the trainer out"
-    )
+    seen = set[str]()
+    for piece in pieces_of(job.local):
+        new = [lane.name for lane in piece.lanes if lane.name not in seen]
+        if new and type(piece) in UPDATES.values():
+            raise EngineError(
+                f"the algorithm needs {new} of each client, which only fedlearn's own trainer "
+                "computes; leave the trainer out"
+            )
+        seen.update(new)
+    reason = "the clients' own trainers train one at a time"
+    return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
 
 
 def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:

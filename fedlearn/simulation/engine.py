@@ -24,7 +24,7 @@ from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, misfit
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, read_only
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.transforms import Transform
+from fedlearn.algorithms.transforms import Transform, transformed
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
@@ -325,15 +325,26 @@ def _updates(
         lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         based_on=[each.round_num for each in requests],
     )
-    # A transform may add a lane, and by the last one all are there.
     transforms = strategy.transforms
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
     _require_declared(updates, reported, layout, who=strategy.local)
-    for place, transform in enumerate(transforms, start=1):
-        updates = transform(updates)
-        lanes = reported if place < len(transforms) else strategy.lanes
-        _require_declared(updates, lanes, layout, who=transform)
-    return updates
+    if not transforms:
+        return updates
+    try:
+        sent = transformed(
+            updates, transforms, seed=Seed(request.seed), round_num=request.round_num
+        )
+    except UnusableResult as error:
+        raise EngineError(f"round {request.round_num + 1}: {error}") from error
+    except Exception as error:
+        names = ", ".join(type(each).__name__ for each in transforms)
+        raise EngineError(
+            f"round {request.round_num + 1}: of the transforms {names}, one raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    # A transform may add a lane, and by the last one all are there.
+    _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
+    return sent
 
 
 def _folded(
@@ -355,12 +366,10 @@ def _folded(
 
 
 def _require_declared(
-    updates: object, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
+    updates: Updates, lanes: Sequence[LaneSpec], layout: Layout, *, who: object
 ) -> None:
     """Refuse lanes of a block that are not those declared, as a coordinator would."""
     name = type(who).__name__
-    if not isinstance(updates, Updates):
-        raise EngineError(f"{name} returned {type(updates).__name__}; it returns Updates")
     counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
     if counts != {len(updates.client_ids)}:
         raise EngineError(

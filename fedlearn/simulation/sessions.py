@@ -19,6 +19,7 @@ from fedlearn.algorithms.collecting import (
 from fedlearn.algorithms.flight import Draw, Flight
 from fedlearn.algorithms.kept import Kept, updated
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.collecting import Status
@@ -70,6 +71,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         work: How much clients do that are not told another number of epochs.
         further_bytes: Size of what a client contributes beside the model's delta.
         identities: Who signs what in secure aggregation; ``None``: nobody takes part in it.
+        transforms: Classes of transforms of the user's own, which all clients know.
     """
 
     population: Population
@@ -79,6 +81,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     work: LocalWork
     further_bytes: int = 0
     identities: SimulatedIdentities | None = None
+    transforms: Collection[type[Transform]] = ()
 
     def channel(self) -> MemoryChannel:
         """Return a channel to them, in virtual time."""
@@ -107,7 +110,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         rows = self.population.load(np.asarray([client_id]))
         trainer = self.make_trainer(*rows.gathered())
         secure = None if self.identities is None else self.identities.client(client_id)
-        return ClientSession(client_id, trainer, secure).handle(data, state)
+        session = ClientSession(client_id, trainer, secure, transforms=self.transforms)
+        return session.handle(data, state)
 
     def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
         client_ids, epochs = np.asarray(clients, np.int64), train.settings.get("epochs")

@@ -27,6 +27,7 @@ from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.settings import settings_names, update_from
 from fedlearn.algorithms.torch_losses import as_objective
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.features import Features
 from fedlearn.core.messages import Settings
 from fedlearn.core.params import Params
@@ -104,6 +105,7 @@ class TorchTrainer:
         gradient_accumulation: int = 1,
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
+        transforms: Collection[type[Transform]] = (),
     ) -> None:
         if gradient_accumulation < 1:
             raise ValueError(f"gradient_accumulation is {gradient_accumulation}; it is at least 1")
@@ -117,7 +119,7 @@ class TorchTrainer:
             raise ValueError(f"max_steps is {max_steps}; it is at least 1, or None for no limit")
         self._model, self._data, self._test = model, data, data if test is None else test
         self._num_parts, self._max_steps = gradient_accumulation, max_steps
-        self._local_updates = tuple(local_updates)
+        self._local_updates, self._transforms = tuple(local_updates), tuple(transforms)
 
     @classmethod
     def of(
@@ -134,6 +136,7 @@ class TorchTrainer:
         gradient_accumulation: int = 1,
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
+        transforms: Collection[type[Transform]] = (),
     ) -> Self:
         """Return the trainer of a model on tensors or on a dataset.
 
@@ -160,6 +163,7 @@ class TorchTrainer:
                 that couples the examples of a batch.
             max_steps: Most steps of one task, >= 1, where all epochs would take too long.
             local_updates: Classes of your own that the coordinator may ask for by their names.
+            transforms: Likewise what it may have done to an update before it leaves the client.
 
         Raises:
             ConfigError: The objective does not declare its measures, or a metric's name is
@@ -203,7 +207,13 @@ class TorchTrainer:
             gradient_accumulation=gradient_accumulation,
             max_steps=max_steps,
             local_updates=local_updates,
+            transforms=transforms,
         )
+
+    @property
+    def own_transforms(self) -> Collection[type[Transform]]:
+        """Transforms of the user's own that the coordinator may ask for."""
+        return self._transforms
 
     @property
     def honours(self) -> Collection[str]:

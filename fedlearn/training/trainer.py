@@ -123,7 +123,11 @@ class LocalEvaluation:
 
 
 class LocalTrainer(Protocol):
-    """Trains and evaluates on this client's data."""
+    """Trains and evaluates on this client's data.
+
+    One with an attribute ``own_transforms`` names classes of transforms of the user's own in it,
+    which the coordinator may then have applied to what it trains.
+    """
 
     @property
     def honours(self) -> Collection[str]:

@@ -305,7 +305,11 @@ class Transforming:
     def __call__(self, updates: fl.Updates) -> Any:
         """Return some updates, or none."""
         delta = torch.stack(list(updates.lanes["delta"]))
-        lanes = {"drop": {}, "double": {"delta": delta.double()}, "merge": {"delta": delta[:1]}}
+        lanes = {
+            "drop": {},
+            "double": {"delta": delta.double()},
+            "more": {"delta": delta.repeat(2, 1)},
+        }
         return None if self.what == "forget" else replace(updates, lanes=lanes[self.what])
 
 
@@ -313,9 +317,9 @@ class Transforming:
     ("what", "complaint"),
     [
         ("forget", "Transforming returned NoneType; it returns Updates"),
-        ("drop", r"Transforming do not fit: it lacks or adds lanes: \['delta'\]"),
+        ("drop", "Transforming do not fit: it lacks the lane 'delta'"),
         ("double", "Transforming do not fit: lane 'delta' is torch.float64"),
-        ("merge", r"Transforming returned \[1, 4\] rows of 4 clients"),
+        ("more", r"Transforming returned \[2\] rows of 1 clients"),
     ],
 )
 def test_a_mistake_of_a_transform_is_named(what: str, complaint: str) -> None:

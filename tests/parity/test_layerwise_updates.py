@@ -45,7 +45,8 @@ def beside(values_K: Tensor, like: Tensor) -> Tensor:
 
 def norms(value: Tensor) -> Tensor:
     """Return each client's norm of one tensor: [K]."""
-    return value.flatten(1).norm(dim=1)
+    found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.extra_settings import divided
-from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.lanes import DELTA, misfit
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import taken
 from fedlearn.core.messages import ClientId, TrainRequest
-from fedlearn.errors import Diverged
+from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.session.results import train_reply
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.training.trainer import LocalTrainer, TrainContext
@@ -37,7 +37,8 @@ class TrainerExecutor:
 
         Raises:
             SettingsRefused: The trainer would ignore how it is asked to train.
-            UnusableResult: It returned what a coordinator would refuse.
+            UnusableResult: It returned what a coordinator would refuse, such as other lanes than
+                the local update declares.
             ValueError: There are several clients.
         """
         (client_id,) = work.client_ids.tolist()
@@ -59,12 +60,21 @@ class TrainerExecutor:
         try:
             reply, kept = train_reply(trainer, request, context=context)
         except Diverged:
+            layout = work.params.layout
             return Trained(
                 deltas_KP=torch.full_like(like, math.nan)[None],
-                lanes={},
+                lanes={
+                    lane.name: like.new_full((1, lane.size(layout)), math.nan)
+                    for lane in work.local.lanes
+                },
                 losses_K=np.asarray([math.nan]),
                 num_examples_K=work.num_examples(),
                 kept={},
+            )
+        specs = (DELTA, *work.local.lanes)
+        if (problem := misfit(reply.lanes, specs, work.params.layout)) is not None:
+            raise UnusableResult(
+                f"{type(trainer).__name__} returned an update that does not fit: {problem}"
             )
         lanes = {name: vector.to(like) for name, vector in reply.lanes.items()}
         return Trained(
