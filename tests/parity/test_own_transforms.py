@@ -288,7 +288,7 @@ class Watching(fl.Strategy):
 class Counter:
     """Moves the first weight, and counts."""
 
-    honours = ("epochs", "batch_size", "shuffle")
+    honours = ("epochs", "batch_size", "shuffle", "Counting")
     make_lanes: Callable[[Tensor], Any] = staticmethod(lambda labels: labels.bincount(minlength=2))
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:

@@ -28,7 +28,7 @@ GUIDE = ROOT / "docs" / "how-to" / "own-algorithm.md"
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
 ONE_BY_ONE = (*ALONE, "--set", "engine.executor=sequential", "--set", "engine.block_size=1")
-NAMES = ("lion", "signs", "coins", "trimmed", "lbfgs")
+NAMES = ("lion", "signs", "coins", "rounding", "trimmed", "lbfgs")
 
 
 @pytest.fixture(autouse=True)
