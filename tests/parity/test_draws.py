@@ -239,6 +239,7 @@ class PlainRandom(Around):
 def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
     """One client at a time has them by its own seed; a block refuses them by name."""
     local = PlainRandom(inner=SGD, where=where, source=source)
+    make_model()  # which seeds torch's generator, as each run does
     before = (torch.get_rng_state(), random.getstate())
     runs = [by_executor(local, ExecutorKind.SEQUENTIAL, num_clients=n) for n in (6, 6, 1)]
     assert torch.equal(before[0], torch.get_rng_state())

@@ -119,7 +119,8 @@ class Work:
 
     def draws(self) -> Draws:
         """Return what the clients' local updates draw in this round."""
-        client_ids = self.client_ids.tolist()
+        draws_any = any(spec.draws is not None for spec in self.local.memory.values())
+        client_ids = self.client_ids.tolist() if draws_any else []
         seeds = [client_seed(self.seed, round_num=self.round_num, client_id=c) for c in client_ids]
         return Draws(self.local, seeds)
 
